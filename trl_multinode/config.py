@@ -1,0 +1,131 @@
+"""`MultiNodeGRPOConfig`: TRL's config plus our fields, and the checks that need fields only."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from .errors import ConfigurationError
+
+REFUSED_GENERATION_KEYS = {
+    "n": "the number of completions is `num_generations`",
+    "seed": "use `rollout_seed`, which gives every row its own seed",
+    "logprobs": "the trainer needs exactly the sampled token's log-prob",
+}
+GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; vLLM's own default
+GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
+
+
+@dataclass
+class MultiNodeGRPOConfig(GRPOConfig):
+    r"""
+    TRL's [`~trl.GRPOConfig`] with three other defaults (`use_vllm=True`, `vllm_mode="node"`,
+    `vllm_gpu_memory_utilization=None`) and the settings of node mode.
+
+    Parameters:
+        vllm_devices (`list[int]`, *optional*):
+            GPUs of each node for its engines, as indices among the visible ones. Default: all that no rank of the
+            node trains on. May name a training GPU, so that a machine with one GPU works.
+        num_engines (`int`, *optional*):
+            Engines per node. Default: GPUs for engines / `vllm_tensor_parallel_size`; 1 on a CPU.
+        engine_kwargs (`dict[str, Any]`, *optional*):
+            Further keywords of vLLM's `EngineArgs`, for example `{"max_num_batched_tokens": 16384}`.
+        engine_dtype (`str`, *optional*, defaults to `"auto"`):
+            Type of the engine's weights. `"auto"`: bfloat16 or float16 if training in it, else the model's own.
+        engine_start_timeout (`float`, *optional*, defaults to `900.0`):
+            Seconds until all engines of a node must be ready.
+        engine_stall_timeout (`float`, *optional*, defaults to `300.0`):
+            Seconds without a single token, while an engine has work, after which it counts as stalled. It never limits
+            the total time of a generation.
+        sync_bucket_mb (`int`, *optional*, defaults to `512`):
+            Largest piece, in MiB, in which weights are gathered and sent. Peak extra memory is twice that on every
+            rank, and two such slots of host memory per node.
+        rollout_seed (`int`, *optional*):
+            With it every row samples with a seed of its own, so that a run does not depend on how its rows are spread
+            over ranks and nodes (bitwise on a CPU in fp32; on a GPU batch-dependent rounding can flip a token).
+        logprob_divergence_limit (`float`, *optional*):
+            Mean |engine log-prob - trainer log-prob| per token of a rank's batch above which the run stops, because
+            some weights of the engine must be stale. Default: 0.02 if both sides are float32, else 0.3. `0` turns the
+            check off.
+    """
+
+    use_vllm: bool = field(
+        default=True, metadata={"help": "Whether to generate with vLLM. Here the default is `True` (TRL: `False`)."}
+    )
+    vllm_mode: str = field(
+        default="node",
+        metadata={
+            "help": "'node': every node hosts engines on its reserved GPUs (the default here). 'server' and "
+            "'colocate' do what TRL does."
+        },
+    )
+    vllm_gpu_memory_utilization: float | None = field(
+        default=None,
+        metadata={"help": "Share of a GPU's memory for vLLM. Default: 0.9 on a GPU that no rank trains on, else 0.3."},
+    )
+    vllm_devices: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "GPUs of each node for its engines. Default: all visible GPUs that no local rank trains on."
+        },
+    )
+    num_engines: int | None = field(
+        default=None, metadata={"help": "Engines per node. Default: GPUs for engines / vllm_tensor_parallel_size."}
+    )
+    engine_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further keywords of vLLM's EngineArgs, as a dict (JSON on a command line)."}
+    )
+    engine_dtype: str = field(default="auto", metadata={"help": "Type of the engine's weights, or 'auto'."})
+    engine_start_timeout: float = field(
+        default=900.0, metadata={"help": "Seconds until all engines of a node must be ready."}
+    )
+    engine_stall_timeout: float = field(
+        default=300.0, metadata={"help": "Seconds without a token, while an engine has work, before it is an error."}
+    )
+    sync_bucket_mb: int = field(
+        default=512, metadata={"help": "Largest piece, in MiB, in which weights are gathered and sent."}
+    )
+    rollout_seed: int | None = field(
+        default=None, metadata={"help": "Makes rollouts independent of how rows are spread over ranks and nodes."}
+    )
+    logprob_divergence_limit: float | None = field(
+        default=None,
+        metadata={"help": "Mean |engine - trainer| log-prob per token above which the run stops; 0 turns it off."},
+    )
+
+    _VALID_DICT_FIELDS = [*getattr(GRPOConfig, "_VALID_DICT_FIELDS", []), "engine_kwargs"]
+
+    def __post_init__(self):
+        if self.vllm_mode != "node" and self.vllm_gpu_memory_utilization is None:
+            self.vllm_gpu_memory_utilization = GPU_SHARE_OF_TRAINING
+        super().__post_init__()
+        check_fields(self)
+
+
+def check_fields(args: GRPOConfig) -> None:
+    """Checks that need nothing but fields; a plain `trl.GRPOConfig` goes through them too.
+
+    Raises:
+        `ConfigurationError`: naming field, value and cure.
+    """
+    for key, reason in REFUSED_GENERATION_KEYS.items():
+        if key in (args.generation_kwargs or {}) and is_node_mode(args):
+            raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
+    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"):
+        if getattr(args, name, 1) <= 0:
+            raise ConfigurationError(f"`{name}` must be positive, got {getattr(args, name)}.")
+    for name in ("num_engines", "vllm_tensor_parallel_size"):
+        if (getattr(args, name, None) or 1) < 1:
+            raise ConfigurationError(f"`{name}` must be at least 1, got {getattr(args, name)}.")
+    if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
+        raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
+
+
+def is_node_mode(args: GRPOConfig) -> bool:
+    """Whether the engines are ours."""
+    return args.use_vllm and args.vllm_mode == "node"
+
+
+def field_or_default(args: GRPOConfig, name: str) -> Any:
+    """A field of ours; a plain `trl.GRPOConfig` has the defaults."""
+    return getattr(args, name, MultiNodeGRPOConfig.__dataclass_fields__[name].default)

@@ -1,0 +1,220 @@
+"""The engine process: vLLM's `AsyncLLM` behind the protocol, and supervisor of its own process tree.
+
+Started by the node's local main process as `python -m trl_multinode.engine_main SPEC.json`. It is a process of its own
+because vLLM's front end costs Python time for every token, and because DeepSpeed's and vLLM's patches of torch do not
+mix. It imports neither TRL nor transformers.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .engine_plugin import BACKEND, RUN_MARKER
+from .engine_server import Backend, EngineServer, EngineSpec, Generated, Refused
+from .protocol import OpenSlots, Ready, WeightVersion
+from .supervisor import PidWatch, become_subreaper, descendants, exit_cause, is_resource_tracker, kill_descendants
+
+
+class VllmBackend(Backend):
+    """vLLM's asynchronous engine, its weights in vLLM's own weight-transfer interface."""
+
+    def __init__(self, spec: EngineSpec):
+        self._spec = spec
+        self._tokens = 0
+        self._num_requests = 0
+
+    async def start(self) -> None:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(
+            **self._spec.engine_args,
+            load_format="dummy",  # the trainer is the only source of weights: no hub, no token, no checkpoint
+            logprobs_mode="processed_logprobs",  # after temperature, as TRL's importance sampling needs them
+            enable_log_requests=False,
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            worker_extension_cls="trl_multinode.engine_worker.WorkerExtension",
+        )
+        self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[self._token_counter()])
+        self._params_cls = __import__("vllm").SamplingParams
+
+    def _token_counter(self) -> Any:
+        """A stat logger: counts tokens once per engine step, so that requests need no streamed outputs."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        backend = self
+
+        class TokenCounter(StatLoggerBase):
+            def __init__(self, vllm_config, engine_index=0): ...
+
+            def record(self, scheduler_stats, iteration_stats, mm_cache_stats=None, engine_idx=0):
+                if iteration_stats is not None:
+                    backend._tokens += iteration_stats.num_generation_tokens + iteration_stats.num_prompt_tokens
+
+            def log_engine_initialized(self): ...
+
+        return TokenCounter
+
+    def tokens_done(self) -> int:
+        return self._tokens
+
+    def ready(self) -> Ready:
+        import vllm
+
+        config = self._llm.vllm_config.model_config
+        return Ready(
+            pid=os.getpid(),
+            max_model_len=config.max_model_len,
+            dtype=str(config.dtype).removeprefix("torch."),
+            vllm_version=vllm.__version__,
+            processes=tuple(process.pid for process in vllm_processes()),
+        )
+
+    async def generate(self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed, images):
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        keywords = dict(sampling)
+        if isinstance(keywords.get("structured_outputs"), dict):
+            keywords["structured_outputs"] = StructuredOutputsParams(**keywords["structured_outputs"])
+        try:
+            params = self._params_cls(
+                n=num, seed=seed, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
+                detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.FINAL_ONLY, **keywords,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise Refused("EngineRefusedError", f"vLLM refuses the sampling settings: {error}") from error
+        output = await self._last_output(self._prompt(prompt, images), params)
+        return [Generated(list(row.token_ids), row.logprobs.logprobs) for row in output.outputs]
+
+    async def score(self, prompt: list[int]):
+        """Log-probs of `prompt[1:]` under the present weights, as one row."""
+        params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
+        output = await self._last_output(self._prompt(prompt, ()), params)
+        rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        return [Generated(prompt[1:], [position[token].logprob for token, position in rows])]
+
+    @staticmethod
+    def _prompt(prompt: list[int], images) -> dict:
+        request: dict[str, Any] = {"prompt_token_ids": prompt}
+        if images:
+            from PIL import Image
+
+            pictures = [Image.frombytes(image.mode, image.size, image.data) for image in images]
+            request["multi_modal_data"] = {"image": pictures if len(pictures) > 1 else pictures[0]}
+        return request
+
+    async def _last_output(self, prompt: dict, params):
+        self._num_requests += 1
+        try:
+            stream = self._llm.generate(prompt, params, request_id=str(self._num_requests))
+            *_, output = [output async for output in stream]
+        except ValueError as error:
+            raise Refused("EngineRefusedError", f"vLLM refuses the prompt: {error}") from error
+        return output
+
+    async def open_slots(self, request: OpenSlots) -> None:
+        buckets = [[[t.name, t.dtype, list(t.shape), t.offset, t.num_bytes] for t in b] for b in request.buckets]
+        info = {"paths": list(request.paths), "slot_bytes": request.slot_bytes, "buckets": buckets}
+        await self._llm.collective_rpc("init_weight_transfer_engine", args=(info,))
+
+    async def begin_update(self, version: WeightVersion) -> None:
+        self._version = version
+        await self._llm.pause_generation(mode="wait")
+        await self._llm.start_weight_update()
+
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        info = {"bucket": bucket, "slot": slot, "version": [self._version.update, self._version.step]}
+        await self._llm.collective_rpc("update_weights", kwargs={"update_info": info})
+
+    async def commit_update(self) -> list[WeightVersion]:
+        await self._llm.finish_weight_update()
+        await self._llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        await self._llm.resume_generation()
+        committed = await self._llm.collective_rpc("committed_weight_version")
+        return [WeightVersion(*version) for version in committed]
+
+    async def stop(self) -> None:
+        self._llm.shutdown(timeout=5)
+
+
+def vllm_processes() -> list:
+    """Processes below us that run vLLM, that is all but multiprocessing's resource tracker."""
+    return [process for process in descendants() if not is_resource_tracker(process)]
+
+
+def check_reports(folder: Path) -> None:
+    """Every vLLM process must have run our plugin, or a killed engine would leave it behind.
+
+    Raises:
+        `RuntimeError`: if one did not, naming it and the cure.
+    """
+    silent = [process for process in vllm_processes() if not (folder / str(process.pid)).exists()]
+    if silent:
+        raise RuntimeError(
+            f"vLLM processes {[process.pid for process in silent]} did not load the trl_multinode plugin. Install the "
+            "package (`pip install .`; a bare PYTHONPATH has no entry points) and leave VLLM_PLUGINS unset."
+        )
+
+
+def leave(spec: EngineSpec, reason: str | None, code: int) -> None:
+    """Kill everything below us, remove the sockets, go. `reason` is for the owner; `None` means: as it should be."""
+    if reason:
+        print(f"engine {spec.index}: {reason}", file=sys.stderr, flush=True)
+        try:
+            Path(spec.failure_path).write_text(reason)
+        except OSError:
+            pass
+    survivors = kill_descendants()
+    if survivors:
+        print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
+    Path(spec.socket_path).unlink(missing_ok=True)
+    for path in spec.remove_at_exit:
+        Path(path).unlink(missing_ok=True)
+    os._exit(code)
+
+
+async def run(spec: EngineSpec, backend: Backend) -> None:
+    """Start the backend, serve until the owner goes, and end the whole tree whatever happens."""
+    start = time.monotonic()
+
+    def ended(pid: int) -> None:
+        if pid == spec.owner_pid:
+            leave(spec, None, 0)
+        leave(spec, f"vLLM's process {pid} {exit_cause(pid)}", 1)
+
+    watch = PidWatch(ended)
+    watch.add(spec.owner_pid)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, leave, spec, "terminated by SIGTERM", 1)
+    await backend.start()
+    check_reports(Path(spec.report_folder))
+    for process in vllm_processes():
+        watch.add(process.pid)
+    print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
+    await EngineServer(spec, backend).serve()
+
+
+def main(make_backend=VllmBackend) -> None:
+    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineSpec)
+    become_subreaper()
+    os.environ[RUN_MARKER] = f"{os.getpid()}:{spec.report_folder}"
+    Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
+    try:
+        asyncio.run(run(spec, make_backend(spec)))
+    except BaseException as error:  # noqa: B036 - whatever it was, the tree must go and the owner must hear of it
+        import traceback
+
+        traceback.print_exc()
+        leave(spec, f"{type(error).__name__}: {error}".splitlines()[0], 1)
+    leave(spec, None, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""The engine's end of the protocol: connections, the order of updates and generation, progress. No vLLM in here.
+
+The same server runs on the fake backend of `trl_multinode.testing`, which is what holds the fake to the real thing.
+"""
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from .protocol import (
+    BeginUpdate,
+    CommitUpdate,
+    Completions,
+    Done,
+    Failure,
+    Generate,
+    Hello,
+    LoadBucket,
+    Message,
+    OpenSlots,
+    Progress,
+    Ready,
+    Request,
+    Score,
+    Shutdown,
+    WeightVersion,
+    frame,
+    pack_ids,
+    read_request,
+    unpack_ids,
+)
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """All that an engine process is told, as a JSON file that the local main process writes."""
+
+    index: int  # of the engine on its node
+    socket_path: str
+    report_folder: str  # vLLM's processes report their pids here
+    failure_path: str  # the reason of a failure, for the owner
+    owner_pid: int
+    engine_args: dict  # keywords of vLLM's EngineArgs
+    remove_at_exit: tuple[str, ...] = ()  # files of the owner, in case it was killed
+    delay_s: float = 0.0  # test-only: makes this engine slow, per request
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One completion."""
+
+    tokens: list[int]  # (T,)
+    logprobs: list[float]  # (T,), of the sampled tokens
+
+
+class Refused(Exception):
+    """The backend cannot serve one request and is otherwise fine.
+
+    Args:
+        error (`str`): name of a class in `errors`.
+        message (`str`): cause and cure.
+    """
+
+    def __init__(self, error: str, message: str):
+        super().__init__(message)
+        self.error = error
+
+
+class Backend(ABC):
+    """What serves the requests. All methods run on the event loop of the engine process; none may block it.
+
+    Between `begin_update` and `commit_update` no `generate` or `score` is running: the server sees to that.
+    """
+
+    @abstractmethod
+    async def start(self) -> None:
+        """On return the engine can serve."""
+
+    @abstractmethod
+    def ready(self) -> Ready: ...
+
+    @abstractmethod
+    def tokens_done(self) -> int:
+        """Tokens since the start, prompts included; grows while the engine works."""
+
+    @abstractmethod
+    async def generate(self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed, images):
+        """`num` completions as `list[Generated]`; raises `Refused`."""
+
+    @abstractmethod
+    async def score(self, prompt: list[int]):
+        """`[Generated]` with the log-probs of `prompt[1:]`."""
+
+    @abstractmethod
+    async def open_slots(self, request: OpenSlots) -> None:
+        """On return the slot files are mapped by every worker."""
+
+    @abstractmethod
+    async def begin_update(self, version: WeightVersion) -> None: ...
+
+    @abstractmethod
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        """On return every tensor of the bucket has been copied out of the slot, by every worker."""
+
+    @abstractmethod
+    async def commit_update(self) -> list[WeightVersion]:
+        """Per worker: the version it has committed. The new weights serve from here on."""
+
+    @abstractmethod
+    async def stop(self) -> None: ...
+
+
+class Weights:
+    """Which weights are in the engine, and who must wait for them."""
+
+    def __init__(self):
+        self.version = WeightVersion()
+        self.attempted = 0  # number of the last update that ended, well or not
+        self.broken: str | None = None  # why the weights are mixed
+        self._running = 0  # requests that use the weights now
+        self._updating = False
+        self._changed = asyncio.Condition()
+
+    async def acquire(self, min_update: int) -> None:
+        """Wait until update `min_update` was attempted and none is under way; the *sender* holds the deadline."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.attempted >= min_update and not self._updating)
+            if self.broken:
+                raise Refused("WeightSyncError", self.broken)
+            if self.version.update == 0:
+                raise Refused("WeightSyncError", "the engine has dummy weights: no weight update reached it yet")
+            self._running += 1
+
+    async def release(self) -> None:
+        async with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    async def begin(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._running and not self._updating)
+            self._updating = True
+            self.broken = "the last weight update did not finish: the engine holds mixed weights"
+
+    async def end(self, attempted: int, version: WeightVersion | None) -> None:
+        async with self._changed:
+            if version is not None:
+                self.version, self.broken = version, None
+            self.attempted, self._updating = attempted, False
+            self._changed.notify_all()
+
+
+class EngineServer:
+    """Serves the ranks of one node until told to shut down."""
+
+    def __init__(self, spec: EngineSpec, backend: Backend):
+        self._spec = spec
+        self._backend = backend
+        self._weights = Weights()
+        self._update: WeightVersion | None = None
+        self._closing = asyncio.Event()
+
+    async def serve(self) -> None:
+        old_mask = os.umask(0o177)  # the socket is for this user only, in a folder that is too
+        server = await asyncio.start_unix_server(self._connection, self._spec.socket_path)
+        os.umask(old_mask)
+        async with server:
+            await self._closing.wait()
+        await self._backend.stop()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One rank. Generation requests run side by side; messages of an update run in order."""
+        tasks: set[asyncio.Task] = set()
+        progress = asyncio.create_task(self._report_progress(writer, tasks))
+        try:
+            while (request := await read_request(reader)) is not None:
+                if isinstance(request, Generate | Score):
+                    task = asyncio.create_task(self._answer(request, writer))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                else:
+                    await self._answer(request, writer)
+        except asyncio.CancelledError:
+            pass  # the server is closing; asyncio would log it as an error of ours
+        finally:
+            for task in (progress, *tasks):
+                task.cancel()
+            writer.close()
+
+    async def _report_progress(self, writer: asyncio.StreamWriter, tasks: set) -> None:
+        seen = -1
+        while True:
+            await asyncio.sleep(1.0)
+            tokens = self._backend.tokens_done()
+            if tasks and tokens != seen:
+                seen = tokens
+                writer.write(frame(Progress(tokens=tokens)))
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        start = time.perf_counter()
+        try:
+            reply = await self._serve_one(request, start)
+        except Refused as refused:
+            reply = Failure(request_id=request.request_id, error=refused.error, message=str(refused))
+        except Exception as error:  # vLLM's own: the ranks must hear of it before this process goes
+            text = f"{type(error).__name__}: {error}".strip()
+            reply = Failure(request_id=request.request_id, error="EngineError", message=text, fatal=True)
+        if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
+            await self._weights.end(self._update.update if self._update else 0, None)
+        writer.write(frame(reply))
+        await writer.drain()
+        if isinstance(request, Shutdown):
+            self._closing.set()
+
+    async def _serve_one(self, request: Request, start: float) -> Message:
+        match request:
+            case Hello():
+                ready = self._backend.ready()
+                return msgspec.structs.replace(ready, request_id=request.request_id)
+            case Generate() | Score():
+                return await self._rows(request, start)
+            case OpenSlots():
+                await self._backend.open_slots(request)
+            case BeginUpdate():
+                await self._weights.begin()
+                self._update = request.version
+                await self._backend.begin_update(request.version)
+            case LoadBucket():
+                await self._backend.load_bucket(request.bucket, request.slot)
+            case CommitUpdate():
+                await self._commit()
+        return Done(request_id=request.request_id, version=self._weights.version, seconds=time.perf_counter() - start)
+
+    async def _commit(self) -> None:
+        assert self._update is not None
+        committed = await self._backend.commit_update()
+        if len(set(committed)) != 1:
+            raise RuntimeError(f"vLLM's workers committed different weight versions: {committed}")
+        await self._weights.end(self._update.update, committed[0])
+
+    async def _rows(self, request: Generate | Score, start: float) -> Completions:
+        await self._weights.acquire(request.min_update if isinstance(request, Generate) else 0)
+        try:
+            version = self._weights.version
+            prompt = unpack_ids(request.prompt).tolist()
+            if isinstance(request, Generate):
+                await asyncio.sleep(self._spec.delay_s)
+                rows = await self._backend.generate(
+                    prompt, request.num_completions, request.max_tokens, request.sampling, request.seed, request.images
+                )
+            else:
+                rows = await self._backend.score(prompt)
+        finally:
+            await self._weights.release()
+        return Completions(
+            request_id=request.request_id,
+            lengths=pack_ids([len(row.tokens) for row in rows]),
+            tokens=pack_ids([token for row in rows for token in row.tokens]),
+            logprobs=np.asarray([value for row in rows for value in row.logprobs], dtype=np.float32).tobytes(),
+            version=version,
+            seconds=time.perf_counter() - start,
+        )

@@ -1,0 +1,126 @@
+"""What runs inside vLLM's worker processes: take buckets out of the staging slots and load them."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+FAULT = "TRL_MULTINODE_FAULT"  # test-only switch, set by `trl_multinode.testing.faults`
+
+
+@dataclass
+class SlotsInfo(WeightTransferInitInfo):
+    paths: list[str]
+    slot_bytes: int
+    buckets: list[list[list]]  # per tensor: name, dtype, shape, offset, number of bytes
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    bucket: int
+    slot: int
+    version: list[int]  # update, step
+
+
+class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
+    """Loads weights that the local main process wrote into host shared memory.
+
+    A usage loop, as vLLM calls it in every worker:
+
+    ```python
+    receiver.init_transfer_engine(slots)      # map the files; the sender unlinks them afterwards
+    receiver.start_weight_update()            # vLLM's layer-wise reload: parameters go to the meta device
+    for bucket in buckets:
+        receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
+    receiver.finish_weight_update()           # vLLM packs the weights; only now is the version committed
+    ```
+    """
+
+    init_info_cls = SlotsInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.committed = [0, 0]
+        self._pending: list[int] | None = None
+        self._next_bucket = 0
+        self._fault = os.environ.get(FAULT, "")
+
+    def init_transfer_engine(self, init_info: SlotsInfo) -> None:
+        self._buckets = init_info.buckets
+        self._slots = [
+            torch.from_file(path, shared=True, size=init_info.slot_bytes, dtype=torch.uint8)
+            for path in init_info.paths
+        ]
+
+    def start_weight_update(self) -> None:
+        self._next_bucket, self._pending = 0, None
+        if not self._suppressed():
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Raises `RuntimeError` if buckets come out of order: an update is the whole model or nothing."""
+        if update_info.bucket != self._next_bucket:
+            raise RuntimeError(f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due.")
+        self._next_bucket += 1
+        self._pending = list(update_info.version)
+        if not self._suppressed():
+            self.model.load_weights(self._copy_out(update_info))
+
+    def finish_weight_update(self) -> None:
+        if self._next_bucket != len(self._buckets):
+            raise RuntimeError(f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came.")
+        if not self._suppressed():
+            finalize_layerwise_reload(self.model, self.model_config)
+            if "stale_head" not in self._fault:
+                self._repack_vocabulary_layers()
+        if self._pending is not None and not self._drops_version():
+            self.committed = self._pending
+
+    def shutdown(self) -> None:
+        self._slots = []
+
+    def _copy_out(self, info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
+        """Clones, always: vLLM's loaders keep what they are given until a module is full, and a padded vocabulary
+        never is before the end, so a view would be overwritten by a later bucket (log-prob error 7.2 measured)."""
+        slot = self._slots[info.slot]
+        return [
+            (name, _view(slot[offset : offset + size], dtype, shape).to(self.device, copy=True))
+            for name, dtype, shape, offset, size in self._buckets[info.bucket]
+        ]
+
+    def _repack_vocabulary_layers(self) -> None:
+        """On CPU a head tied to the embedding has a packed copy that vLLM's reload does not rebuild (log-probs -5.16
+        where the trainer had -6.01). A no-op on GPUs."""
+        for module in self.model.modules():
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "quant_method"):
+                module.quant_method.process_weights_after_loading(module)
+
+    # ---- test-only faults: "skip_load" loads nothing and commits nothing; "+lie" commits all the same; "@N" only
+    # from update N on (an engine that never got weights would serve dummies)
+
+    def _suppressed(self) -> bool:
+        name, _, first = self._fault.partition("@")
+        return name.startswith("skip_load") and self.committed[0] + 1 >= int(first or 1)
+
+    def _drops_version(self) -> bool:
+        return self._suppressed() and "+lie" not in self._fault
+
+
+class WorkerExtension:
+    """Methods that the engine calls in every worker by `collective_rpc`."""
+
+    def committed_weight_version(self) -> list[int]:
+        """`[update, step]` of the last update that this worker loaded to the end."""
+        return self.weight_transfer_engine.committed  # type: ignore[attr-defined]
+
+
+def _view(data: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:
+    return data.view(getattr(torch, dtype)).view(shape)

@@ -1,0 +1,105 @@
+"""Where the time goes: `with phases("sync"):` writes one JSON line per phase, and sums for the log.
+
+Phases nest; each counts its own time only, so the sums add up to the wall time of the outermost.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PHASES = ("sync", "generate", "reward", "train", "wait")  # what a step is made of; the order of the log
+
+
+class Phases:
+    """The phases of one rank.
+
+    Args:
+        path (`Path`, *optional*):
+            JSON-lines file: `phase`, `start` (Unix time), `seconds` (own time), `step`.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", buffering=1)
+        self._stack: list[list] = []  # name, seconds spent in phases inside it
+        self._sums: dict[str, float] = defaultdict(float)
+        self.step = 0
+
+    @property
+    def current(self) -> str:
+        """The innermost phase, for messages; read by the watch thread."""
+        try:
+            return self._stack[-1][0]
+        except IndexError:
+            return "set-up" if self.step == 0 else "between steps"
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start, wall = time.perf_counter(), time.time()
+        self._stack.append([name, 0.0])
+        try:
+            yield
+        finally:
+            total = time.perf_counter() - start
+            _, inside = self._stack.pop()
+            if self._stack:
+                self._stack[-1][1] += total
+            self._record(name, wall, total - inside)
+
+    def _record(self, name: str, wall: float, seconds: float) -> None:
+        self._sums[name] += seconds
+        if self._file is not None:
+            line = {"phase": name, "start": round(wall, 3), "seconds": round(seconds, 4), "step": self.step}
+            self._file.write(json.dumps(line) + "\n")
+
+    def take_sums(self) -> list[float]:
+        """Seconds per phase of `PHASES` since the last call."""
+        sums = [self._sums[name] for name in PHASES]
+        self._sums.clear()
+        return sums
+
+
+def summarize(per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
+    """Minimum and maximum over ranks of every phase, and the node of the slowest, for `Trainer.log`.
+
+    Args:
+        per_rank (`list[list[float]]` of shape `(world_size, len(PHASES))`):
+            Seconds.
+    """
+    metrics: dict[str, float] = {}
+    for index, name in enumerate(PHASES):
+        seconds = [rank[index] for rank in per_rank]
+        metrics[f"phase/{name}_s/min"], metrics[f"phase/{name}_s/max"] = min(seconds), max(seconds)
+        metrics[f"phase/{name}_s/slowest_node"] = float(seconds.index(max(seconds)) // ranks_per_node)
+    return metrics
+
+
+def split_advice(generate_s: float, train_s: float, training: int, reserved: int) -> str:
+    """Which split of a node's GPUs its own measured seconds ask for, synchronous loop.
+
+    With g and t GPU-seconds of generation and training per step, R reserved of M GPUs give g/R + t/(M-R); colocation
+    on all M would take about (g+t)/M.
+
+    Args:
+        generate_s (`float`), train_s (`float`):
+            Measured seconds of a step.
+        training (`int`), reserved (`int`):
+            GPUs of a node now.
+    """
+    total = training + reserved
+    g, t = generate_s * reserved, train_s * training
+    times = {r: g / r + t / (total - r) for r in range(1, total)}
+    best = min(times, key=lambda r: times[r])
+    now = f"{training}+{reserved} takes {times[reserved]:.1f} s of generation and training a step"
+    colocated = f"colocation on all {total} would take about {(g + t) / total:.1f} s if it fits in memory"
+    if times[best] > 0.95 * times[reserved]:
+        return f"Split: {now}, which is the best or within 5 % of it; {colocated}."
+    return (
+        f"Split: {now}; {total - best}+{best} would take about {times[best]:.1f} s "
+        f"(num_processes = {total - best} per node); {colocated}."
+    )

@@ -1,0 +1,289 @@
+"""A rank never fails alone: the thread that ends every rank of the run with one and the same line.
+
+Ranks wait inside collectives, torchrun stops only the workers of its own node, and NCCL can wait for half an hour. So
+each rank has a thread with a TCPStore client of its own. It looks for one `fatal` key, and it holds pidfds on its
+launcher, on the other ranks of its node and, on the local main process, on the engines. The first failure to be
+written wins; every rank prints exactly that line, waits until all have read it (a few seconds at most) and leaves with
+`os._exit`, because its main thread may be inside NCCL for ever.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from .errors import EngineDiedError, PeerFailureError
+from .topology import Topology
+
+POLL_S = 0.5  # so a failure reaches every rank within about a second
+GRACE_S = 6.0  # for all ranks to read the line; after it they leave unread
+STORE_TIMEOUT_S = 20.0  # a store that answers nothing for so long is gone
+SYMPTOM_DELAY_S = 1.0  # a symptom (end of file, SIGTERM) is reported so much later than a cause (a process ended)
+EXIT_CODE = 1
+
+
+def connect_store(topology: Topology, environ=os.environ) -> Store | None:
+    """A new client of the run's own rendezvous store; `None` for a single process.
+
+    Every thread needs a client of its own: one that waits for a key blocks all other calls on it.
+    """
+    if topology.world_size == 1:
+        return None
+    client = TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        wait_for_workers=False,
+    )
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"trl_multinode/{attempt}", client)
+
+
+class Watch:
+    """The watching thread of one rank.
+
+    ```python
+    watch = Watch(topology)                   # every rank, as early as possible
+    watch.add_process(pid, lambda: "engine 0 of node 1 was killed by SIGKILL")
+    with watch.guard():                       # an exception in here ends all ranks, with this rank's line
+        train()
+    watch.close()                             # this rank is through; others may go on
+    ```
+
+    Args:
+        topology (`Topology`):
+            Of this rank.
+        phase (`Callable[[], str]`):
+            What the rank is doing now.
+    """
+
+    def __init__(self, topology: Topology, phase: Callable[[], str] = lambda: "set-up"):
+        self.topology = topology
+        self.phase = phase
+        self._store = connect_store(topology)
+        self._cleanups: list[Callable[[], None]] = []
+        self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
+        self._local_failure: tuple[str, float] | None = None  # line, when to report it
+        self._closed = threading.Event()
+        self._peers_done = False
+        self._saw_closing = False
+        self._poll = select.poll()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._lock = threading.Lock()
+        self._catch_signals()
+        self._hook_exceptions()
+        if topology.launched:
+            self._watch_launcher()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    # ---- what can fail ----------------------------------------------------------------------------------------------
+
+    def add_process(self, pid: int, cause: Callable[[], str]) -> None:
+        """From now on the end of process `pid` is a failure of the run. `cause` is called when it ended."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.report(cause())
+            return
+        with self._lock:
+            self._processes[pidfd] = cause
+            self._poll.register(pidfd, select.POLLIN)
+        self._wake()
+
+    def forget_processes(self) -> None:
+        """Called before this rank ends its engines in good order."""
+        with self._lock:
+            for pidfd in self._processes:
+                self._poll.unregister(pidfd)
+                os.close(pidfd)
+            self._processes.clear()
+
+    def add_cleanup(self, cleanup: Callable[[], None]) -> None:
+        """Runs in the watch thread before this rank leaves because of a failure; must not wait long."""
+        self._cleanups.append(cleanup)
+
+    def report(self, cause: str, delay_s: float = 0.0) -> None:
+        """This rank failed. Returns at once; the watch thread tells the others and ends this process."""
+        line = f"{self.topology}, phase {self.phase()}: " + " ".join(cause.split())
+        with self._lock:
+            if self._local_failure is None or delay_s == 0.0:
+                self._local_failure = (line, time.monotonic() + delay_s)
+        self._wake()
+
+    @contextmanager
+    def guard(self):
+        """Exceptions inside end all ranks. With a single process they are simply raised."""
+        try:
+            yield
+        except Exception as error:
+            if self._store is None or self._closed.is_set():
+                raise
+            self.fail_with(error)
+
+    def fail_with(self, error: BaseException) -> None:
+        """Print the traceback, report, and wait for the end; the watch thread leaves with `os._exit`."""
+        traceback.print_exception(error)
+        symptom = isinstance(error, EngineDiedError | PeerFailureError)
+        self.report(f"{type(error).__name__}: {error}", SYMPTOM_DELAY_S if symptom else 0.0)
+        time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)
+        os._exit(EXIT_CODE)
+
+    def close(self) -> None:
+        """This rank is through. Nothing that ends later is a failure for it."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._wake()
+        self._thread.join(2 * POLL_S + STORE_TIMEOUT_S)
+        if self._store is not None:
+            try:
+                self._store.set("closing", b"1")
+            except RuntimeError:
+                pass  # the host of the store went first, as it may
+            if self.topology.node == 0:
+                time.sleep(2 * POLL_S)  # the store ends with this node: let the others see "closing" first
+
+    # ---- set-up -----------------------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        """Signals reach this thread through a pipe: a Python handler would wait for the main thread to leave NCCL."""
+        if threading.current_thread() is not threading.main_thread() or not self.topology.launched:
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def _hook_exceptions(self) -> None:
+        """An uncaught exception of the main thread, wherever it is raised, is a failure of all ranks."""
+        if self._store is None:
+            return
+        previous = sys.excepthook
+
+        def hook(kind, error, trace):
+            if self._closed.is_set() or isinstance(error, SystemExit):
+                previous(kind, error, trace)
+            else:
+                self.fail_with(error)
+
+        sys.excepthook = hook
+
+    def _watch_launcher(self) -> None:
+        launcher = os.getppid()
+        self.add_process(launcher, lambda: f"the launcher of node {self.topology.node} (pid {launcher}) ended")
+
+    def watch_local_ranks(self, store: Store) -> None:
+        """Exchange pids with the ranks of this node and watch them: a SIGKILLed rank cannot report itself."""
+        store.set(f"pid/{self.topology.rank}", str(os.getpid()))
+        for rank in self.topology.local_ranks:
+            if rank != self.topology.rank:
+                pid = int(store.get(f"pid/{rank}"))
+                self.add_process(pid, lambda rank=rank, pid=pid: self._rank_ended(rank, pid))  # type: ignore[misc]
+
+    def _rank_ended(self, rank: int, pid: int) -> str:
+        main = " (local main process)" if rank == self.topology.local_ranks[0] else ""
+        return f"the process of rank {rank}{main} ended (pid {pid}); if nothing above says why, it was killed"
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            pass  # it is awake as it is
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            fired = [fd for fd, _ in self._poll.poll(POLL_S * 1000)]
+            if self._closed.is_set():
+                return
+            for fd in fired:
+                self._on_event(fd)
+            line = self._due_line() or self._line_of_others()
+            if line is not None:
+                self._leave(line)
+
+    def _on_event(self, fd: int) -> None:
+        if fd == self._wake_read:
+            for number in os.read(self._wake_read, 4096):
+                if number:  # 0 is a plain wake-up, anything else a signal's number
+                    self.report(f"stopped by {signal.Signals(number).name}", SYMPTOM_DELAY_S)
+            return
+        with self._lock:
+            cause = self._processes.pop(fd, None)
+            self._poll.unregister(fd)
+        # A launcher ends after its store: let a rank that knows more speak first, and "closing" be read.
+        if cause is not None and self._line_of_others() is None:
+            self.report(cause())
+
+    def _due_line(self) -> str | None:
+        with self._lock:
+            if self._local_failure is None or time.monotonic() < self._local_failure[1]:
+                return None
+            line = self._local_failure[0]
+        return self._tell(line)
+
+    def _tell(self, line: str) -> str:
+        """Write the line unless another is there already; returns the one that counts."""
+        if self._store is None:
+            return line
+        try:
+            return self._store.compare_set("fatal", "", line).decode()
+        except RuntimeError:
+            return self._store_gone()
+
+    def _line_of_others(self) -> str | None:
+        if self._store is None or self._peers_done:
+            return None
+        try:
+            if self._store.check(["fatal"]):
+                return self._store.get("fatal").decode()
+            self._saw_closing = self._store.check(["closing"])
+        except RuntimeError:
+            if self._saw_closing:
+                self._peers_done = True  # the host of the store came to its normal end before us
+                return None
+            return self._store_gone()
+        return None
+
+    def _store_gone(self) -> str:
+        """The same words on every rank: nobody can be asked any more."""
+        return (
+            "node 0, phase unknown: PeerFailureError: the launcher of node 0, which hosts the rendezvous store, ended "
+            f"or cannot be reached ({os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}); see node 0's log"
+        )
+
+    def _leave(self, line: str) -> None:
+        for cleanup in self._cleanups:
+            try:
+                cleanup()
+            except Exception:
+                traceback.print_exc()
+        self._wait_for_readers()
+        sys.stdout.flush()
+        print(f"[trl_multinode] the run failed: {line}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+    def _wait_for_readers(self) -> None:
+        """The store dies with its host, so nobody leaves before all have read the line or the grace is over."""
+        if self._store is None:
+            return
+        deadline = time.monotonic() + GRACE_S
+        try:
+            self._store.add("readers", 1)
+            while time.monotonic() < deadline and self._store.add("readers", 0) < self.topology.world_size:
+                time.sleep(0.1)
+            time.sleep(0.3)  # so that the last reader's own look at the count still finds the store
+        except RuntimeError:
+            pass
