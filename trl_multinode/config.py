@@ -37,7 +37,7 @@ class MultiNodeGRPOConfig(GRPOConfig):
         engine_stall_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds without a single token, while an engine has work, after which it counts as stalled. It never limits
             the total time of a generation.
-        sync_bucket_mb (`int`, *optional*, defaults to `512`):
+        sync_bucket_mb (`float`, *optional*, defaults to `512`):
             Largest piece, in MiB, in which weights are gathered and sent. Peak extra memory is twice that on every
             rank, and two such slots of host memory per node.
         rollout_seed (`int`, *optional*):
@@ -82,8 +82,8 @@ class MultiNodeGRPOConfig(GRPOConfig):
     engine_stall_timeout: float = field(
         default=300.0, metadata={"help": "Seconds without a token, while an engine has work, before it is an error."}
     )
-    sync_bucket_mb: int = field(
-        default=512, metadata={"help": "Largest piece, in MiB, in which weights are gathered and sent."}
+    sync_bucket_mb: float = field(
+        default=512.0, metadata={"help": "Largest piece, in MiB, in which weights are gathered and sent."}
     )
     rollout_seed: int | None = field(
         default=None, metadata={"help": "Makes rollouts independent of how rows are spread over ranks and nodes."}

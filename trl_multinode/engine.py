@@ -163,12 +163,11 @@ class NodeEngines:
         """
         while True:
             reply = self.connections[engine].receive(self._stall_timeout_s)
-            if isinstance(reply, Progress):
-                continue
+            if isinstance(reply, Progress) or reply.request_id != request_id:
+                continue  # a sign of work, or an answer to an earlier call that failed half-way
             if isinstance(reply, Failure):
                 raise self._error(engine, reply)
-            if reply.request_id == request_id:
-                return reply
+            return reply
 
     def ask(self, engine: int, message: Message) -> Message:
         return self.wait(engine, self.post(engine, message))
@@ -249,8 +248,7 @@ class _Dispatch:
             while waiting and (room := self._engines_with_room()):
                 self._send(waiting.pop(), room)
             for engine, reply in self._replies():
-                if (index := self._open[engine].pop(reply.request_id, None)) is None:
-                    continue  # an answer to an earlier call that failed half-way
+                index = self._open[engine].pop(reply.request_id)
                 self._engines._board.give_back(engine, self._cost(index))
                 results[index] = _rows(reply, engine)
                 if not self._open[engine]:
@@ -286,9 +284,9 @@ class _Dispatch:
             while True:
                 reply = connection.receive(self._engines._stall_timeout_s)
                 self._heard[engine] = time.monotonic()
-                if isinstance(reply, Failure):
-                    raise self._engines._error(engine, reply)
-                if isinstance(reply, Completions):
+                if reply.request_id in self._open[engine]:  # not an answer to an earlier call that failed half-way
+                    if isinstance(reply, Failure):
+                        raise self._engines._error(engine, reply)
                     yield engine, reply
                 if not connection.has_buffered():
                     break

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ import msgspec
 from .engine_plugin import BACKEND, RUN_MARKER
 from .engine_server import Backend, EngineServer, EngineSpec, Generated, Refused
 from .protocol import OpenSlots, Ready, WeightVersion
-from .supervisor import PidWatch, become_subreaper, descendants, exit_cause, is_resource_tracker, kill_descendants
+from .supervisor import (
+    PidWatch,
+    become_subreaper,
+    descendants,
+    exit_cause,
+    is_resource_tracker,
+    kill_descendants,
+    record_shared_memory,
+    unlink_shared_memory,
+)
 
 
 class VllmBackend(Backend):
@@ -32,6 +42,7 @@ class VllmBackend(Backend):
     async def start(self) -> None:
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.sampling_params import SamplingParams
         from vllm.v1.engine.async_llm import AsyncLLM
 
         args = AsyncEngineArgs(
@@ -43,7 +54,7 @@ class VllmBackend(Backend):
             worker_extension_cls="trl_multinode.engine_worker.WorkerExtension",
         )
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[self._token_counter()])
-        self._params_cls = __import__("vllm").SamplingParams
+        self._params_cls = SamplingParams
 
     def _token_counter(self) -> Any:
         """A stat logger: counts tokens once per engine step, so that requests need no streamed outputs."""
@@ -111,11 +122,13 @@ class VllmBackend(Backend):
         return request
 
     async def _last_output(self, prompt: dict, params):
+        from vllm.exceptions import VLLMClientError
+
         self._num_requests += 1
         try:
             stream = self._llm.generate(prompt, params, request_id=str(self._num_requests))
             *_, output = [output async for output in stream]
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             raise Refused("EngineRefusedError", f"vLLM refuses the prompt: {error}") from error
         return output
 
@@ -175,8 +188,7 @@ def leave(spec: EngineSpec, reason: str | None, code: int) -> None:
     if survivors:
         print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
     Path(spec.socket_path).unlink(missing_ok=True)
-    for path in spec.remove_at_exit:
-        Path(path).unlink(missing_ok=True)
+    unlink_shared_memory(Path(spec.shared_memory_record))
     os._exit(code)
 
 
@@ -195,6 +207,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     loop.add_signal_handler(signal.SIGTERM, leave, spec, "terminated by SIGTERM", 1)
     await backend.start()
     check_reports(Path(spec.report_folder))
+    record_shared_memory(Path(spec.shared_memory_record))
     for process in vllm_processes():
         watch.add(process.pid)
     print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
@@ -208,9 +221,7 @@ def main(make_backend=VllmBackend) -> None:
     Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
     try:
         asyncio.run(run(spec, make_backend(spec)))
-    except BaseException as error:  # noqa: B036 - whatever it was, the tree must go and the owner must hear of it
-        import traceback
-
+    except BaseException as error:  # whatever it was, the tree must go and the owner must hear of it
         traceback.print_exc()
         leave(spec, f"{type(error).__name__}: {error}".splitlines()[0], 1)
     leave(spec, None, 0)

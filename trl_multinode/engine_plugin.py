@@ -1,8 +1,8 @@
 """Entry point that vLLM calls in each of its processes. It imports nothing heavy; without the run marker it is inert.
 
 In a process of one of our engines it (1) asks the kernel to kill this process when its parent dies, because vLLM
-leaves its engine core and workers alive, holding the GPU, when the parent is killed (vllm #55510), (2) reports its pid,
-so that the engine can verify that every vLLM process did this, and (3) registers our weight-transfer backend.
+leaves its engine core and workers alive, holding the GPU, when the parent is killed (vllm #55510), (2) reports its
+pid, so that the engine can verify that every vLLM process did this, and (3) registers our weight-transfer backend.
 """
 
 import ctypes

@@ -7,14 +7,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from .engine_server import EngineSpec
 from .errors import EngineStartError
-from .supervisor import exit_cause
+from .supervisor import exit_cause, unlink_shared_memory
 
 # What an engine needs from the launching environment. No RANK, WORLD_SIZE or MASTER_*: vLLM would join the trainers'
 # world. No tokens: the engine never talks to a hub.
@@ -56,9 +56,6 @@ class RunFolder:
     def socket(self, index: int) -> Path:
         return self.path / f"engine{index}.sock"
 
-    def failure(self, index: int) -> Path:
-        return self.path / f"engine{index}.failure"
-
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -92,23 +89,23 @@ class EngineProcess:
         engine_args: dict,
         environment: dict[str, str],
         module: str = "trl_multinode.engine_main",
-        remove_at_exit: Sequence[str] = (),
         delay_s: float = 0.0,
     ):
         self.index = index
         self.name = f"engine {index} of node {node}"
         self.socket_path = folder.socket(index)
         self.log_path = log_path
-        self._failure = folder.failure(index)
+        self._failure = folder.path / f"engine{index}.failure"
+        self._shared_memory = folder.path / f"engine{index}.shm"
         self._start = time.monotonic()
         spec = EngineSpec(
             index=index,
             socket_path=str(self.socket_path),
             report_folder=str(folder.path / f"pids{index}"),
             failure_path=str(self._failure),
+            shared_memory_record=str(self._shared_memory),
             owner_pid=os.getpid(),
             engine_args=engine_args,
-            remove_at_exit=tuple(remove_at_exit),
             delay_s=delay_s,
         )
         spec_path = folder.path / f"engine{index}.json"
@@ -173,6 +170,7 @@ class EngineProcess:
         if self._group_alive():
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(5.0)
+        unlink_shared_memory(self._shared_memory)
 
     def _group_alive(self) -> bool:
         self._process.poll()  # reaps the leader, or its zombie would count

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from .protocol import (
+    Await,
     BeginUpdate,
     CommitUpdate,
     Completions,
@@ -43,9 +44,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     socket_path: str
     report_folder: str  # vLLM's processes report their pids here
     failure_path: str  # the reason of a failure, for the owner
+    shared_memory_record: str  # segments that vLLM may leave behind
     owner_pid: int
     engine_args: dict  # keywords of vLLM's EngineArgs
-    remove_at_exit: tuple[str, ...] = ()  # files of the owner, in case it was killed
     delay_s: float = 0.0  # test-only: makes this engine slow, per request
 
 
@@ -135,6 +136,11 @@ class Weights:
                 raise Refused("WeightSyncError", "the engine has dummy weights: no weight update reached it yet")
             self._running += 1
 
+    async def attempt(self, update: int) -> None:
+        """Wait until an update was attempted; whether it went well is for the next request to find out."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.attempted >= update)
+
     async def release(self) -> None:
         async with self._changed:
             self._running -= 1
@@ -178,7 +184,7 @@ class EngineServer:
         progress = asyncio.create_task(self._report_progress(writer, tasks))
         try:
             while (request := await read_request(reader)) is not None:
-                if isinstance(request, Generate | Score):
+                if isinstance(request, Generate | Score | Await):
                     task = asyncio.create_task(self._answer(request, writer))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
@@ -223,6 +229,8 @@ class EngineServer:
                 return msgspec.structs.replace(ready, request_id=request.request_id)
             case Generate() | Score():
                 return await self._rows(request, start)
+            case Await():
+                await self._weights.attempt(request.min_update)
             case OpenSlots():
                 await self._backend.open_slots(request)
             case BeginUpdate():

@@ -1,6 +1,5 @@
 """What runs inside vLLM's worker processes: take buckets out of the staging slots and load them."""
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-FAULT = "TRL_MULTINODE_FAULT"  # test-only switch, set by `trl_multinode.testing.faults`
+from . import faults
 
 
 @dataclass
@@ -36,7 +35,7 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
 
     ```python
     receiver.init_transfer_engine(slots)      # map the files; the sender unlinks them afterwards
-    receiver.start_weight_update()            # vLLM's layer-wise reload: parameters go to the meta device
+    receiver.start_weight_update()            # the first bucket begins vLLM's layer-wise reload
     for bucket in buckets:
         receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
     receiver.finish_weight_update()           # vLLM packs the weights; only now is the version committed
@@ -49,9 +48,9 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.committed = [0, 0]
-        self._pending: list[int] | None = None
+        self._version = [0, 0]
         self._next_bucket = 0
-        self._fault = os.environ.get(FAULT, "")
+        self._skip = False
 
     def init_transfer_engine(self, init_info: SlotsInfo) -> None:
         self._buckets = init_info.buckets
@@ -61,31 +60,36 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         ]
 
     def start_weight_update(self) -> None:
-        self._next_bucket, self._pending = 0, None
-        if not self._suppressed():
-            initialize_layerwise_reload(self.model)
+        self._next_bucket = 0
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """Raises `RuntimeError` if buckets come out of order: an update is the whole model or nothing."""
         if update_info.bucket != self._next_bucket:
             raise RuntimeError(f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due.")
+        if update_info.bucket == 0:
+            self._begin(list(update_info.version))
         self._next_bucket += 1
-        self._pending = list(update_info.version)
-        if not self._suppressed():
+        if not self._skip:
             self.model.load_weights(self._copy_out(update_info))
 
     def finish_weight_update(self) -> None:
         if self._next_bucket != len(self._buckets):
             raise RuntimeError(f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came.")
-        if not self._suppressed():
+        if not self._skip:
             finalize_layerwise_reload(self.model, self.model_config)
-            if "stale_head" not in self._fault:
+            if not faults.is_active("stale_head", self._version[0]):
                 self._repack_vocabulary_layers()
-        if self._pending is not None and not self._drops_version():
-            self.committed = self._pending
+        if not faults.is_active("skip_load", self._version[0]):
+            self.committed = self._version
 
     def shutdown(self) -> None:
         self._slots = []
+
+    def _begin(self, version: list[int]) -> None:
+        self._version = version
+        self._skip = faults.is_active("skip_load", version[0]) or faults.is_active("skip_load_silently", version[0])
+        if not self._skip:
+            initialize_layerwise_reload(self.model)
 
     def _copy_out(self, info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
         """Clones, always: vLLM's loaders keep what they are given until a module is full, and a padded vocabulary
@@ -102,16 +106,6 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         for module in self.model.modules():
             if isinstance(module, VocabParallelEmbedding) and hasattr(module, "quant_method"):
                 module.quant_method.process_weights_after_loading(module)
-
-    # ---- test-only faults: "skip_load" loads nothing and commits nothing; "+lie" commits all the same; "@N" only
-    # from update N on (an engine that never got weights would serve dummies)
-
-    def _suppressed(self) -> bool:
-        name, _, first = self._fault.partition("@")
-        return name.startswith("skip_load") and self.committed[0] + 1 >= int(first or 1)
-
-    def _drops_version(self) -> bool:
-        return self._suppressed() and "+lie" not in self._fault
 
 
 class WorkerExtension:

@@ -1,7 +1,7 @@
 """`NodeGeneration`: the object that TRL's trainers call for `sync_weights()` and `generate()`, on this node's engines.
 
-TRL's `GRPOTrainer` builds one `VLLMGeneration` with 25 keywords and afterwards calls only these two methods. This class
-takes its place; a contract test pins the keywords and the shape of what is returned.
+TRL's `GRPOTrainer` builds one `VLLMGeneration` with 25 keywords and afterwards calls only these two methods. This
+class takes its place; a contract test pins the keywords and the shape of what is returned.
 """
 
 import hashlib

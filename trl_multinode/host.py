@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 
+from . import faults
 from .config import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, field_or_default
 from .engine import NodeEngines
 from .engine_process import EngineProcess, RunFolder, wait_until_ready
 from .errors import ConfigurationError, EngineError
 from .phases import Phases
 from .probe import probe_engines
-from .protocol import Shutdown, WeightVersion
+from .protocol import Await, Shutdown, WeightVersion
 from .topology import EngineDevices, Topology, assign_engines
 from .watch import Watch, connect_store
 from .weight_source import ModuleSource
@@ -130,7 +131,7 @@ class NodeHost:
                 self._engine_args(model_folder, index, keywords),
                 self._engine_environment(index),
                 module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_main"),
-                delay_s=_test_delay(index),
+                delay_s=faults.delay_of_engine(index),
             )
             self._processes.append(process)
             self.watch.add_process(process.pid, lambda p=process: f"{p.name} ended: {p.why_ended()}")  # type: ignore
@@ -164,7 +165,7 @@ class NodeHost:
         return max(8, -(-rows * self.topology.ranks_per_node // len(self.devices.per_engine)))
 
     def _engine_environment(self, index: int) -> dict[str, str]:
-        test_only = {k: os.environ[k] for k in ("TRL_MULTINODE_FAULT", "TRL_MULTINODE_TEST_MARKER") if k in os.environ}
+        test_only = {k: os.environ[k] for k in (faults.VARIABLE, "TRL_MULTINODE_TEST_MARKER") if k in os.environ}
         gpus = self.devices.per_engine[index]
         if gpus:
             return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **test_only}
@@ -197,7 +198,7 @@ class NodeHost:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _build_sync(self, model) -> None:
-        limit = field_or_default(self.args, "sync_bucket_mb") << 20
+        limit = int(field_or_default(self.args, "sync_bucket_mb") * 2**20)
         source = ModuleSource(model, self._dtype)
         sender = self.engines if self.topology.is_local_main else None
         self._sync = WeightSync(source, sender, limit, pin=bool(self.devices.per_engine[0]))
@@ -207,6 +208,7 @@ class NodeHost:
         """Send the weights; after the first time, prove that none stayed dummy. A collective of all ranks."""
         assert self._sync is not None
         timings = self._sync.run(version)
+        self.engines.ask_all(Await(min_update=version.update))  # so that waiting for the engines counts as sync
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
             probe_engines(self._model, engines, self._dtype, self.topology)
@@ -283,9 +285,3 @@ def save_without_weights(model, processing_class, folder: Path) -> None:
 
 def _as_dict(value) -> dict:
     return json.loads(value) if isinstance(value, str) else dict(value or {})
-
-
-def _test_delay(index: int) -> float:
-    """Test-only: `TRL_MULTINODE_SLOW_ENGINE="1:0.5"` makes engine 1 take half a second more per request."""
-    slow, _, seconds = os.environ.get("TRL_MULTINODE_SLOW_ENGINE", "-1:0").partition(":")
-    return float(seconds) if int(slow) == index else 0.0

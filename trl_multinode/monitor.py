@@ -1,4 +1,4 @@
-"""The alarm: with fresh weights the engine's sampling log-probs and the trainer's agree, on every node, at every step."""
+"""The alarm: with fresh weights the engine's log-probs and the trainer's agree, on every node, at every step."""
 
 import logging
 

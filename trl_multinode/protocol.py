@@ -74,6 +74,12 @@ class Generate(Message, frozen=True):
     min_update: int = 0  # wait until this weight update was attempted
 
 
+class Await(Message, frozen=True):
+    """Answered by `Done` as soon as weight update `min_update` was attempted."""
+
+    min_update: int
+
+
 class Score(Message, frozen=True):
     """Log-probs that the engine's present weights give to a sequence; answered by `Completions`."""
 
@@ -145,7 +151,7 @@ class Failure(Message, frozen=True):
     fatal: bool = False
 
 
-Request = Hello | Generate | Score | OpenSlots | BeginUpdate | LoadBucket | CommitUpdate | Shutdown
+Request = Hello | Await | Generate | Score | OpenSlots | BeginUpdate | LoadBucket | CommitUpdate | Shutdown
 Reply = Ready | Progress | Completions | Done | Failure
 
 _encoder = msgspec.msgpack.Encoder()

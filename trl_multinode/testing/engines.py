@@ -1,0 +1,140 @@
+"""A running engine without a trainer, for tests of the engine itself."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .. import faults
+from ..engine import NodeEngines
+from ..engine_process import EngineProcess, RunFolder, wait_until_ready
+from ..errors import EngineError
+from ..host import CPU_KV_CACHE_BYTES, save_without_weights
+from ..protocol import Shutdown, WeightVersion
+from ..weight_source import ModuleSource
+from ..weight_sync import WeightSync
+from .models import tiny_tokenizer
+
+FAKE = "trl_multinode.testing.fake_engine"
+REAL = "trl_multinode.engine_main"
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@contextmanager
+def running_engines(
+    model,
+    log_folder: Path,
+    module: str = FAKE,
+    num_engines: int = 1,
+    tensor_parallel_size: int = 1,
+    fault: str = "",
+    slow: str = "-1:0",
+    window: int = 64,
+    stall_timeout_s: float = 60.0,
+    **engine_args,
+) -> Iterator[NodeEngines]:
+    """Engines of one node on this machine's CPU, with dummy weights, and one rank's connections to them.
+
+    Args:
+        model (`PreTrainedModel`):
+            Gives config and class; its weights stay here until a [`WeightSync`] sends them.
+        module (`str`):
+            `FAKE` or `REAL`.
+        fault (`str`), slow (`str`):
+            See [`trl_multinode.faults`].
+    """
+    folder = RunFolder(0)
+    save_without_weights(model, tiny_tokenizer(), folder.path / "model")
+    args = {
+        "model": str(folder.path / "model"),
+        "dtype": "float32",
+        "seed": 0,
+        "max_model_len": 256,
+        "max_num_seqs": 64,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+        "tensor_parallel_size": tensor_parallel_size,
+    } | engine_args
+    environment = CPU_ENVIRONMENT | {faults.VARIABLE: fault}
+    if tensor_parallel_size > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(tensor_parallel_size))
+    delay = {faults.SLOW_ENGINE: slow}
+    processes = [
+        EngineProcess(
+            i,
+            0,
+            folder,
+            log_folder / f"engine{i}.log",
+            args,
+            environment,
+            module, faults.delay_of_engine(i, delay),
+        )
+        for i in range(num_engines)
+    ]
+    engines = None
+    try:
+        wait_until_ready(processes, 300.0, print)
+        sockets = [process.socket_path for process in processes]
+        engines = NodeEngines(sockets, 0, 0, folder.path / "load", stall_timeout_s, window)
+        yield engines
+    finally:
+        _stop(engines, processes, folder)
+
+
+def _stop(engines: NodeEngines | None, processes: list[EngineProcess], folder: RunFolder) -> None:
+    if engines is not None:
+        try:
+            engines.ask_all(Shutdown())
+        except EngineError as error:
+            print(f"engine was gone before its end: {error}")
+        engines.close()
+    for process in processes:
+        process.stop(10.0 if engines is not None else 0.0)
+    folder.remove()
+
+
+class Trainer:
+    """The trainer's side of a weight sync, for one process: perturb, send, compare.
+
+    Args:
+        model (`PreTrainedModel`):
+            The weights that are sent.
+        engines (`NodeEngines`):
+            Where to.
+        bucket_bytes (`int`):
+            Small enough to cut a layer in two, if that is to be tested.
+    """
+
+    def __init__(self, model, engines: NodeEngines, bucket_bytes: int = 40_000):
+        self.model = model
+        self.engines = engines
+        self.sync = WeightSync(ModuleSource(model, torch.float32), engines, bucket_bytes, pin=False)
+        self.version = WeightVersion()
+
+    @torch.no_grad()
+    def perturb(self, scale: float = 0.05) -> None:
+        """Move every parameter so far that an engine without the new weights misses by more than 0.1."""
+        for parameter in self.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+
+    def send(self) -> WeightVersion:
+        self.version = WeightVersion(self.version.update + 1, 10 * self.version.update)
+        self.sync.run(self.version)
+        return self.version
+
+    @torch.no_grad()
+    def logprobs(self, prompt: list[int], completion) -> torch.Tensor:
+        ids = torch.tensor([[*prompt, *completion]])
+        scores = self.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def worst_difference(trainer: Trainer, groups, prompts) -> float:
+    """Largest |engine - trainer| log-prob over all rows of `NodeEngines.generate`'s answer."""
+    differences = [
+        (trainer.logprobs(prompt, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy())).abs().max().item()
+        for prompt, rows in zip(prompts, groups, strict=True)
+        for row in rows
+    ]
+    return max(differences)

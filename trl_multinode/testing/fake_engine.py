@@ -1,0 +1,143 @@
+"""An engine without vLLM: the same protocol and server, a transformers model behind it. Slow, small, and right.
+
+`python -m trl_multinode.testing.fake_engine SPEC.json` takes the place of `trl_multinode.engine_main` when
+`TRL_MULTINODE_ENGINE_MODULE` names it. It starts in the time of one import (vLLM: half a minute), and because it
+computes real log-probs the alarms of the library work against it. `tests/test_conformance.py` holds it to vLLM.
+"""
+
+import asyncio
+import os
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .. import faults
+from ..engine_main import main
+from ..engine_server import Backend, EngineSpec, Generated, Refused
+from ..protocol import OpenSlots, Ready, WeightVersion
+
+SAMPLING_KEYS = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+}
+
+
+class FakeBackend(Backend):
+    """Generates token by token with whole forwards. Only `temperature` and `ignore_eos` have an effect."""
+
+    def __init__(self, spec: EngineSpec):
+        self._args = spec.engine_args
+        self._tokens = 0
+        self._version = WeightVersion()
+        self._committed = WeightVersion()
+        self._pending: dict[str, torch.Tensor] = {}
+
+    async def start(self) -> None:
+        torch.set_num_threads(1)
+        config = AutoConfig.from_pretrained(self._args["model"])
+        torch.manual_seed(self._args["seed"])
+        self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self._args["dtype"])).eval()
+        self._tied = config.tie_word_embeddings
+        eos = config.get_text_config().eos_token_id
+        self._eos = set(eos if isinstance(eos, list) else [eos])
+        self._context = self._args["max_model_len"] or config.max_position_embeddings
+        self._random = torch.Generator().manual_seed(self._args["seed"])
+
+    def ready(self) -> Ready:
+        return Ready(
+            pid=os.getpid(),
+            max_model_len=self._context,
+            dtype=self._args["dtype"],
+            vllm_version="fake",
+            processes=(),
+        )
+
+    def tokens_done(self) -> int:
+        return self._tokens
+
+    async def generate(self, prompt, num, max_tokens, sampling, seed, images):
+        unknown = set(sampling) - SAMPLING_KEYS
+        if unknown:
+            raise Refused("EngineRefusedError", f"the fake engine refuses the sampling settings {sorted(unknown)}")
+        self._check_length(prompt)
+        return await asyncio.to_thread(self._rows, prompt, num, max_tokens, sampling, seed)
+
+    def _check_length(self, prompt: list[int]) -> None:
+        if len(prompt) >= self._context:
+            raise Refused("EngineRefusedError", f"the prompt has {len(prompt)} tokens, the context is {self._context}")
+
+    def _rows(self, prompt, num, max_tokens, sampling, seed) -> list[Generated]:
+        return [self._row(prompt, max_tokens, sampling, None if seed is None else seed + i) for i in range(num)]
+
+    @torch.no_grad()
+    def _row(self, prompt: list[int], max_tokens: int, sampling: dict, seed: int | None) -> Generated:
+        random = self._random if seed is None else torch.Generator().manual_seed(seed)
+        temperature = sampling.get("temperature", 1.0)
+        ids, logprobs = list(prompt), []
+        for _ in range(min(max_tokens, self._context - len(prompt))):
+            logits = self._model(torch.tensor([ids])).logits[0, -1].float()
+            scores = (logits / (temperature or 1.0)).log_softmax(-1)
+            token = int(torch.multinomial(scores.exp(), 1, generator=random)) if temperature else int(scores.argmax())
+            ids.append(token)
+            logprobs.append(scores[token].item())
+            self._tokens += 1
+            if token in self._eos and not sampling.get("ignore_eos"):
+                break
+        return Generated(ids[len(prompt) :], logprobs)
+
+    async def score(self, prompt):
+        self._check_length(prompt)
+        with torch.no_grad():
+            ids = torch.tensor([prompt])
+            scores = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        return [Generated(prompt[1:], scores.gather(1, ids[0, 1:, None])[:, 0].tolist())]
+
+    async def open_slots(self, request: OpenSlots) -> None:
+        self._buckets = request.buckets
+        self._slots = [
+            torch.from_file(path, shared=True, size=request.slot_bytes, dtype=torch.uint8) for path in request.paths
+        ]
+
+    async def begin_update(self, version: WeightVersion) -> None:
+        self._version = version
+        self._pending.clear()
+        self._next_bucket = 0
+
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        if bucket != self._next_bucket:
+            raise RuntimeError(f"Weight bucket {bucket} came, bucket {self._next_bucket} was due.")
+        self._next_bucket += 1
+        for spec in self._buckets[bucket]:
+            data = self._slots[slot][spec.offset : spec.offset + spec.num_bytes].clone()
+            self._pending[spec.name] = data.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+    async def commit_update(self) -> list[WeightVersion]:
+        if self._next_bucket != len(self._buckets):
+            raise RuntimeError(f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came.")
+        update = self._version.update
+        skip = faults.is_active("skip_load", update) or faults.is_active("skip_load_silently", update)
+        if not skip:
+            self._load()
+        if not faults.is_active("skip_load", update):
+            self._committed = self._version
+        return [self._committed]
+
+    def _load(self) -> None:
+        if self._tied and faults.is_active("stale_head", self._version.update):
+            self._pending.pop("model.embed_tokens.weight")
+        result = self._model.load_state_dict(self._pending, strict=False)
+        if result.unexpected_keys:
+            raise RuntimeError(f"tensors that the model does not have: {result.unexpected_keys}")
+
+    async def stop(self) -> None:
+        self._pending.clear()
+
+
+if __name__ == "__main__":
+    main(FakeBackend)

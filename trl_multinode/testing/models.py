@@ -1,0 +1,57 @@
+"""Tiny models and tokenizers, built on the spot: no hub."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+
+PAD, EOS = "<pad>", "<eos>"
+CORPUS = ["the quick brown fox jumps over the lazy dog", "0123456789 + - * / = ?", "abcdefghijklmnopqrstuvwxyz"]
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level, no merges: 258 tokens, any text is encoded and any sequence of ids decodes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=258, special_tokens=[PAD, EOS], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+
+
+def tiny_qwen2(vocab_size: int = 300, tied: bool = True, layers: int = 2, hidden: int = 64, seed: int = 0):
+    """A random Qwen2 in float32 with head_dim 32, the least that vLLM's CPU attention takes.
+
+    Args:
+        vocab_size (`int`, defaults to 300):
+            Not a multiple of 64 by default, so that vLLM pads it.
+        tied (`bool`, defaults to `True`):
+            Whether head and embedding are one tensor.
+    """
+    config = Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    torch.random.set_rng_state(state)
+    return model
+
+
+def save_tiny(folder: Path, **keywords) -> Path:
+    """Model and tokenizer in a folder, to be trained from its path."""
+    tiny_qwen2(**keywords).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
