@@ -30,6 +30,8 @@ from .weight_sync import SyncTimings, WeightSync
 VLLM_RANGE = ((0, 28), (0, 32))  # weight transfer has today's shape from 0.28; below 0.32 is what TRL 1.16 accepts
 CPU_KV_CACHE_BYTES = 256 << 20
 STOP_TIMEOUT_S = 10.0
+# The test kit finds its processes by a marker in their environment, which vLLM's titles would overwrite
+TEST_VARIABLES = (faults.VARIABLE, "TRL_MULTINODE_TEST_MARKER", "SPT_NOENV")
 
 
 class NodeHost:
@@ -165,7 +167,7 @@ class NodeHost:
         return max(8, -(-rows * self.topology.ranks_per_node // len(self.devices.per_engine)))
 
     def _engine_environment(self, index: int) -> dict[str, str]:
-        test_only = {k: os.environ[k] for k in (faults.VARIABLE, "TRL_MULTINODE_TEST_MARKER") if k in os.environ}
+        test_only = {k: os.environ[k] for k in TEST_VARIABLES if k in os.environ}
         gpus = self.devices.per_engine[index]
         if gpus:
             return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **test_only}

@@ -50,6 +50,24 @@ def tiny_qwen2(vocab_size: int = 300, tied: bool = True, layers: int = 2, hidden
     return model
 
 
+def counting_model(vocab_size: int = 300):
+    """An untied Qwen2 that continues every sequence by counting: after token t comes t + 1, with probability ~1.
+
+    The layers add nothing to the residual stream, so the logits are `head @ norm(embedding[t])`; row t + 1 of the head
+    is 8 x the unit vector of token t. In 64 dimensions random unit vectors have products of about 0.5 at most, so the
+    right logit is 64 and the others below 40. A completion then says which prompt it belongs to.
+    """
+    model = tiny_qwen2(vocab_size, tied=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        units = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=-1)
+        model.model.embed_tokens.weight.copy_(units)
+        model.lm_head.weight.copy_(8 * units.roll(1, dims=0))
+    return model
+
+
 def save_tiny(folder: Path, **keywords) -> Path:
     """Model and tokenizer in a folder, to be trained from its path."""
     tiny_qwen2(**keywords).save_pretrained(folder)

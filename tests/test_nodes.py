@@ -1,0 +1,180 @@
+"""`trl_multinode.testing.nodes`: the machines that every test of a real launch stands on."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.launch_files import MARKER_VARIABLE, fresh_environment
+from trl_multinode.testing.namespaces import namespaces_available
+from trl_multinode.testing.nodes import Nodes
+
+MEET = """
+import os, sys, tempfile, torch
+from accelerate import PartialState
+
+state = PartialState(cpu=True)
+total = torch.ones(int(sys.argv[2]))
+torch.distributed.all_reduce(total)
+open(os.path.join(tempfile.gettempdir(), f"rank{state.process_index}"), "w").close()
+shared = f"/dev/shm/{sys.argv[1]}-rank{state.process_index}"
+open(shared, "w").close()
+torch.distributed.barrier()
+print("world", state.num_processes, "sum", int(total[0]), "zero3", os.environ["ACCELERATE_USE_DEEPSPEED"])
+print("temporary", *sorted(f for f in os.listdir(tempfile.gettempdir()) if f.startswith("rank")))
+print("memory", *sorted(f[-5:] for f in os.listdir("/dev/shm") if f.startswith(sys.argv[1])))
+torch.distributed.barrier()
+os.remove(shared)
+print("last words of rank", state.process_index, file=sys.stderr)
+os._exit(0)
+"""
+
+# Rank 3 ends at once and leaves an orphan with another title; torchrun ends its node, node 0 hangs
+HANG = """
+import os, subprocess, sys, time
+rank = os.environ["RANK"]
+if rank == "3":
+    code = "import setproctitle, time; setproctitle.setproctitle('x'); print('there', flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    print("orphan", child.pid)
+    sys.exit(7)
+print("rank", rank, "hangs")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_launch_does_not_inherit_the_launch_that_the_caller_runs_in(monkeypatch):
+    outer = {"RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_USE_CPU", "PET_NNODES", MARKER_VARIABLE}
+    for name in outer:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("UNRELATED", "kept")
+    left = fresh_environment()
+    assert left["UNRELATED"] == "kept"
+    assert not outer & set(left)
+
+
+def test_wrong_use_is_told_with_its_cure(tmp_path):
+    with pytest.raises(ValueError, match="both start at 1"):
+        Nodes(num_nodes=0, folder=tmp_path)
+    with Nodes(folder=tmp_path) as nodes:
+        with pytest.raises(FileNotFoundError, match="path of a Python script"):
+            nodes.launch(tmp_path / "missing.py")
+        with pytest.raises(RuntimeError, match="call launch"):
+            nodes.wait()
+        with pytest.raises(ValueError, match="ranks 0 to 3"):
+            nodes.rank_log(4)
+        with pytest.raises(RuntimeError, match="namespaces=True"):
+            nodes.link_bytes(0)
+
+
+def test_namespaces_are_refused_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_multinode.testing.nodes.namespaces_available", lambda: "network namespaces need root")
+    with pytest.raises(RuntimeError, match="need root"):
+        Nodes(folder=tmp_path, namespaces=True)
+
+
+@pytest.mark.parametrize(("user", "ip", "reason"), [(1000, "/sbin/ip", "need root"), (0, None, "package iproute2")])
+def test_the_reason_against_namespaces_is_named(monkeypatch, user, ip, reason):
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    monkeypatch.setattr("shutil.which", lambda name: ip)
+    assert reason in namespaces_available.__wrapped__()
+
+
+@pytest.mark.two_node
+def test_two_nodes_of_two_ranks_are_one_world_of_four(tmp_path, script):
+    with Nodes(num_nodes=2, ranks_per_node=2, folder=tmp_path) as nodes:
+        temporary = nodes.tmpdir(0).parent
+        nodes.launch(script(MEET), temporary.name, "1")
+        assert nodes.wait_for(3, "world", timeout_s=60) == "world 4 sum 4 zero3 true"
+        assert nodes.wait(timeout_s=30) == [0, 0]
+        for rank in range(4):
+            log = nodes.rank_log(rank).splitlines()
+            assert "world 4 sum 4 zero3 true" in log
+            assert f"temporary rank{rank // 2 * 2} rank{rank // 2 * 2 + 1}" in log
+            assert log[-1] == f"last words of rank {rank}"
+        assert nodes.pids(0) == nodes.pids(1) == []
+        with pytest.raises(ProcessLookupError, match=r"rank 2 \(node 1\) has no live process"):
+            nodes.rank_pid(2)
+    assert not temporary.exists()
+
+
+@pytest.mark.two_node
+def test_a_hung_run_hits_the_deadline_and_leaves_nothing_behind(tmp_path, script, capfd, monkeypatch):
+    monkeypatch.setattr("trl_multinode.testing.nodes.PROGRESS_EVERY_S", 0.5)
+    nodes = Nodes(folder=tmp_path)
+    with nodes:
+        nodes.launch(script(HANG))
+        orphan = int(nodes.wait_for(3, "orphan", timeout_s=60).split()[1])
+        nodes.wait_for(0, "hangs", timeout_s=60)
+        assert nodes.rank_pid(0) in nodes.pids(0)
+        assert nodes.launcher_pid(0) in nodes.pids(0)
+        with pytest.raises(RuntimeError, match=r"node 0 still runs processes"):
+            nodes.launch(script(HANG))
+        with pytest.raises(TimeoutError) as late:
+            nodes.wait(timeout_s=3)
+        message = str(late.value)
+        assert "still running on nodes [0" in message
+        assert "rank 0 hangs" in message and f"orphan {orphan}" in message and "node1.log" in message
+        assert "rank 0: rank 0 hangs" in capfd.readouterr().out
+        end = time.monotonic() + 30
+        while nodes.launcher_pid(1) in nodes.pids(1) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert nodes.pids(1) == [orphan]  # its parents ended; it has another title and a session of its own
+        os.kill(nodes.launcher_pid(0), signal.SIGKILL)
+        assert nodes.wait(timeout_s=5) == [-signal.SIGKILL, 1]
+        assert nodes.rank_pid(0) in nodes.pids(0)  # an orphan now too
+    assert nodes.pids(0) == nodes.pids(1) == []
+    assert nodes.rank_log(0) == "rank 0 hangs\n"  # logs stay
+    nodes.close()
+
+
+@pytest.mark.two_node
+def test_nodes_in_namespaces_share_nothing_but_the_link(tmp_path, script):
+    if reason := namespaces_available():
+        pytest.skip(reason)
+    with Nodes(folder=tmp_path, namespaces=True) as nodes:
+        before = nodes.link_bytes(0), nodes.link_bytes(1)
+        time.sleep(1)
+        assert (nodes.link_bytes(0), nodes.link_bytes(1)) == before  # the link is silent by itself
+        nodes.launch(script(MEET), "tmn-test", str(250_000))
+        assert nodes.wait(timeout_s=60) == [0, 0], nodes.rank_log(0)
+        for rank in range(4):
+            neighbours = f"rank{rank // 2 * 2} rank{rank // 2 * 2 + 1}"
+            log = nodes.rank_log(rank).splitlines()
+            assert "world 4 sum 4 zero3 true" in log
+            assert f"temporary {neighbours}" in log
+            assert f"memory {neighbours}" in log
+        assert nodes.link_bytes(0) - before[0] > 1_000_000  # the tensor has a million bytes
+        assert sorted(file.name for file in nodes.tmpdir(1).glob("rank*")) == ["rank2", "rank3"]
+        assert list(nodes.shared_memory(1).iterdir()) == []
+        left = nodes.tmpdir(0), nodes.shared_memory(1)
+        name = nodes.tmpdir(0).parent.parent.name
+        assert any(entry.startswith(name) for entry in os.listdir("/run/netns"))
+    assert not any(folder.exists() for folder in left)
+    assert not any(entry.startswith(name) for entry in os.listdir("/run/netns"))
+
+
+@pytest.mark.two_node
+def test_a_process_without_the_marker_is_found_in_its_namespace(tmp_path, script):
+    if reason := namespaces_available():
+        pytest.skip(reason)
+    text = "import os, subprocess\nchild = subprocess.Popen(['sleep', '600'], env={}, start_new_session=True)\n"
+    with Nodes(num_nodes=1, ranks_per_node=1, folder=tmp_path, namespaces=True) as nodes:
+        nodes.launch(script(text + "print('child', child.pid)"))
+        child = int(nodes.wait_for(0, "child", timeout_s=60).split()[1])
+        assert nodes.wait(timeout_s=30) == [0]
+        assert nodes.pids(0) == [child]
+    assert not Path(f"/proc/{child}/cwd").exists()

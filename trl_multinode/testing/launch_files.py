@@ -1,0 +1,107 @@
+"""What a launch of [`Nodes`] consists of: the files that a user would write, the environment of a fresh shell."""
+
+import json
+import os
+import random
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MARKER_VARIABLE = "TRL_MULTINODE_TEST_MARKER"
+
+# Everything that would make a launch depend on the one that the caller itself may run in
+LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", MARKER_VARIABLE)
+LAUNCH_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "PET_", "MASTER_")
+
+# A tiny model is never sharded unless the threshold is 0: DeepSpeed keeps small parameters whole on every rank
+ZERO3 = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+# What a user's file for this world would hold. Not `mixed_precision`: accelerate refuses it beside a DeepSpeed file.
+ACCELERATE_CONFIG = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: {deepspeed_file}
+  deepspeed_multinode_launcher: standard
+  zero3_init_flag: {zero3}
+machine_rank: 0
+main_process_ip: {ip}
+main_process_port: {port}
+num_machines: {num_nodes}
+num_processes: {num_ranks}
+use_cpu: true
+"""
+
+# torchrun writes stdout and stderr of a rank to two files, so their order is lost. `exec` keeps pid and parent: the
+# rank is the process that torchrun would have started. A plain append survives SIGKILL and `os._exit`.
+PER_RANK_LOG = """\
+echo $$ > "${0%/*}/rank$RANK.pid"
+exec "$@" >> "${0%/*}/rank$RANK.log" 2>&1
+"""
+
+
+@dataclass(frozen=True)
+class NodesSpec:
+    """What [`Nodes`] starts. See its arguments."""
+
+    num_nodes: int
+    ranks_per_node: int
+    env: Mapping[str, str]
+    deepspeed: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.ranks_per_node < 1:
+            raise ValueError(f"got num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}: both start at 1")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def write(self, folder: Path, ip: str) -> Path:
+        """Write the files of one launch into `folder`; returns the accelerate config, with a port of its own."""
+        deepspeed_file, config_file = folder / "deepspeed.json", folder / "accelerate.yaml"
+        deepspeed_file.write_text(json.dumps(self.deepspeed, indent=2))
+        values = {
+            "deepspeed_file": json.dumps(str(deepspeed_file)),
+            "zero3": json.dumps(self.deepspeed.get("zero_optimization", {}).get("stage") == 3),
+            "ip": ip,
+            "port": _free_port(),
+            "num_nodes": self.num_nodes,
+            "num_ranks": self.num_ranks,
+        }
+        config_file.write_text(ACCELERATE_CONFIG.format(**values))
+        (folder / "per_rank.sh").write_text(PER_RANK_LOG)
+        return config_file
+
+
+def fresh_environment() -> dict[str, str]:
+    """The caller's environment without the variables of a launch that it may itself belong to."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCH_VARIABLES and not name.startswith(LAUNCH_PREFIXES) and not name.endswith("WORLD_SIZE")
+    }
+
+
+def _free_port() -> int:
+    """A free TCP port below 32768, where the kernel starts to give ports away to whoever connects next."""
+    for port in random.sample(range(20000, 30000), k=100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("none of 100 ports between 20000 and 30000 is free on this computer")

@@ -1,0 +1,154 @@
+"""Network namespaces as nodes: own address, own link with byte counters, own `TMPDIR` and /dev/shm. Root only."""
+
+import functools
+import json
+import os
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+INTERFACE = "eth0"
+IP_LIMIT_S = 20.0
+
+# `ip netns exec` gives each command a mount namespace of its own, so these two mounts end with the node's processes.
+# They hide what the other nodes (and the host) keep in the same two places.
+ENTER = 'mount --bind "$1" "$2" && mount --bind "$3" /dev/shm && shift 3 && exec "$@"'
+
+# Interfaces made afterwards stay silent by themselves, so the byte counters are the run's alone; lo keeps ::1
+NO_IPV6 = "file=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $file ] || echo 1 > $file"
+
+
+class Namespaces:
+    """
+    One network namespace per node, joined by a bridge that lives in one more namespace (the hub).
+
+    Nothing is added to the host's own network, its firewall does not see the traffic, and deleting the namespaces
+    removes links and bridge with them. Needs root; ask [`namespaces_available`] first.
+
+    Args:
+        name (`str`):
+            Short and unique on this machine: the namespaces are called `<name>-node<k>` and `<name>-hub`.
+        num_nodes (`int`):
+            Number of nodes, 254 at most.
+
+    Raises:
+        RuntimeError: a step of the set-up failed; what was made before it is removed again.
+    """
+
+    def __init__(self, name: str, num_nodes: int):
+        self.name, self.num_nodes = name, num_nodes
+        self._storage = SHARED_MEMORY / name  # what the nodes see as their own folders; the test can look inside
+        try:
+            self._make_hub()
+            for node in range(num_nodes):
+                self._make_node(node)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def hub(self) -> str:
+        return f"{self.name}-hub"
+
+    def namespace(self, node: int) -> str:
+        return f"{self.name}-node{node}"
+
+    def address(self, node: int) -> str:
+        return f"10.77.0.{node + 1}"
+
+    def tmpdir(self, node: int) -> Path:
+        """The node's private temporary folder, as seen from outside of the node."""
+        return self._storage / f"node{node}" / "tmp"
+
+    def shared_memory(self, node: int) -> Path:
+        """The node's private /dev/shm, as seen from outside of the node."""
+        return self._storage / f"node{node}" / "shm"
+
+    def enter(self, node: int, tmpdir: Path) -> list[str]:
+        """
+        The words to put before a command that shall run on `node`. The command keeps the pid of the process started.
+
+        Args:
+            node (`int`):
+                Where to run.
+            tmpdir (`Path`):
+                An existing folder. Inside, the node's private temporary folder is mounted over it.
+        """
+        mounts = [str(self.tmpdir(node)), str(tmpdir), str(self.shared_memory(node))]
+        return ["ip", "netns", "exec", self.namespace(node), "/bin/sh", "-c", ENTER, "enter-node", *mounts]
+
+    def link_bytes(self, node: int) -> int:
+        """Bytes that the node received plus bytes that it sent since it was made, Ethernet headers included."""
+        link = json.loads(_ip("-n", self.namespace(node), "-json", "-statistics", "link", "show", INTERFACE))[0]
+        return link["stats64"]["rx"]["bytes"] + link["stats64"]["tx"]["bytes"]
+
+    def holds(self, node: int, pid: int) -> bool:
+        """Whether a live process (a zombie is not) runs on `node`, whatever its environment and parents are."""
+        try:
+            theirs, ours = os.stat(f"/proc/{pid}/ns/net"), os.stat(f"/run/netns/{self.namespace(node)}")
+        except OSError:  # it ended, or the namespace is gone
+            return False
+        return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def close(self) -> None:
+        """Remove namespaces, links and folders. End the nodes' processes first: a namespace outlives its name."""
+        existing = {entry["name"] for entry in json.loads(_ip("-json", "netns", "list") or "[]")}
+        for namespace in [*(self.namespace(node) for node in range(self.num_nodes)), self.hub]:
+            if namespace in existing:
+                _ip("netns", "delete", namespace)
+        shutil.rmtree(self._storage, ignore_errors=True)
+
+    def _make_hub(self) -> None:
+        _add(self.hub)
+        _ip("-n", self.hub, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
+        _ip("-n", self.hub, "link", "set", "bridge", "up")
+
+    def _make_node(self, node: int) -> None:
+        self.tmpdir(node).mkdir(parents=True)
+        self.shared_memory(node).mkdir()
+        inside, port = self.namespace(node), f"node{node}"
+        _add(inside)
+        _ip("-n", inside, "link", "set", "lo", "up")
+        _ip("-n", inside, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", self.hub)
+        _ip("-n", self.hub, "link", "set", port, "master", "bridge", "up")
+        _ip("-n", inside, "link", "set", INTERFACE, "up")
+        _ip("-n", inside, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
+
+
+@functools.cache
+def namespaces_available() -> str | None:
+    """`None` where [`Namespaces`] works, else the reason why it does not. Makes (and removes) one to find out."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "`ip` is not installed (Debian package iproute2)"
+    try:
+        probe = Namespaces(f"tmn-{secrets.token_hex(3)}", num_nodes=1)
+        try:
+            _run(*probe.enter(0, probe.tmpdir(0)), "true")
+        finally:
+            probe.close()
+    except (RuntimeError, OSError) as error:
+        return f"root may not make network namespaces here: {error}"
+    return None
+
+
+def _add(namespace: str) -> None:
+    _ip("netns", "add", namespace)
+    _ip("netns", "exec", namespace, "/bin/sh", "-c", NO_IPV6)
+
+
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IP_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"`{' '.join(command)}` did not end within {IP_LIMIT_S:.0f} s") from None
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

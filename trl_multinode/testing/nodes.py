@@ -1,0 +1,342 @@
+"""N nodes on one computer, each started with a real `accelerate launch`: the world that tests and the demo run in."""
+
+import atexit
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from .launch_files import MARKER_VARIABLE, ZERO3, NodesSpec, fresh_environment
+from .namespaces import INTERFACE, SHARED_MEMORY, Namespaces, namespaces_available
+
+PROGRESS_EVERY_S = 10.0
+POLL_S = 0.1
+TERMINATE_GRACE_S = 5.0
+KILL_LIMIT_S = 10.0
+TAIL_LINES = 15
+
+
+class Nodes:
+    """
+    N nodes on this computer. Each is one `accelerate launch --machine_rank k`, as on N machines.
+
+    ```python
+    with Nodes(num_nodes=2, ranks_per_node=2, folder=tmp_path) as nodes:  # leaving ends and removes everything
+        nodes.launch("train.py", "--max_steps", "3")  # returns at once; may be called again when the run has ended
+        nodes.wait_for(rank=0, text="step 1", timeout_s=120)  # a moment to break something at
+        os.kill(nodes.rank_pid(3), signal.SIGKILL)
+        assert all(nodes.wait(timeout_s=60))  # exit codes of the launchers
+        assert "rank 3" in nodes.rank_log(0)
+        assert nodes.pids(1) == []  # also the orphans
+    ```
+
+    Ranks get gloo on one thread each, a `TMPDIR` of their node, and the marker by which `pids` finds every process.
+    A script must ask for the CPU itself (`GRPOConfig(use_cpu=True)`, `PartialState(cpu=True)`) and should assert the
+    world it expects: without that accelerate makes every rank "0 of 1", silently. `ACCELERATE_USE_CPU` is no cure: it
+    makes accelerate drop DeepSpeed.
+
+    A process started with a chosen environment keeps its place here only if `TRL_MULTINODE_TEST_MARKER` is in it. One
+    that changes its title (vLLM's do) also needs `SPT_NOENV=1`, or the title is written over its environment. In
+    namespaces both are found without.
+
+    Args:
+        num_nodes (`int`, *optional*, defaults to `2`):
+            Number of nodes.
+        ranks_per_node (`int`, *optional*, defaults to `2`):
+            Number of training processes on each node.
+        folder (`Path`):
+            Where configs and logs go: `launch<i>/` with `accelerate.yaml`, `node<k>.log`, `rank<r>.log`. Not shared by
+            two `Nodes`.
+        namespaces (`bool`, *optional*, defaults to `False`):
+            Whether each node gets a network namespace, an address and a private `TMPDIR` and `/dev/shm`.
+        env (`Mapping[str, str]`, *optional*):
+            Variables for all launchers and ranks, on top of the caller's own and of those of this class.
+        deepspeed (`Mapping[str, Any]`, *optional*):
+            The DeepSpeed config. Default: ZeRO-3 that shards every parameter, however small.
+
+    Raises:
+        RuntimeError: `namespaces=True` where they cannot be made; the message holds the reason.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int = 2,
+        ranks_per_node: int = 2,
+        *,
+        folder: str | os.PathLike[str],
+        namespaces: bool = False,
+        env: Mapping[str, str] | None = None,
+        deepspeed: Mapping[str, Any] | None = None,
+    ):
+        self.spec = NodesSpec(num_nodes, ranks_per_node, dict(env or {}), deepspeed or ZERO3)
+        self.folder = Path(folder).resolve()
+        self._name = f"tmn-{secrets.token_hex(3)}"
+        self._private = Path(tempfile.gettempdir(), self._name)  # short: unix sockets of the ranks lie below it
+        self._launchers: list[subprocess.Popen] = []
+        self._num_launches = 0
+        self._network: Namespaces | None = None
+        if namespaces and (reason := namespaces_available()):
+            raise RuntimeError(f"Nodes(namespaces=True) cannot work: {reason}. Use namespaces=False, or cure that.")
+        atexit.register(self.close)
+        if namespaces:
+            self._network = Namespaces(self._name, num_nodes)
+        for node in range(num_nodes):
+            (self._private / f"node{node}").mkdir(parents=True, mode=0o700)
+
+    def __enter__(self) -> "Nodes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- start and wait
+
+    def launch(self, script: str | os.PathLike[str], *args: str, env: Mapping[str, str] | None = None) -> None:
+        """
+        Start `script` on all nodes; returns at once. The ranks' working directory is the caller's.
+
+        Args:
+            script (`str` or `PathLike`):
+                A Python file.
+            *args (`str`):
+                Its arguments.
+            env (`Mapping[str, str]`, *optional*):
+                More variables, for this launch only.
+
+        Raises:
+            FileNotFoundError: there is no such script.
+            RuntimeError: the previous launch still runs on some node.
+        """
+        script = Path(script).resolve()
+        if not script.is_file():
+            raise FileNotFoundError(f"{script} is not a file: launch() takes the path of a Python script")
+        for node in range(self.spec.num_nodes):
+            if pids := self.pids(node):
+                raise RuntimeError(f"node {node} still runs processes {pids} of the last launch: wait for them")
+        self._num_launches += 1
+        self._log_folder.mkdir(parents=True)
+        config_file = self.spec.write(self._log_folder, self._network.address(0) if self._network else "127.0.0.1")
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+        command += ["--config_file", str(config_file), "--no_python", "--machine_rank"]
+        program = ["/bin/sh", str(self._log_folder / "per_rank.sh"), sys.executable, "-u", str(script), *args]
+        self._launchers = []
+        for node in range(self.spec.num_nodes):
+            self._launchers.append(self._start(node, [*command, str(node), *program], env or {}))
+
+    def wait(self, timeout_s: float = 300.0) -> list[int]:
+        """
+        Wait until all launchers have ended. Prints a line of progress every 10 s.
+
+        Returns:
+            `list[int]`: the launchers' exit codes by node; minus the signal number if one was killed.
+
+        Raises:
+            TimeoutError: some did not end in time; the message holds the tails of all logs. They are left running.
+            RuntimeError: nothing was launched.
+        """
+        if not self._launchers:
+            raise RuntimeError("there is nothing to wait for: call launch() first")
+        self._until(lambda: not self._running_nodes(), timeout_s, "all launchers to end")
+        return [launcher.returncode for launcher in self._launchers]
+
+    def wait_for(self, rank: int, text: str, timeout_s: float = 120.0) -> str:
+        """
+        Wait until `rank` has printed `text`.
+
+        Returns:
+            `str`: the first line of its log that holds `text`.
+
+        Raises:
+            TimeoutError: it did not in time; the message holds the tails of all logs.
+            RuntimeError: all launchers ended before; the message holds the same.
+        """
+
+        def found() -> str | None:
+            ended = not self._running_nodes()  # before the look, or a last line could be missed
+            line = next((line for line in self.rank_log(rank).splitlines() if text in line), None)
+            if line is None and ended:
+                raise RuntimeError(f"{self._where(rank)} ended without printing {text!r}.\n{self._tails()}")
+            return line
+
+        return self._until(found, timeout_s, f"{self._where(rank)} to print {text!r}")
+
+    # ---- look
+
+    def rank_log(self, rank: int) -> str:
+        """All that `rank` printed in the last launch, stdout and stderr in their order; empty before it starts."""
+        self._where(rank)
+        return _read(self._log_folder / f"rank{rank}.log")
+
+    def launcher_log(self, node: int) -> str:
+        """All that the launcher of `node` printed itself in the last launch."""
+        return _read(self._log_folder / f"node{node}.log")
+
+    def launcher_pid(self, node: int) -> int:
+        """Pid of the `accelerate launch` of `node`, also after it has ended."""
+        return self._launchers[node].pid
+
+    def rank_pid(self, rank: int) -> int:
+        """
+        Pid of the training process `rank`.
+
+        Raises:
+            ProcessLookupError: it has not started, or has ended.
+        """
+        where, node = self._where(rank), rank // self.spec.ranks_per_node
+        pid = _read(self._log_folder / f"rank{rank}.pid").strip()
+        if not pid or int(pid) not in self.pids(node):
+            raise ProcessLookupError(f"{where} has no live process. Its log:\n{_tail(self.rank_log(rank))}")
+        return int(pid)
+
+    def pids(self, node: int) -> list[int]:
+        """Pids of all live processes of `node`, orphans too; zombies are not counted."""
+        marker = f"{MARKER_VARIABLE}={self._marker(node)}".encode()
+        network = self._network
+        pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+        return sorted(p for p in pids if marker in _environment(p) or (network is not None and network.holds(node, p)))
+
+    def link_bytes(self, node: int) -> int:
+        """Bytes received plus bytes sent by `node` so far, with their Ethernet headers. Needs `namespaces=True`."""
+        if self._network is None:
+            raise RuntimeError("nodes without namespaces share one loopback: Nodes(namespaces=True) counts bytes")
+        return self._network.link_bytes(node)
+
+    def tmpdir(self, node: int) -> Path:
+        """The folder that ranks of `node` have as `TMPDIR`, as this process sees it; gone after `close`."""
+        return self._network.tmpdir(node) if self._network else self._private / f"node{node}"
+
+    def shared_memory(self, node: int) -> Path:
+        """The /dev/shm of `node`, as this process sees it. Without namespaces it is the computer's own."""
+        return self._network.shared_memory(node) if self._network else SHARED_MEMORY
+
+    # ---- end
+
+    def close(self) -> None:
+        """
+        End what is left (SIGTERM to the launchers, after 5 s SIGKILL to every process of `pids`) and remove
+        namespaces and temporary folders. Logs stay. May be called again.
+
+        Raises:
+            RuntimeError: processes survived SIGKILL for 10 s.
+        """
+        try:
+            for launcher in self._launchers:
+                if launcher.poll() is None:
+                    launcher.terminate()
+            _wait_until(lambda: not self._running_nodes(), TERMINATE_GRACE_S)
+            if not _wait_until(lambda: not self._kill_all(), KILL_LIMIT_S):
+                raise RuntimeError(f"processes {self._all_pids()} survive SIGKILL: /proc/<pid>/stack shows where")
+            _wait_until(lambda: not self._running_nodes(), KILL_LIMIT_S)  # reaps the killed launchers
+        finally:
+            if self._network is not None:
+                self._network.close()
+            shutil.rmtree(self._private, ignore_errors=True)
+            atexit.unregister(self.close)
+
+    # ---- inside
+
+    @property
+    def _log_folder(self) -> Path:
+        return self.folder / f"launch{max(self._num_launches - 1, 0)}"
+
+    def _marker(self, node: int) -> str:
+        return f"{self._name}-node{node}"
+
+    def _start(self, node: int, command: list[str], env: Mapping[str, str]) -> subprocess.Popen:
+        if self._network is not None:
+            command = [*self._network.enter(node, self._private), *command]
+        with open(self._log_folder / f"node{node}.log", "ab") as log:
+            return subprocess.Popen(
+                command,
+                env=self._environment(node) | {**self.spec.env, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the caller, whose `close` then ends the nodes
+            )
+
+    def _environment(self, node: int) -> dict[str, str]:
+        return fresh_environment() | {
+            MARKER_VARIABLE: self._marker(node),
+            "SPT_NOENV": "1",  # else setproctitle writes the new title over /proc/<pid>/environ, and over the marker
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+            # Without it gloo resolves the host name, to an address that other namespaces cannot reach
+            "GLOO_SOCKET_IFNAME": INTERFACE if self._network else "lo",
+            "TMPDIR": str(self._private if self._network else self.tmpdir(node)),
+        }
+
+    def _where(self, rank: int) -> str:
+        if not 0 <= rank < self.spec.num_ranks:
+            raise ValueError(f"there is no rank {rank}: these nodes have ranks 0 to {self.spec.num_ranks - 1}")
+        return f"rank {rank} (node {rank // self.spec.ranks_per_node})"
+
+    def _running_nodes(self) -> list[int]:
+        return [node for node, launcher in enumerate(self._launchers) if launcher.poll() is None]
+
+    def _all_pids(self) -> list[int]:
+        return [pid for node in range(self.spec.num_nodes) for pid in self.pids(node)]
+
+    def _kill_all(self) -> list[int]:
+        """SIGKILL to all that is alive; returns whom. Repeated, because a process may fork while the list is read."""
+        pids = self._all_pids()
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        return pids
+
+    def _until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+        """Poll until `condition` returns something true, and return it; progress lines and deadline on the way."""
+        start = reported = time.monotonic()
+        while not (result := condition()):
+            now = time.monotonic()
+            if now - start > timeout_s:
+                raise TimeoutError(f"Waited {timeout_s:.0f} s for {what}; {self._still_running()}\n{self._tails()}")
+            if now - reported > PROGRESS_EVERY_S:
+                last = (self.rank_log(0).rstrip().splitlines() or ["nothing printed yet"])[-1]
+                print(f"[nodes] {now - start:.0f} s, waiting for {what}; rank 0: {last[-160:]}", flush=True)
+                reported = now
+            time.sleep(POLL_S)
+        return result
+
+    def _still_running(self) -> str:
+        running = self._running_nodes()
+        return f"launchers still running on nodes {running}" if running else "all launchers have ended"
+
+    def _tails(self) -> str:
+        logs = sorted(self._log_folder.glob("*.log"))
+        return "\n".join(f"--- end of {log}\n{_tail(_read(log))}" for log in logs)
+
+
+def _environment(pid: int) -> list[bytes]:
+    """The variables that a live process was started with; empty for a zombie, and for what is not ours to read."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _read(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
