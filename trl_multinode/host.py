@@ -60,7 +60,7 @@ class NodeHost:
         self._folder: RunFolder | None = None
         self._sync: WeightSync | None = None
         with self.watch.guard():
-            self._store = connect_store(self.topology)
+            self._store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
             if self._store is not None:
                 self.watch.watch_local_ranks(self._store)
@@ -226,8 +226,8 @@ class NodeHost:
 
     def close(self) -> None:
         """End the engines in good order. Called at exit; may be called earlier, and more than once."""
-        self.watch.forget_processes()
         self.watch.close()
+        self.watch.forget_processes()
         if self._processes:
             try:
                 self.engines.ask_all(Shutdown())

@@ -18,6 +18,7 @@ from .host import NodeHost
 from .monitor import DivergenceMonitor
 from .phases import PHASES, split_advice, summarize
 from .text_logging import TextLogging
+from .weight_source import keep_head_during_backward
 
 logger = logging.getLogger(__name__)
 ADVICE_AT_STEP = 5
@@ -84,6 +85,8 @@ class MultiNodeGRPOTrainer(GRPOTrainer):
             announce(args, self.host)
 
     def _wire(self, host: NodeHost) -> None:
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        keep_head_during_backward(base)
         host.step = lambda: self.state.global_step
         self._monitor = DivergenceMonitor(host, self.args, self.model, self.vllm_generation)
         self._texts = TextLogging(grpo_trainer, keep=self.args.log_completions)

@@ -7,6 +7,7 @@ written wins; every rank prints exactly that line, waits until all have read it 
 `os._exit`, because its main thread may be inside NCCL for ever.
 """
 
+import itertools
 import os
 import select
 import signal
@@ -27,13 +28,21 @@ POLL_S = 0.5  # so a failure reaches every rank within about a second
 GRACE_S = 6.0  # for all ranks to read the line; after it they leave unread
 STORE_TIMEOUT_S = 20.0  # a store that answers nothing for so long is gone
 SYMPTOM_DELAY_S = 1.0  # a symptom (end of file, SIGTERM) is reported so much later than a cause (a process ended)
+PROGRESS_EVERY_S = 30.0
 EXIT_CODE = 1
+_runs = itertools.count()  # a script may build several trainers; ranks do so in the same order
 
 
-def connect_store(topology: Topology, environ=os.environ) -> Store | None:
+def connect_store(topology: Topology, run: int, environ=os.environ) -> Store | None:
     """A new client of the run's own rendezvous store; `None` for a single process.
 
     Every thread needs a client of its own: one that waits for a key blocks all other calls on it.
+
+    Args:
+        topology (`Topology`):
+            Of this rank.
+        run (`int`):
+            Number of the trainer in this process; keeps the keys of several trainers apart.
     """
     if topology.world_size == 1:
         return None
@@ -45,7 +54,7 @@ def connect_store(topology: Topology, environ=os.environ) -> Store | None:
         wait_for_workers=False,
     )
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"trl_multinode/{attempt}", client)
+    return PrefixStore(f"trl_multinode/{attempt}/{run}", client)
 
 
 class Watch:
@@ -56,7 +65,7 @@ class Watch:
     watch.add_process(pid, lambda: "engine 0 of node 1 was killed by SIGKILL")
     with watch.guard():                       # an exception in here ends all ranks, with this rank's line
         train()
-    watch.close()                             # this rank is through; others may go on
+    watch.close()                             # this rank is through; waits until all are
     ```
 
     Args:
@@ -69,13 +78,12 @@ class Watch:
     def __init__(self, topology: Topology, phase: Callable[[], str] = lambda: "set-up"):
         self.topology = topology
         self.phase = phase
-        self._store = connect_store(topology)
+        self.run = next(_runs)
+        self._store = connect_store(topology, self.run)
         self._cleanups: list[Callable[[], None]] = []
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, when to report it
         self._closed = threading.Event()
-        self._peers_done = False
-        self._saw_closing = False
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -141,19 +149,33 @@ class Watch:
         os._exit(EXIT_CODE)
 
     def close(self) -> None:
-        """This rank is through. Nothing that ends later is a failure for it."""
+        """Wait until every rank of the run has come here, then stop watching.
+
+        Nobody leaves early: engines must serve their node until its last rank is through, and a launcher whose ranks
+        are through while another node fails waits in torchrun's exit barrier for 300 s. The wait has no limit of its
+        own (a rank may push to the Hub for an hour); it ends when a rank fails, because the thread is still watching.
+        """
         if self._closed.is_set():
             return
+        if self._store is not None:
+            self._wait_for_all(self._store)
         self._closed.set()
         self._wake()
         self._thread.join(2 * POLL_S + STORE_TIMEOUT_S)
-        if self._store is not None:
-            try:
-                self._store.set("closing", b"1")
-            except RuntimeError:
-                pass  # the host of the store went first, as it may
+
+    def _wait_for_all(self, store: Store) -> None:
+        said = time.monotonic()
+        try:
+            done = store.add("done", 1)
+            while (done := store.add("done", 0)) < self.topology.world_size:
+                time.sleep(0.2)
+                if time.monotonic() - said > PROGRESS_EVERY_S:
+                    said = time.monotonic()
+                    print(f"[trl_multinode] {self.topology}: {done} of {self.topology.world_size} ranks are through")
             if self.topology.node == 0:
-                time.sleep(2 * POLL_S)  # the store ends with this node: let the others see "closing" first
+                time.sleep(2 * POLL_S)  # the store ends with this node: let the others see the count first
+        except RuntimeError:
+            time.sleep(STORE_TIMEOUT_S)  # the store is gone too early, and the thread ends this process
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +245,7 @@ class Watch:
         with self._lock:
             cause = self._processes.pop(fd, None)
             self._poll.unregister(fd)
-        # A launcher ends after its store: let a rank that knows more speak first, and "closing" be read.
+        # A launcher ends after its ranks: let one that knows more speak first.
         if cause is not None and self._line_of_others() is None:
             self.report(cause())
 
@@ -244,16 +266,12 @@ class Watch:
             return self._store_gone()
 
     def _line_of_others(self) -> str | None:
-        if self._store is None or self._peers_done:
+        if self._store is None:
             return None
         try:
             if self._store.check(["fatal"]):
                 return self._store.get("fatal").decode()
-            self._saw_closing = self._store.check(["closing"])
         except RuntimeError:
-            if self._saw_closing:
-                self._peers_done = True  # the host of the store came to its normal end before us
-                return None
             return self._store_gone()
         return None
 

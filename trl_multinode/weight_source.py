@@ -92,6 +92,24 @@ def is_zero3(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "ds_numel")
 
 
+def keep_head_during_backward(model: nn.Module) -> None:
+    """Let ZeRO-3 gather an untied head for the whole backward of the model that uses it.
+
+    TRL 1.16 reads `lm_head.weight` without calling the head, and gathers it for the forward only; with a sharded,
+    untied head its backward then fails ("size of tensor a (0) must match"). This is DeepSpeed's own way of saying that
+    a module uses a parameter of another one. A no-op without ZeRO-3.
+    """
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or not is_deepspeed_zero3_enabled():
+        return
+    import deepspeed
+
+    for parameter in head.parameters(recurse=False):
+        deepspeed.zero.register_external_parameter(model, parameter)
+
+
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The full shape; a ZeRO-3 shard says `numel() == 0` and knows better in `ds_shape`."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))

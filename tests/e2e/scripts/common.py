@@ -1,0 +1,50 @@
+"""What the launched scripts share."""
+
+import json
+import os
+from pathlib import Path
+
+from datasets import Dataset
+
+from trl_multinode import GRPOConfig, GRPOTrainer
+from trl_multinode.testing.models import tiny_tokenizer
+
+RANK = int(os.environ["RANK"])
+WORLD = int(os.environ["WORLD_SIZE"])
+
+
+class Recorder:
+    """A reward function that keeps what it saw. Reward: distinct tokens of the completion."""
+
+    __name__ = "recorder"
+
+    def __init__(self):
+        self.rows: list[list] = []
+
+    def __call__(self, prompts, completion_ids, **_):
+        self.rows += [[prompt, list(ids)] for prompt, ids in zip(prompts, completion_ids, strict=True)]
+        return [float(len(set(ids))) for ids in completion_ids]
+
+
+def make_trainer(model, reward, folder: str, prompts: list[str], **settings) -> GRPOTrainer:
+    args = GRPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        num_generations=4,
+        max_completion_length=16,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        **settings,
+    )
+    return GRPOTrainer(model, reward, args, Dataset.from_dict({"prompt": prompts}), processing_class=tiny_tokenizer())
+
+
+def write_result(folder: str, name: str = "result", /, **values) -> None:
+    """Into a file of its own per rank; whole or not at all."""
+    path = Path(folder) / f"{name}_rank{RANK}.json"
+    path.with_suffix(".part").write_text(json.dumps(values))
+    path.with_suffix(".part").rename(path)

@@ -1,0 +1,157 @@
+"""The life of a run on several nodes, from the first step to the end by force; test_two_nodes.py says what must hold.
+
+Usage: story.py FOLDER [layout|all]. Weight updates: 1, 2 training; 3..7 parity; 8 lies; 9 heals; 10 is lost;
+11 heals; 12 has a stale head.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from common import RANK, WORLD, Recorder, make_trainer, write_result
+
+from trl_multinode.engine import PromptRequest
+from trl_multinode.errors import MultiNodeError
+from trl_multinode.testing.models import tiny_qwen2
+
+folder, until = sys.argv[1], sys.argv[2]
+PROMPTS = [f"{i} + {i + 1} =" for i in range(64)]
+
+
+def main() -> None:
+    recorder = Recorder()
+    trainer = make_trainer(
+        tiny_qwen2(), recorder, folder, PROMPTS, per_device_train_batch_size=4, learning_rate=1e-2, max_steps=2,
+        rollout_seed=5, sync_bucket_mb=0.04,
+    )  # fmt: skip
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    write_result(folder, "layout", world=WORLD, rows=recorder.rows, losses=losses)
+    if until == "layout":
+        return
+    story = {"sharded": [parameter.numel() for parameter in trainer.model.parameters()]}
+    story |= isolation(trainer) | parity(trainer) | noticed(trainer) | link_bytes(trainer)
+    write_result(folder, "story", **story)
+    until_killed(trainer)
+
+
+def isolation(trainer) -> dict:
+    """Who this rank's engine is, and whether other nodes' folders can be seen."""
+    engines = trainer.vllm_generation.engines
+    mine = str(next(Path(p) for p in sockets(engines)).parent)
+    everyone: list = [None] * WORLD
+    dist.all_gather_object(everyone, mine)
+    others = [path for path in everyone if path != mine]
+    maps = Path("/proc/self/maps").read_text()
+    slots = sorted({line.split()[-2] for line in maps.splitlines() if "/dev/shm/trl_multinode_" in line})
+    return {
+        "engine_pid": engines.ready[0].pid,
+        "folder": mine,
+        "visible_folders_of_others": [path for path in others if Path(path).exists()],
+        "slots": slots,
+    }
+
+
+def sockets(engines) -> list[str]:
+    return [connection._socket.getpeername() for connection in engines.connections]
+
+
+def perturb(model) -> None:
+    """Every parameter moves by noise of 0.05, the same on all ranks."""
+    parameters = list(model.parameters())
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        if RANK == 0:
+            for parameter in parameters:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def difference(trainer) -> float:
+    """Largest |engine - trainer| log-prob over this rank's rows, checked with one forward on every rank."""
+    prompt = [10 + RANK, 20, 30]
+    request = PromptRequest(prompt, 4, seed=RANK)
+    rows = trainer.vllm_generation.engines.generate([request], 12, {"ignore_eos": True}, 0)[0]
+    ids = torch.tensor([prompt + row.tokens.tolist() for row in rows])
+    with torch.no_grad():
+        scores = trainer.model(ids).logits[:, 2:-1].log_softmax(-1)
+    expected = scores.gather(2, ids[:, 3:, None])[:, :, 0]
+    got = torch.stack([torch.from_numpy(row.logprobs.copy()) for row in rows])
+    return (got - expected).abs().max().item()
+
+
+def parity(trainer) -> dict:
+    """Before and after 1 and 5 syncs, then with a load that was suppressed, then healed."""
+    result: dict = {"stale": [], "fresh": []}
+    for _ in range(5):
+        perturb(trainer.model)
+        result["stale"].append(difference(trainer))
+        trainer.vllm_generation.sync_weights()
+        result["fresh"].append(difference(trainer))
+    perturb(trainer.model)
+    trainer.vllm_generation.sync_weights()  # update 8: lies
+    result["suppressed"] = difference(trainer)
+    trainer.vllm_generation.sync_weights()
+    result["healed"] = difference(trainer)
+    return result
+
+
+def noticed(trainer) -> dict:
+    """A lost load is a wrong version; a stale head trips the watched log-prob difference."""
+    lost = message(lambda: (trainer.vllm_generation.sync_weights(), generate_once(trainer)))
+    perturb(trainer.model)
+    trainer.vllm_generation.sync_weights()
+    healed = difference(trainer)
+    perturb(trainer.model)
+    trainer._last_loaded_step = -1
+    rows = [{"prompt": prompt} for prompt in PROMPTS[:4]]
+    stale_head = message(lambda: trainer._generate_and_score_completions(rows))
+    trainer.vllm_generation.sync_weights()
+    return {"lost": lost, "healed_again": healed, "stale_head": stale_head}
+
+
+def generate_once(trainer, num_tokens: int = 4) -> None:
+    generation = trainer.vllm_generation
+    generation.max_tokens, generation.sampling["ignore_eos"] = num_tokens, True
+    generation.generate([[10 + RANK, 20, 30]] * 4, None, 4)
+
+
+def message(action) -> str:
+    try:
+        action()
+    except MultiNodeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def link_bytes(trainer) -> dict:
+    """Bytes on the node's link while 16 and while 512 tokens are generated, and while nothing happens for as long."""
+    result = {}
+    for tokens in (16, 512):
+        dist.barrier()
+        time.sleep(1.0)  # the barrier's own traffic
+        start, before = time.monotonic(), counters()
+        generate_once(trainer, tokens)
+        middle, during = time.monotonic(), counters()
+        time.sleep(middle - start)
+        result[f"bytes_{tokens}"], result[f"bytes_idle_{tokens}"] = during - before, counters() - during
+        result[f"seconds_{tokens}"] = middle - start
+    return result
+
+
+def counters() -> int:
+    statistics = Path("/sys/class/net/eth0/statistics")
+    return sum(int((statistics / name).read_text()) for name in ("rx_bytes", "tx_bytes")) if statistics.exists() else 0
+
+
+def until_killed(trainer) -> None:
+    with trainer.host.watch.guard():
+        print("LOOPING", flush=True)
+        for _ in range(10_000):
+            trainer.vllm_generation.sync_weights()
+            generate_once(trainer)
+            dist.barrier()
+
+
+main()

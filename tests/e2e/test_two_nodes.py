@@ -1,0 +1,148 @@
+"""The deciding tests on the real stack: vLLM, ZeRO-3, several `accelerate launch`. Three launches check all of it."""
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.namespaces import namespaces_available
+from trl_multinode.testing.nodes import Nodes
+
+SCRIPTS = Path(__file__).parent / "scripts"
+FAULTS = {"TRL_MULTINODE_FAULT": "skip_load_silently@8-8,skip_load@10-10,stale_head@12-12"}
+pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(900)]
+NAMESPACES = namespaces_available() is None
+
+
+def results(folder: Path, name: str, num_ranks: int) -> list[dict]:
+    return [json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory):
+    """2 nodes x 2 ranks, up to the point where it would run for ever; then the local main process of node 1 dies."""
+    folder = tmp_path_factory.mktemp("two_by_two")
+    with Nodes(2, 2, folder=folder, namespaces=NAMESPACES, env=FAULTS) as nodes:
+        nodes.launch(SCRIPTS / "story.py", str(folder), "all")
+        nodes.wait_for(0, "LOOPING", timeout_s=600)
+        found = {"folder": folder, "story": results(folder, "story", 4), "layout": results(folder, "layout", 4)}
+        os.kill(nodes.rank_pid(2), signal.SIGKILL)
+        start = time.monotonic()
+        found["codes"] = nodes.wait(timeout_s=60)
+        found["left"] = wait_for_nothing(nodes, start + 30)
+        found["end_s"] = time.monotonic() - start
+        found["logs"] = [nodes.rank_log(rank) for rank in range(4)]
+        found["shared_memory"] = [sorted(p.name for p in nodes.shared_memory(k).iterdir()) for k in range(2)]
+        yield found
+
+
+def wait_for_nothing(nodes: Nodes, deadline: float) -> list[int]:
+    while (left := nodes.pids(0) + nodes.pids(1)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def story(run, key: str) -> list:
+    return [rank[key] for rank in run["story"]]
+
+
+def test_parameters_were_sharded_before_the_sync(two_by_two):
+    assert all(numel == 0 for rank in story(two_by_two, "sharded") for numel in rank)
+
+
+def test_log_probs_agree_after_1_and_5_syncs_and_not_before(two_by_two):
+    for stale, fresh in zip(story(two_by_two, "stale"), story(two_by_two, "fresh"), strict=True):
+        assert min(stale) > 0.1 and len(stale) == 5
+        assert max(fresh) < 1e-3
+
+
+def test_a_suppressed_load_is_missed_by_more_than_a_tenth_and_healed(two_by_two):
+    assert min(story(two_by_two, "suppressed")) > 0.1
+    assert max(story(two_by_two, "healed")) < 1e-3 and max(story(two_by_two, "healed_again")) < 1e-3
+
+
+def test_a_lost_load_is_a_wrong_version_on_every_rank(two_by_two):
+    for rank, text in enumerate(story(two_by_two, "lost")):
+        assert re.match(
+            rf"WeightVersionError: engine 0 of node {rank // 2} has .* update 9 .* expected update 10", text
+        )
+
+
+def test_a_stale_head_trips_the_alarm_with_node_and_version(two_by_two):
+    for rank, text in enumerate(story(two_by_two, "stale_head")):
+        assert text.startswith(f"LogprobDivergenceError: node {rank // 2}, rank {rank}:") and "update 12" in text
+
+
+def test_engines_folders_and_buffers_belong_to_their_node(two_by_two):
+    assert len(set(story(two_by_two, "engine_pid"))) == 2
+    assert len(set(story(two_by_two, "folder"))) == 2
+    slots = [set(slots) for slots in story(two_by_two, "slots")]
+    assert slots[0] and slots[2] and not slots[0] & slots[2] and not slots[1] and not slots[3]
+
+
+@pytest.mark.skipif(not NAMESPACES, reason=f"namespaces: {namespaces_available()}")
+def test_rollouts_do_not_cross_the_link_and_nodes_do_not_see_each_other(two_by_two):
+    assert story(two_by_two, "visible_folders_of_others") == [[], [], [], []]
+    for rank in (0, 2):
+        run = two_by_two["story"][rank]
+        extra = {tokens: run[f"bytes_{tokens}"] - run[f"bytes_idle_{tokens}"] for tokens in (16, 512)}
+        assert max(extra.values()) < 2000, f"rank {rank}: {extra} beyond the idle link, {run}"
+
+
+def test_sigkill_of_a_local_main_process_ends_everything_with_one_line(two_by_two):
+    assert all(two_by_two["codes"]) and two_by_two["left"] == [] and two_by_two["end_s"] < 30
+    lines = [failure_line(two_by_two["logs"][rank]) for rank in (0, 1, 3)]
+    assert len(set(lines)) == 1 and "rank 2 (local main process)" in lines[0]
+    assert not [name for names in two_by_two["shared_memory"] for name in names if name.startswith(("psm", "trl"))]
+
+
+def failure_line(log: str) -> str:
+    """It must be among the last lines."""
+    lines = [line for line in log.splitlines()[-5:] if "the run failed" in line]
+    assert lines, log[-2000:]
+    return lines[-1]
+
+
+def test_one_node_of_four_ranks_gives_the_same_completions_and_losses(two_by_two, tmp_path):
+    with Nodes(1, 4, folder=tmp_path) as nodes:
+        nodes.launch(SCRIPTS / "story.py", str(tmp_path), "layout")
+        assert nodes.wait(timeout_s=600) == [0], nodes.rank_log(0)[-3000:]
+        assert nodes.pids(0) == []
+    one, two = results(tmp_path, "layout", 4), two_by_two["layout"]
+    assert [rank["world"] for rank in one + two] == [4] * 8
+    assert [rank["rows"] for rank in one] == [rank["rows"] for rank in two]
+    assert one[0]["losses"] == pytest.approx(two[0]["losses"], rel=1e-5, abs=1e-7)
+    assert len({tuple(ids) for rank in one for _, ids in rank["rows"]}) > 8  # they were sampled, not constant
+
+
+def test_groups_straddle_ranks_and_nodes_and_ranks_call_as_they_like(tmp_path):
+    with Nodes(2, 3, folder=tmp_path) as nodes:
+        nodes.launch(SCRIPTS / "straddling.py", str(tmp_path))
+        assert nodes.wait(timeout_s=600) == [0, 0], nodes.rank_log(0)[-3000:]
+        assert nodes.pids(0) + nodes.pids(1) == []
+    ranks = results(tmp_path, "result", 6)
+    rows = [row for step in range(2) for rank in ranks for row in rank["rows"][2 * step : 2 * step + 2]]
+    prompts = [prompt for prompt, _ in rows]
+    assert prompts == [prompt for start in range(0, 24, 4) for prompt in prompts[start : start + 1] * 4]
+    assert len(set(prompts)) == 6
+    for prompt, completion in rows:
+        assert completion == counting(tokenize(prompt), 16)
+    for rank, result in enumerate(ranks):
+        assert len(result["uneven"]) == sum(call + 2 for call in range(rank + 1))
+        for prompt, completion, num_logprobs in result["uneven"]:
+            assert completion == counting(prompt[-1], num_logprobs) and num_logprobs >= 3 + rank
+
+
+def tokenize(prompt: str) -> int:
+    from trl_multinode.testing.models import tiny_tokenizer
+
+    (token,) = tiny_tokenizer()(prompt)["input_ids"]
+    return token
+
+
+def counting(last: int, length: int) -> list[int]:
+    return list(range(last + 1, last + 1 + length))
