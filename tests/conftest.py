@@ -23,6 +23,25 @@ def unused_shared_memory() -> set[str]:
     return {name for name in names if f"/dev/shm/{name}" not in mapped}
 
 
+REAL = {"engine", "zero3", "two_node"}
+skipped_for_real: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """With TRL_MULTINODE_NO_SKIPS=1 (CI) a test on the real stack may not be skipped."""
+    report = yield
+    if report.skipped and os.environ.get("TRL_MULTINODE_NO_SKIPS") and REAL & {mark.name for mark in item.iter_markers()}:
+        skipped_for_real.append(item.nodeid)
+    return report
+
+
+def pytest_sessionfinish(session):
+    if skipped_for_real:
+        print(f"\nskipped, and may not be: {skipped_for_real}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_behind():
     """Per module, because a module may share one engine among its tests."""

@@ -119,19 +119,31 @@ class NodeEngines:
             File of the node's [`LoadBoard`].
         stall_timeout_s (`float`):
             An engine with work that makes no token for so long is an error. Never a limit on the total time.
+        log_folder (`Path`):
+            Where the logs of the engines are, for messages.
         window (`int`):
             Rows this rank keeps in flight per engine; the rest waits here, so that it goes where room is first.
     """
 
     def __init__(
-        self, sockets: Sequence[Path], node: int, rank: int, board: Path, stall_timeout_s: float, window: int
+        self,
+        sockets: Sequence[Path],
+        node: int,
+        rank: int,
+        board: Path,
+        stall_timeout_s: float,
+        window: int,
+        log_folder: Path,
     ):
         self._stall_timeout_s = stall_timeout_s
         self._window = window
         self._ids = itertools.count(1)
         self._where = f"Rank {rank} (node {node})"
         self._board = LoadBoard(board, len(sockets))
-        self.connections = [Connection(str(path), f"engine {i} of node {node}") for i, path in enumerate(sockets)]
+        self.connections = [
+            Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
+            for i, path in enumerate(sockets)
+        ]
         self.ready: list[Ready] = [self.ask(i, Hello(rank=rank)) for i in range(len(sockets))]
         self.stats = self._no_stats()
 
@@ -179,7 +191,8 @@ class NodeEngines:
 
     def _error(self, engine: int, failure: Failure) -> EngineError:
         cls = getattr(errors, failure.error, EngineError)
-        return cls(f"{self._where}: {self.connections[engine].name}: {failure.message}")
+        connection = self.connections[engine]
+        return cls(f"{self._where}: {connection.name}: {failure.message}. Log: {connection.log_path}")
 
     # ---- completions ------------------------------------------------------------------------------------------------
 
@@ -298,7 +311,8 @@ class _Dispatch:
             if opened and time.monotonic() - self._heard[engine] > limit:
                 raise EngineStalledError(
                     f"{self._engines._where}: {self._engines.connections[engine].name} made no token for "
-                    f"{limit:.0f} s with {len(opened)} requests open. See its log, or raise `engine_stall_timeout`."
+                    f"{limit:.0f} s with {len(opened)} requests open. Raise `engine_stall_timeout`, or see its log: "
+                    f"{self._engines.connections[engine].log_path}"
                 )
 
 

@@ -214,7 +214,8 @@ class EngineServer:
             reply = Failure(request_id=request.request_id, error=refused.error, message=str(refused))
         except Exception as error:  # vLLM's own: the ranks must hear of it before this process goes
             text = f"{type(error).__name__}: {error}".strip()
-            reply = Failure(request_id=request.request_id, error="EngineError", message=text, fatal=True)
+            kind = "EngineDiedError" if type(error).__name__ == "EngineDeadError" else "EngineError"
+            reply = Failure(request_id=request.request_id, error=kind, message=text, fatal=True)
         if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
             await self._weights.end(self._update.update if self._update else 0, None)
         writer.write(frame(reply))

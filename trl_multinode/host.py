@@ -114,6 +114,7 @@ class NodeHost:
                 folder / "load",
                 field_or_default(self.args, "engine_stall_timeout"),
                 window=self._max_num_seqs(keywords),
+                log_folder=self._logs,
             )
             self._build_sync(base)
         return self.engines

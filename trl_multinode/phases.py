@@ -27,14 +27,15 @@ class Phases:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a", buffering=1)
         self._stack: list[list] = []  # name, seconds spent in phases inside it
+        self._failed: str | None = None  # where the exception under way was raised
         self._sums: dict[str, float] = defaultdict(float)
         self.step = 0
 
     @property
     def current(self) -> str:
-        """The innermost phase, for messages; read by the watch thread."""
+        """The innermost phase, or the one that an exception just came out of; the watch thread reads it too."""
         try:
-            return self._stack[-1][0]
+            return self._failed or self._stack[-1][0]
         except IndexError:
             return "set-up" if self.step == 0 else "between steps"
 
@@ -42,8 +43,12 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         start, wall = time.perf_counter(), time.time()
         self._stack.append([name, 0.0])
+        self._failed = None
         try:
             yield
+        except BaseException:
+            self._failed = self._failed or name
+            raise
         finally:
             total = time.perf_counter() - start
             _, inside = self._stack.pop()

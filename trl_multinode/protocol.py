@@ -8,6 +8,7 @@ import asyncio
 import socket
 import struct
 import time
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -205,19 +206,22 @@ class Connection:
             The engine's socket.
         name (`str`):
             Who is at the other end, for messages ("engine 0 of node 1").
+        log_path (`Path`):
+            Its log, for messages.
         connect_timeout_s (`float`):
             Deadline for connecting.
     """
 
-    def __init__(self, path: str, name: str, connect_timeout_s: float = 30.0):
+    def __init__(self, path: str, name: str, log_path: Path, connect_timeout_s: float = 30.0):
         self.name = name
+        self.log_path = log_path
         self._buffer = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(connect_timeout_s)
         try:
             self._socket.connect(path)
         except OSError as error:
-            raise EngineDiedError(f"{name}: cannot connect to its socket ({error}); see its log.") from error
+            raise EngineDiedError(f"{name}: cannot connect to its socket ({error}). Log: {log_path}") from error
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -228,9 +232,11 @@ class Connection:
         try:
             self._socket.sendall(frame(message))
         except TimeoutError as error:
-            raise EngineStalledError(f"{self.name} did not take a message for {timeout_s:.0f} s.") from error
+            raise EngineStalledError(
+                f"{self.name} did not take a message for {timeout_s:.0f} s. Log: {self.log_path}"
+            ) from error
         except OSError as error:
-            raise EngineDiedError(f"{self.name} closed the connection ({error}); see its log.") from error
+            raise EngineDiedError(f"{self.name} closed the connection ({error}). Log: {self.log_path}") from error
 
     def receive(self, timeout_s: float) -> Reply:
         """The next reply; raises `EngineStalledError` when none came in time."""
@@ -244,11 +250,13 @@ class Connection:
             try:
                 data = self._socket.recv(1 << 20)
             except TimeoutError as error:
-                raise EngineStalledError(f"{self.name} said nothing for {timeout_s:.0f} s.") from error
+                raise EngineStalledError(
+                    f"{self.name} said nothing for {timeout_s:.0f} s. Log: {self.log_path}"
+                ) from error
             except OSError as error:
-                raise EngineDiedError(f"{self.name} broke the connection ({error}); see its log.") from error
+                raise EngineDiedError(f"{self.name} broke the connection ({error}). Log: {self.log_path}") from error
             if not data:
-                raise EngineDiedError(f"{self.name} ended; see its log.")
+                raise EngineDiedError(f"{self.name} ended. Log: {self.log_path}")
             self._buffer += data
         head = bytes(self._buffer[:num_bytes])
         del self._buffer[:num_bytes]

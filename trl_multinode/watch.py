@@ -143,8 +143,7 @@ class Watch:
     def fail_with(self, error: BaseException) -> None:
         """Print the traceback, report, and wait for the end; the watch thread leaves with `os._exit`."""
         traceback.print_exception(error)
-        symptom = isinstance(error, EngineDiedError | PeerFailureError)
-        self.report(f"{type(error).__name__}: {error}", SYMPTOM_DELAY_S if symptom else 0.0)
+        self.report(f"{type(error).__name__}: {error}", SYMPTOM_DELAY_S if is_symptom(error) else 0.0)
         time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)
         os._exit(EXIT_CODE)
 
@@ -305,3 +304,10 @@ class Watch:
             time.sleep(0.3)  # so that the last reader's own look at the count still finds the store
         except RuntimeError:
             pass
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Whether the error says that somebody else ended: end of file of an engine, a collective without its peer."""
+    if isinstance(error, EngineDiedError | PeerFailureError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))

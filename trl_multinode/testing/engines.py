@@ -68,7 +68,8 @@ def running_engines(
             log_folder / f"engine{i}.log",
             args,
             environment,
-            module, faults.delay_of_engine(i, delay),
+            module,
+            faults.delay_of_engine(i, delay),
         )
         for i in range(num_engines)
     ]
@@ -76,7 +77,7 @@ def running_engines(
     try:
         wait_until_ready(processes, 300.0, print)
         sockets = [process.socket_path for process in processes]
-        engines = NodeEngines(sockets, 0, 0, folder.path / "load", stall_timeout_s, window)
+        engines = NodeEngines(sockets, 0, 0, folder.path / "load", stall_timeout_s, window, log_folder)
         yield engines
     finally:
         _stop(engines, processes, folder)

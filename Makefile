@@ -1,0 +1,44 @@
+# Two commands do everything: `make demo` and `make test`. Both set up what they need first.
+VENV ?= .venv
+PYTHON ?= python3.11
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
+export DS_ACCELERATOR := cpu
+export TOKENIZERS_PARALLELISM := false
+export HF_HUB_OFFLINE := 1
+
+.PHONY: help setup demo check test test-e2e lock clean
+
+help:
+	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
+	@echo "make test      pure functions, forked ranks, the fake engine and a real one (15 minutes at most)"
+	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
+	@echo "make check     ruff, types, architecture"
+	@echo "make lock      resolve requirements/cpu.in again"
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: requirements/cpu.txt requirements/install.py pyproject.toml
+	$(PYTHON) requirements/install.py $(VENV)
+	@touch $@
+
+demo: setup
+	python examples/demo/run.py
+
+check: setup
+	ruff check .
+	ruff format --check .
+	mypy
+	python -m pytest -q tests/test_architecture.py tests/test_contract.py
+
+test: setup
+	python -m pytest tests --ignore tests/e2e --durations 15
+
+test-e2e: setup
+	python -m pytest tests/e2e --durations 15
+
+lock: setup
+	python requirements/lock.py
+
+clean:
+	rm -rf outputs build .pytest_cache .mypy_cache .ruff_cache *.egg-info

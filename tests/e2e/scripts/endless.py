@@ -1,0 +1,30 @@
+"""Trains until something ends it. Usage: endless.py FOLDER [RANK_THAT_FAILS]."""
+
+import os
+import sys
+
+from common import RANK, make_trainer
+
+from trl_multinode.testing.models import tiny_qwen2
+
+folder, failing = sys.argv[1], int(sys.argv[2])
+calls = 0
+
+
+def reward(completions, **_):
+    global calls
+    calls += 1
+    if calls == 2:
+        print(f"RUNNING engine {trainer.vllm_generation.engines.ready[0].pid}", flush=True)
+    if calls == 3 and failing == RANK:
+        raise ValueError("this reward function fails on purpose")
+    return [float(len(completion)) for completion in completions]
+
+
+os.environ["TQDM_DISABLE"] = "1"
+prompts = [f"{i} + {i + 1} =" for i in range(64)]
+trainer = make_trainer(
+    tiny_qwen2(), reward, folder, prompts, per_device_train_batch_size=4, learning_rate=1e-3, max_steps=100_000,
+    save_steps=1_000_000,
+)  # fmt: skip
+trainer.train()

@@ -1,0 +1,125 @@
+"""However a run ends, on vLLM's real process tree: nothing is left, and every rank's last words are the same line."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trl_multinode.testing.namespaces import namespaces_available
+from trl_multinode.testing.nodes import Nodes
+
+SCRIPT = Path(__file__).parent / "scripts" / "endless.py"
+LIMIT_S = 30.0
+pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(400)]
+NAMESPACES = namespaces_available() is None
+
+
+def engine_pid(nodes: Nodes, node: int) -> int:
+    line = next(line for line in nodes.rank_log(2 * node).splitlines() if "RUNNING engine" in line)
+    return int(re.search(r"RUNNING engine (\d+)", line).group(1))
+
+
+def vllm_process(nodes: Nodes, node: int, title: str) -> int:
+    children = psutil.Process(engine_pid(nodes, node)).children(recursive=True)
+    return next(child.pid for child in children if title in " ".join(child.cmdline()))
+
+
+def stop_a_rank_and_kill_the_other_nodes_engine(nodes: Nodes) -> None:
+    """gloo notices a dead peer and hides this case; a stopped one it does not notice, nor does NCCL."""
+    os.kill(nodes.rank_pid(3), signal.SIGSTOP)
+    time.sleep(2.0)
+    os.kill(engine_pid(nodes, 0), signal.SIGKILL)
+
+
+# name: (what is done, what the line must say, ranks that cannot speak any more)
+ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
+    "reward raises on rank 3": (lambda nodes: None, r"node 1, rank 3, phase reward: ValueError: this reward", set()),
+    "engine killed": (
+        lambda nodes: os.kill(engine_pid(nodes, 1), signal.SIGKILL),
+        r"engine 0 of node 1 ended: .*killed by SIGKILL.*Log: \S+engine0.log",
+        set(),
+    ),
+    "vLLM's core killed": (
+        lambda nodes: os.kill(vllm_process(nodes, 0, "EngineCore"), signal.SIGKILL),
+        r"engine 0 of node 0 ended: vLLM's process \d+ was killed by SIGKILL.*engine0.log",
+        set(),
+    ),
+    "vLLM's worker killed": (
+        lambda nodes: os.kill(vllm_process(nodes, 0, "Worker"), signal.SIGKILL),
+        r"engine 0 of node 0 .*engine0.log",
+        set(),
+    ),
+    "Ctrl-C on node 0": (
+        lambda nodes: os.killpg(nodes.launcher_pid(0), signal.SIGINT),
+        r"stopped by SIG|ended",
+        set(),
+    ),
+    "SIGTERM to the launcher of node 1": (
+        lambda nodes: os.kill(nodes.launcher_pid(1), signal.SIGTERM),
+        r"node 1, rank \d, .*stopped by SIGTERM",
+        set(),
+    ),
+    "SIGKILL of the launcher of node 1": (
+        lambda nodes: os.kill(nodes.launcher_pid(1), signal.SIGKILL),
+        r"the launcher of node 1 \(pid \d+\) ended",
+        set(),
+    ),
+    "SIGKILL of the launcher of node 0": (
+        lambda nodes: os.kill(nodes.launcher_pid(0), signal.SIGKILL),
+        r"the launcher of node 0",
+        set(),
+    ),
+    "a rank stopped, then the other node's engine killed": (
+        stop_a_rank_and_kill_the_other_nodes_engine,
+        r"engine 0 of node 0 ended",
+        {3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path):
+    end, expected, silent = ENDINGS[name]
+    failing = 3 if name.startswith("reward") else -1
+    with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES) as nodes:
+        nodes.launch(SCRIPT, str(tmp_path), str(failing))
+        for rank in range(4):
+            nodes.wait_for(rank, "RUNNING", timeout_s=300)
+        end(nodes)
+        start = time.monotonic()
+        spoken = wait_until(lambda: all(line_of(nodes, rank) for rank in {0, 1, 2, 3} - silent), start + LIMIT_S)
+        print(f"{name}: all ranks ended after {time.monotonic() - start:.1f} s")
+        assert spoken, "\n".join(f"rank {rank}: {nodes.rank_log(rank)[-600:]}" for rank in range(4))
+        lines = {line_of(nodes, rank) for rank in {0, 1, 2, 3} - silent}
+        assert len(lines) == 1 and re.search(expected, lines.pop()), lines
+        for rank in silent:
+            os.kill(nodes.rank_pid(rank), signal.SIGKILL)  # a stopped process waits for torchrun's own SIGKILL
+        assert wait_until(lambda: not nodes.pids(0) + nodes.pids(1), start + LIMIT_S + 5 * len(silent))
+        assert all(code != 0 for code in nodes.wait(timeout_s=5))
+        assert left_files(nodes) == []
+
+
+def line_of(nodes: Nodes, rank: int) -> str | None:
+    """The failure line, if it is among the last ones of the rank's log."""
+    lines = [line for line in nodes.rank_log(rank).splitlines()[-5:] if "the run failed" in line]
+    return lines[-1] if lines else None
+
+
+def wait_until(condition: Callable[[], bool], deadline: float) -> bool:
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def left_files(nodes: Nodes) -> list[str]:
+    """Sockets, folders and shared memory of the run; only namespaces have a /dev/shm of their own to look into."""
+    places = [nodes.tmpdir(0), nodes.tmpdir(1)] + ([nodes.shared_memory(k) for k in (0, 1)] if NAMESPACES else [])
+    names = [path.name for place in places for path in place.iterdir()]
+    return [name for name in names if name.startswith(("trl_multinode_", "psm_"))]
