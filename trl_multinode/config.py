@@ -1,6 +1,7 @@
 """`MultiNodeGRPOConfig`: TRL's config plus our fields, and the checks that need fields only."""
 
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any
 
 from trl import GRPOConfig
@@ -12,6 +13,7 @@ REFUSED_GENERATION_KEYS = {
     "seed": "use `rollout_seed`, which gives every row its own seed",
     "logprobs": "the trainer needs exactly the sampled token's log-prob",
 }
+ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; vLLM's own default
 GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
 
@@ -98,8 +100,21 @@ class MultiNodeGRPOConfig(GRPOConfig):
     def __post_init__(self):
         if self.vllm_mode != "node" and self.vllm_gpu_memory_utilization is None:
             self.vllm_gpu_memory_utilization = GPU_SHARE_OF_TRAINING
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if "divisible by num_generations" in str(error):
+                raise ConfigurationError(f"{error} {self._batches_that_work()}") from error
+            raise
         check_fields(self)
+
+    def _batches_that_work(self) -> str:
+        """With 7 ranks a node few batch sizes hold whole groups; say which."""
+        step = self.num_generations // gcd(self.num_generations, self.world_size)
+        return (
+            f"With {self.world_size} training ranks, per_device_train_batch_size x steps_per_generation must be a "
+            f"multiple of {step}: {step}, {2 * step} or {4 * step}, for example."
+        )
 
 
 def check_fields(args: GRPOConfig) -> None:
@@ -115,8 +130,14 @@ def check_fields(args: GRPOConfig) -> None:
         if getattr(args, name, 1) <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {getattr(args, name)}.")
     for name in ("num_engines", "vllm_tensor_parallel_size"):
-        if (getattr(args, name, None) or 1) < 1:
-            raise ConfigurationError(f"`{name}` must be at least 1, got {getattr(args, name)}.")
+        if (value := getattr(args, name, None)) is not None and value < 1:
+            raise ConfigurationError(f"`{name}` must be at least 1, got {value}.")
+    if field_or_default(args, "engine_dtype") not in ENGINE_DTYPES:
+        raise ConfigurationError(f"`engine_dtype` must be one of {ENGINE_DTYPES}, got {args.engine_dtype!r}.")
+    if (field_or_default(args, "logprob_divergence_limit") or 0.0) < 0.0:
+        raise ConfigurationError(
+            f"`logprob_divergence_limit` must not be negative, got {args.logprob_divergence_limit}; 0 turns it off."
+        )
     if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
         raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
 

@@ -30,6 +30,7 @@ from .protocol import (
     Progress,
     Ready,
     Score,
+    Shutdown,
     WeightVersion,
     pack_ids,
     unpack_floats,
@@ -122,7 +123,8 @@ class NodeEngines:
         log_folder (`Path`):
             Where the logs of the engines are, for messages.
         window (`int`):
-            Rows this rank keeps in flight per engine; the rest waits here, so that it goes where room is first.
+            Rows this rank keeps in flight per engine when there are several; the rest waits here, so that it goes
+            where room is first.
     """
 
     def __init__(
@@ -144,8 +146,13 @@ class NodeEngines:
             Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
             for i, path in enumerate(sockets)
         ]
-        self.ready: list[Ready] = [self.ask(i, Hello(rank=rank)) for i in range(len(sockets))]
+        self.ready = [self._hello(i, rank) for i in range(len(sockets))]
         self.stats = self._no_stats()
+
+    def _hello(self, engine: int, rank: int) -> Ready:
+        reply = self.ask(engine, Hello(rank=rank))
+        assert isinstance(reply, Ready), reply
+        return reply
 
     @property
     def max_model_len(self) -> int:
@@ -188,6 +195,14 @@ class NodeEngines:
         """The same message to every engine, answers in their order."""
         posted = [self.post(engine, message) for engine in range(len(self.connections))]
         return [self.wait(engine, request_id) for engine, request_id in enumerate(posted)]
+
+    def shutdown(self) -> None:
+        """Tell every engine to end in good order. One that is gone, or does not answer, does not keep the others."""
+        for engine in range(len(self.connections)):
+            try:
+                self.ask(engine, Shutdown())
+            except EngineError:
+                pass  # its owner waits for the process and kills it
 
     def _error(self, engine: int, failure: Failure) -> EngineError:
         cls = getattr(errors, failure.error, EngineError)
@@ -274,6 +289,8 @@ class _Dispatch:
         return len(request.prompt) + request.num_completions * self._message.max_tokens
 
     def _engines_with_room(self) -> list[int]:
+        if len(self._open) == 1:
+            return [0]
         rows = [sum(self._requests[i].num_completions for i in opened.values()) for opened in self._open]
         return [engine for engine, count in enumerate(rows) if count < self._engines._window]
 

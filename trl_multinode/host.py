@@ -19,17 +19,19 @@ from .config import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, field_or_defau
 from .engine import NodeEngines
 from .engine_process import EngineProcess, RunFolder, wait_until_ready
 from .errors import ConfigurationError, EngineError
+from .peft_source import PeftSource
 from .phases import Phases
 from .probe import probe_engines
-from .protocol import Await, Shutdown, WeightVersion
+from .protocol import Await, WeightVersion
 from .topology import EngineDevices, Topology, assign_engines
 from .watch import Watch, connect_store
-from .weight_source import ModuleSource
+from .weight_source import ModuleSource, keep_head_during_backward
 from .weight_sync import SyncTimings, WeightSync
 
 VLLM_RANGE = ((0, 28), (0, 32))  # weight transfer has today's shape from 0.28; below 0.32 is what TRL 1.16 accepts
 CPU_KV_CACHE_BYTES = 256 << 20
 STOP_TIMEOUT_S = 10.0
+WINDOWS_PER_RANK = 4  # with several engines a rank keeps a quarter of its rows back, for the engine that is free first
 # The test kit finds its processes by a marker in their environment, which vLLM's titles would overwrite
 TEST_VARIABLES = (faults.VARIABLE, "TRL_MULTINODE_TEST_MARKER", "SPT_NOENV")
 
@@ -59,6 +61,7 @@ class NodeHost:
         self._processes: list[EngineProcess] = []
         self._folder: RunFolder | None = None
         self._sync: WeightSync | None = None
+        self.engines: NodeEngines | None = None
         with self.watch.guard():
             self._store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
@@ -73,6 +76,7 @@ class NodeHost:
     # ---- checks before the model ------------------------------------------------------------------------------------
 
     def _check(self) -> EngineDevices:
+        self.topology.check()
         check_vllm()
         num_gpus = 0 if self.args.use_cpu else torch.cuda.device_count()
         return assign_engines(
@@ -83,14 +87,14 @@ class NodeHost:
             self.args.vllm_tensor_parallel_size,
         )
 
-    def check_context(self, max_positions: int, has_tools: bool) -> None:
+    def check_context(self, max_positions: int) -> None:
         """TRL lets tool loops grow to the model's own context, so the engine's must not be smaller.
 
         Raises:
             `ConfigurationError`: naming both.
         """
         limit = self.args.vllm_max_model_length
-        if has_tools and limit is not None and limit < max_positions:
+        if limit is not None and limit < max_positions:
             raise ConfigurationError(
                 f"With tools, `vllm_max_model_length` ({limit}) must be at least the model's own context "
                 f"({max_positions}): TRL lets conversations grow to it. Leave it unset, or raise it."
@@ -100,7 +104,8 @@ class NodeHost:
 
     def start_engines(self, model, processing_class, keywords: dict) -> NodeEngines:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._has_adapters = hasattr(model, "peft_config")
+        base = model.get_base_model() if self._has_adapters else model
         self._dtype = engine_dtype(self.args, base)
         with self.watch.guard():
             if self.topology.is_local_main:
@@ -113,7 +118,7 @@ class NodeHost:
                 self.topology.rank,
                 folder / "load",
                 field_or_default(self.args, "engine_stall_timeout"),
-                window=self._max_num_seqs(keywords),
+                window=max(2, self._max_num_seqs(keywords) // WINDOWS_PER_RANK // self.topology.ranks_per_node),
                 log_folder=self._logs,
             )
             self._build_sync(base)
@@ -202,14 +207,16 @@ class NodeHost:
 
     def _build_sync(self, model) -> None:
         limit = int(field_or_default(self.args, "sync_bucket_mb") * 2**20)
-        source = ModuleSource(model, self._dtype)
+        source = PeftSource(model, self._dtype) if self._has_adapters else ModuleSource(model, self._dtype)
         sender = self.engines if self.topology.is_local_main else None
         self._sync = WeightSync(source, sender, limit, pin=bool(self.devices.per_engine[0]))
         self._model = model
 
     def sync(self, version: WeightVersion) -> SyncTimings:
         """Send the weights; after the first time, prove that none stayed dummy. A collective of all ranks."""
-        assert self._sync is not None
+        assert self._sync is not None and self.engines is not None
+        if version.update == 1:
+            keep_head_during_backward(self._model)  # only now has DeepSpeed sharded the model
         timings = self._sync.run(version)
         self.engines.ask_all(Await(min_update=version.update))  # so that waiting for the engines counts as sync
         if version.update == 1:
@@ -230,10 +237,8 @@ class NodeHost:
         self.watch.close()
         self.watch.forget_processes()
         if self._processes:
-            try:
-                self.engines.ask_all(Shutdown())
-            except (EngineError, AttributeError):
-                pass  # it is gone, or never came up; stop() sees to the rest
+            if self.engines is not None:
+                self.engines.shutdown()
             for process in self._processes:
                 process.stop(STOP_TIMEOUT_S)
             self._kill_engines()

@@ -9,6 +9,7 @@ from .errors import LogprobDivergenceError
 from .probe import divergence_limit
 
 logger = logging.getLogger(__name__)
+HARMLESS_KEYS = {"stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"}
 
 
 class DivergenceMonitor:
@@ -38,6 +39,9 @@ class DivergenceMonitor:
             `LogprobDivergenceError`: naming node, rank and weight version.
         """
         if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
+            if self.limit:
+                logger.warning("Engine against trainer log-probs: off, vllm_importance_sampling_correction is False.")
+                self.limit = 0.0
             return
         mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
         difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
@@ -55,6 +59,5 @@ class DivergenceMonitor:
 def comparable(args) -> bool:
     """Whether the engine samples from the distribution that TRL scores: temperature only."""
     plain = (args.top_p in (None, 1.0), not args.top_k, not args.min_p, args.repetition_penalty in (None, 1.0))
-    changes = {"top_p", "top_k", "min_p", "repetition_penalty", "temperature", "logit_bias", "presence_penalty",
-               "frequency_penalty", "bad_words", "allowed_token_ids", "structured_outputs"}  # fmt: skip
-    return all(plain) and not changes & set(args.generation_kwargs or {}) and not args.vllm_structured_outputs_regex
+    harmless = set(args.generation_kwargs or {}) <= HARMLESS_KEYS
+    return all(plain) and harmless and not args.vllm_structured_outputs_regex

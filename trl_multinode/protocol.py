@@ -242,7 +242,11 @@ class Connection:
         """The next reply; raises `EngineStalledError` when none came in time."""
         deadline = time.monotonic() + timeout_s
         length = _body_length(self._read(LENGTH.size, deadline, timeout_s))
-        return _reply_decoder.decode(self._read(length, deadline, timeout_s))
+        body = self._read(length, deadline, timeout_s)
+        try:
+            return _reply_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise EngineDiedError(f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}") from error
 
     def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytes:
         while len(self._buffer) < num_bytes:

@@ -40,9 +40,11 @@ class TextLogging:
                 return real(value)
             return gather_to_main(value) if self._keep else []
 
-        with mock.patch.object(self._module, "gather_object", gather):
-            yield
-        self._texts = ()
+        try:
+            with mock.patch.object(self._module, "gather_object", gather):
+                yield
+        finally:
+            self._texts = ()
 
 
 def gather_to_main(rows: list) -> list:

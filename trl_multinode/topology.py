@@ -21,13 +21,12 @@ class Topology:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Topology":
-        """Raises `ConfigurationError` if the launcher's variables contradict each other."""
         number = {
             name: int(environ.get(name, default))
             for name, default in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)]
         }
         world, per_node = number["WORLD_SIZE"], number["LOCAL_WORLD_SIZE"]
-        topology = cls(
+        return cls(
             rank=number["RANK"],
             world_size=world,
             local_rank=number["LOCAL_RANK"],
@@ -36,10 +35,9 @@ class Topology:
             num_nodes=int(environ.get("GROUP_WORLD_SIZE", max(1, world // per_node))),
             launched="TORCHELASTIC_RUN_ID" in environ,
         )
-        topology._check()
-        return topology
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises `ConfigurationError` if the nodes have different numbers of processes."""
         if self.world_size != self.ranks_per_node * self.num_nodes:
             raise ConfigurationError(
                 f"Node {self.node} has {self.ranks_per_node} processes, but {self.world_size} on {self.num_nodes} "
@@ -139,6 +137,8 @@ def _check_chosen(topology: Topology, chosen: list[int], names: list[str], reque
             f"`vllm_devices` names GPU {outside}, but {seen}, so 0 to {len(names) - 1} can be named. "
             "Use `gpu_ids: all`, or change `vllm_devices`."
         )
+    if len(set(chosen)) != len(chosen):
+        raise ConfigurationError(f"`vllm_devices` names a GPU twice: {chosen}. Name each once.")
     if not chosen:
         raise ConfigurationError(
             f"No GPU is left for the engine: {seen} and trains on {topology.ranks_per_node}. Lower `num_processes` "

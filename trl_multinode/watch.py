@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -83,7 +84,10 @@ class Watch:
         self._cleanups: list[Callable[[], None]] = []
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, when to report it
+        self._only_symptom = False
         self._closed = threading.Event()
+        self._asked: float | None = None  # since when the store owes the thread an answer
+        self._handlers: dict[int, Any] = {}  # signal -> its handler before us
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -126,8 +130,8 @@ class Watch:
         """This rank failed. Returns at once; the watch thread tells the others and ends this process."""
         line = f"{self.topology}, phase {self.phase()}: " + " ".join(cause.split())
         with self._lock:
-            if self._local_failure is None or delay_s == 0.0:
-                self._local_failure = (line, time.monotonic() + delay_s)
+            if self._local_failure is None or (delay_s == 0.0 and self._only_symptom):  # the first cause counts
+                self._local_failure, self._only_symptom = (line, time.monotonic() + delay_s), delay_s > 0.0
         self._wake()
 
     @contextmanager
@@ -135,8 +139,9 @@ class Watch:
         """Exceptions inside end all ranks. With a single process they are simply raised."""
         try:
             yield
-        except Exception as error:
-            if self._store is None or self._closed.is_set():
+        except (Exception, SystemExit) as error:
+            good_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+            if self._store is None or self._closed.is_set() or good_exit:
                 raise
             self.fail_with(error)
 
@@ -159,6 +164,7 @@ class Watch:
         if self._store is not None:
             self._wait_for_all(self._store)
         self._closed.set()
+        self._restore_signals()
         self._wake()
         self._thread.join(2 * POLL_S + STORE_TIMEOUT_S)
 
@@ -183,8 +189,17 @@ class Watch:
         if threading.current_thread() is not threading.main_thread() or not self.topology.launched:
             return
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
+            self._handlers[number] = signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        # A forked child shares the pipe: a pool that ends its workers by SIGTERM would end the run
+        os.register_at_fork(after_in_child=self._restore_signals)
+
+    def _restore_signals(self) -> None:
+        if self._handlers and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers.clear()
 
     def _hook_exceptions(self) -> None:
         """An uncaught exception of the main thread, wherever it is raised, is a failure of all ranks."""
@@ -225,13 +240,31 @@ class Watch:
             pass  # it is awake as it is
 
     def _run(self) -> None:
+        threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
+        try:
+            self._watch()
+        except Exception as error:
+            traceback.print_exception(error)
+            self._leave(self._tell(f"{self.topology}: the watch itself failed: {type(error).__name__}: {error}"))
+
+    def _watch_store(self) -> None:
+        """The store's client waits without a deadline for a server that holds the connection and is silent."""
+        while not self._closed.wait(POLL_S):
+            asked = self._asked
+            if asked is not None and time.monotonic() - asked > STORE_TIMEOUT_S:
+                self._store = None
+                self._leave(self._store_gone())
+
+    def _watch(self) -> None:
         while not self._closed.is_set():
             fired = [fd for fd, _ in self._poll.poll(POLL_S * 1000)]
             if self._closed.is_set():
                 return
+            self._asked = time.monotonic()
             for fd in fired:
                 self._on_event(fd)
             line = self._due_line() or self._line_of_others()
+            self._asked = None
             if line is not None:
                 self._leave(line)
 
@@ -243,10 +276,20 @@ class Watch:
             return
         with self._lock:
             cause = self._processes.pop(fd, None)
+            if cause is None:
+                return  # forgotten meanwhile
             self._poll.unregister(fd)
+            os.close(fd)
         # A launcher ends after its ranks: let one that knows more speak first.
-        if cause is not None and self._line_of_others() is None:
+        if self._line_of_others() is None and not self._all_through():
             self.report(cause())
+
+    def _all_through(self) -> bool:
+        """Every rank came to its normal end: a neighbour that saw it first may be gone before us."""
+        try:
+            return self._store is not None and self._store.add("done", 0) >= self.topology.world_size
+        except RuntimeError:
+            return False
 
     def _due_line(self) -> str | None:
         with self._lock:

@@ -12,7 +12,6 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from .errors import ConfigurationError
 from .protocol import TensorSpec
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size, so that a slot can be viewed in place
@@ -62,7 +61,7 @@ class ModuleSource(WeightSource):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
-        self._tensors = dict(_named_weights(model))
+        self._tensors = dict(named_weights(model))
         self._metadata = [
             WeightMeta(name, dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype, _shape(t))
             for name, t in self._tensors.items()
@@ -75,7 +74,7 @@ class ModuleSource(WeightSource):
     def gathered(self, bucket: Bucket) -> Iterator[Sequence[torch.Tensor]]:
         tensors = [self._tensors[meta.name] for meta in bucket]
         with torch.no_grad(), gather_zero3(tensors):
-            yield [_full(tensor) for tensor in tensors]
+            yield [full(tensor) for tensor in tensors]
 
 
 def gather_zero3(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
@@ -99,14 +98,11 @@ def keep_head_during_backward(model: nn.Module) -> None:
     untied head its backward then fails ("size of tensor a (0) must match"). This is DeepSpeed's own way of saying that
     a module uses a parameter of another one. A no-op without ZeRO-3.
     """
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or not is_deepspeed_zero3_enabled():
-        return
-    import deepspeed
+    sharded = [parameter for parameter in head.parameters(recurse=False) if is_zero3(parameter)] if head else []
+    for parameter in sharded:
+        import deepspeed
 
-    for parameter in head.parameters(recurse=False):
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
@@ -115,20 +111,14 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     """An FSDP2 shard gathered (a collective); anything else as it is."""
     data = tensor.detach()
     return data.full_tensor() if hasattr(data, "full_tensor") else data
 
 
-def _named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters (tied ones once) and persistent buffers, under checkpoint names.
-
-    Raises:
-        `ConfigurationError`: for a PEFT model with adapters.
-    """
-    if hasattr(model, "peft_config"):
-        raise ConfigurationError("A PEFT model needs `PeftSource`, which merges its adapters bucket by bucket.")
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters (tied ones once) and persistent buffers, under checkpoint names."""
     for name, parameter in model.named_parameters():
         yield checkpoint_name(name), parameter
     for prefix, module in model.named_modules():

@@ -9,10 +9,9 @@ import torch
 from .. import faults
 from ..engine import NodeEngines
 from ..engine_process import EngineProcess, RunFolder, wait_until_ready
-from ..errors import EngineError
 from ..host import CPU_KV_CACHE_BYTES, save_without_weights
-from ..protocol import Shutdown, WeightVersion
-from ..weight_source import ModuleSource
+from ..protocol import WeightVersion
+from ..weight_source import ModuleSource, WeightSource
 from ..weight_sync import WeightSync
 from .models import tiny_tokenizer
 
@@ -85,10 +84,7 @@ def running_engines(
 
 def _stop(engines: NodeEngines | None, processes: list[EngineProcess], folder: RunFolder) -> None:
     if engines is not None:
-        try:
-            engines.ask_all(Shutdown())
-        except EngineError as error:
-            print(f"engine was gone before its end: {error}")
+        engines.shutdown()
         engines.close()
     for process in processes:
         process.stop(10.0 if engines is not None else 0.0)
@@ -105,12 +101,14 @@ class Trainer:
             Where to.
         bucket_bytes (`int`):
             Small enough to cut a layer in two, if that is to be tested.
+        source (`WeightSource`, *optional*):
+            Default: the model's own weights.
     """
 
-    def __init__(self, model, engines: NodeEngines, bucket_bytes: int = 40_000):
+    def __init__(self, model, engines: NodeEngines, bucket_bytes: int = 40_000, source: WeightSource | None = None):
         self.model = model
         self.engines = engines
-        self.sync = WeightSync(ModuleSource(model, torch.float32), engines, bucket_bytes, pin=False)
+        self.sync = WeightSync(source or ModuleSource(model, torch.float32), engines, bucket_bytes, pin=False)
         self.version = WeightVersion()
 
     @torch.no_grad()

@@ -1,0 +1,37 @@
+"""Two rules through a real launch: every rank ends with the same sentence, cause and cure, within a minute."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.engines import FAKE
+from trl_multinode.testing.nodes import Nodes
+
+SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(300)]
+
+
+def end_of_run(folder: Path, case: str, first_rank_says: str) -> tuple[set[str], float]:
+    """The last lines of all ranks, and the seconds from the first rank's word to the end of all launchers."""
+    with Nodes(2, 2, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}) as nodes:
+        nodes.launch(SCRIPT, str(folder), case)
+        nodes.wait_for(2, first_rank_says, timeout_s=200)
+        start = time.monotonic()
+        codes = nodes.wait(timeout_s=60)
+        assert all(codes), codes
+        return {nodes.rank_log(rank).splitlines()[-1] for rank in range(4)}, time.monotonic() - start
+
+
+def test_a_small_dataset_is_found_before_any_weights_file_is_opened(tmp_path):
+    lines, _ = end_of_run(tmp_path, "small_dataset", "ConfigurationError")
+    assert len(lines) == 1
+    assert "The training dataset has 2 rows, one generation batch takes 4 prompts" in lines.pop()
+
+
+def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
+    lines, _ = end_of_run(tmp_path, "long_prompt", "PromptTooLongError")
+    assert len(lines) == 1
+    line = lines.pop()
+    assert "node 1, rank 2" in line and "Row 3 of rank 2: its prompt has 100 tokens" in line
+    assert "vllm_max_model_length" in line

@@ -1,0 +1,87 @@
+"""Ranks as forked processes: a world takes 0.2 s to start, where spawned ones take 25 s."""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FORK = multiprocessing.get_context("fork")
+DEADLINE_S = 30.0
+
+
+class Rank:
+    """One forked process; all it prints is in `log`, what `body` returns in `result`."""
+
+    def __init__(self, body: Callable[[int], Any], rank: int, folder: Path):
+        self.log = folder / f"rank{rank}.log"
+        self._result = folder / f"rank{rank}.json"
+        self.process = FORK.Process(target=self._run, args=(body, rank), name=f"rank{rank}")
+        self.process.start()
+
+    def _run(self, body: Callable[[int], Any], rank: int) -> None:
+        handle = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        torch.set_num_threads(1)  # the parent's OpenMP threads do not exist here
+        try:
+            self._result.write_text(json.dumps(body(rank)))
+        except Exception:
+            traceback.print_exc()
+            os._exit(70)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """The exit status, negative for a signal."""
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, f"still running after {timeout_s} s:\n{self.text}"
+        return self.process.exitcode
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while text not in self.text:
+            assert time.monotonic() < deadline and self.process.is_alive(), f"never said {text!r}:\n{self.text}"
+            time.sleep(0.02)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
+    def result(self) -> Any:
+        assert self.wait() == 0, self.text
+        return json.loads(self._result.read_text())
+
+
+@contextmanager
+def forked(body: Callable[[int], Any], count: int, folder: Path) -> Iterator[list[Rank]]:
+    """`body(rank)` in `count` processes; whoever is left at the end is killed."""
+    ranks = [Rank(body, rank, folder) for rank in range(count)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+
+
+def on_gloo_ranks(body: Callable[[int], Any], count: int, folder: Path) -> list[Any]:
+    """What `body(rank)` returned on each rank of a gloo world."""
+
+    def joined(rank: int) -> Any:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
+        try:
+            return body(rank)
+        finally:
+            dist.destroy_process_group()
+
+    with forked(joined, count, folder) as ranks:
+        return [rank.result for rank in ranks]

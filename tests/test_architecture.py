@@ -1,0 +1,204 @@
+"""The tree is the architecture: who imports whom, who touches which library, who calls a collective, how long it is.
+
+Everything is read from the sources. A test that fails here after a change asks a question: is the new arrow meant?
+Then change the table in the same commit.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "trl_multinode"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+# From top to bottom: a module may import what stands in its row, and only rows further down can stand there.
+ARROWS = {
+    "testing.engines": {"faults", "engine", "engine_process", "errors", "host", "protocol", "weight_source",
+                        "weight_sync", "testing.models"},
+    "testing.fake_engine": {"faults", "engine_main", "engine_server", "protocol"},
+    "testing.nodes": {"testing.launch_files", "testing.namespaces"},
+    "testing.models": set(),
+    "testing.launch_files": set(),
+    "testing.namespaces": set(),
+    "testing.__init__": set(),
+    "check": set(),  # of a launch that has not begun: accelerate's code, none of ours
+    "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
+    "trainer": {"config", "errors", "generation", "host", "monitor", "reporting", "text_logging", "weight_source"},
+    "reporting": {"config", "phases", "weight_sync"},
+    "generation": {"config", "engine", "errors", "protocol", "weight_sync"},
+    "monitor": {"config", "errors", "probe"},
+    "text_logging": set(),
+    "host": {"config", "engine", "engine_process", "errors", "faults", "phases", "probe", "protocol", "topology",
+             "watch", "weight_source", "weight_sync"},
+    "probe": {"engine", "errors", "topology"},
+    "weight_sync": {"engine", "errors", "protocol", "weight_source"},
+    "weight_source": {"errors", "protocol"},
+    "engine": {"errors", "protocol"},
+    "engine_process": {"engine_server", "errors", "supervisor"},
+    "engine_main": {"engine_plugin", "engine_server", "protocol", "supervisor"},
+    "engine_server": {"protocol"},
+    "engine_worker": {"faults"},
+    "engine_plugin": set(),
+    "watch": {"errors", "topology"},
+    "config": {"errors"},
+    "topology": {"errors"},
+    "protocol": {"errors"},
+    "phases": set(),
+    "supervisor": set(),
+    "faults": set(),
+    "errors": set(),
+}  # fmt: skip
+
+# Who may import a library, and whether only inside functions ("lazily").
+LIBRARIES = {
+    "trl": {"config": "", "trainer": "", "__init__": "lazily"},
+    "transformers": {"trainer": "", "testing.models": "", "testing.fake_engine": ""},
+    "accelerate": {"check": ""},  # everywhere else it is TRL's accelerator
+    "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
+    "deepspeed": {"weight_source": "lazily"},
+    "torch.distributed": {"watch": "", "text_logging": "", "check": ""},  # `check`: torchrun's parser
+}
+COLLECTIVES = {
+    "text_logging": {"gather_object"},
+    "weight_source": {"GatheredParameters", "full_tensor"},
+    "generation": {"wait_for_everyone"},  # before a sync; `generate` has none
+    "reporting": {"gather"},  # of the phases' seconds, once per log
+}
+COLLECTIVE_NAMES = {
+    "GatheredParameters", "full_tensor", "wait_for_everyone", "gather", "gather_object", "all_gather_object",
+    "gather_for_metrics", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter",
+    "broadcast", "broadcast_object_list", "scatter_object_list", "barrier", "monitored_barrier", "all_to_all",
+    "new_group",
+}  # fmt: skip
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+def imports(node: ast.AST, package: tuple[str, ...], inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """Absolute names that are imported below `node`, and whether inside a function."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((alias.name, inside) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = list(package[: len(package) - child.level + 1]) if child.level else []
+            source = ".".join([*base, *([child.module] if child.module else [])])
+            yield from ((f"{source}.{alias.name}", inside) for alias in child.names)
+        else:
+            lazily = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from imports(child, package, lazily)
+
+
+@cache
+def imported(module: str) -> frozenset[tuple[str, bool]]:
+    parts = ("trl_multinode", *module.split(".")[:-1])
+    return frozenset(imports(tree(module), parts))
+
+
+def own_module(name: str) -> str | None:
+    """`trl_multinode.protocol.frame` -> `protocol`."""
+    parts = name.split(".")
+    if parts[0] != "trl_multinode":
+        return None
+    for end in (3, 2):
+        if (found := ".".join(parts[1:end])) in MODULES:
+            return found
+    return "__init__"
+
+
+def belongs(name: str, library: str) -> bool:
+    return name == library or name.startswith(library + ".")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_exactly_its_row(module):
+    assert module in ARROWS, f"{module} has no row in ARROWS: what may it import, and who imports it?"
+    arrows = {target for name, _ in imported(module) if (target := own_module(name))}
+    assert arrows == ARROWS[module], f"new {arrows - ARROWS[module]}, gone {ARROWS[module] - arrows}"
+
+
+def test_arrows_point_downwards():
+    order = list(ARROWS)
+    upwards = [(a, b) for a in order for b in ARROWS[a] if order.index(b) <= order.index(a)]
+    assert not upwards and set(order) == set(MODULES)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_is_imported_only_where_it_may(library):
+    found: dict[str, str] = {}
+    for module in MODULES:
+        uses = {inside for name, inside in imported(module) if belongs(name, library)}
+        if uses:
+            found[module] = "lazily" if uses == {True} else ""
+    strangers = {module for module in found if module not in LIBRARIES[library]}
+    assert not strangers, f"{strangers} import {library}"
+    early = {module for module, how in found.items() if LIBRARIES[library][module] == "lazily" and how != "lazily"}
+    assert not early, f"{early} import {library} outside functions"
+
+
+def test_torch_distributed_is_not_reached_through_torch():
+    users = {m for m in MODULES for n in ast.walk(tree(m)) if isinstance(n, ast.Attribute) and
+             ast.unparse(n) == "torch.distributed"}  # fmt: skip
+    assert not users
+
+
+def test_collectives_are_called_where_the_table_says():
+    found: dict[str, set[str]] = {}
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                on_a_tensor = node.func.attr == "gather" and "accelerator" not in ast.unparse(node.func)
+                if node.func.attr in COLLECTIVE_NAMES and not on_a_tensor:
+                    found.setdefault(module, set()).add(node.func.attr)
+    assert found == COLLECTIVES
+
+
+def test_nothing_is_pickled_and_nothing_experimental_is_imported():
+    for module, path in MODULES.items():
+        bad = {n for n, _ in imported(module) if n.split(".")[0] in PICKLES}
+        bad |= {n for n, _ in imported(module) if belongs(n, "trl.experimental")}
+        bad |= {c for n in ast.walk(tree(module)) if isinstance(n, ast.Call) and (c := ast.unparse(n.func)) in
+                ("torch.load", "torch.save", "eval", "exec")}  # fmt: skip
+        assert not bad, (module, bad)
+        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in path.read_text(), module
+
+
+PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+HEAVY = ("torch", "trl", "transformers", "vllm", "deepspeed", "accelerate")
+LIGHT = ["trl_multinode", *(f"trl_multinode.{m}" for m in (
+    "engine", "engine_main", "engine_plugin", "engine_process", "engine_server", "errors", "faults", "phases",
+    "protocol", "supervisor", "topology",
+))]  # fmt: skip
+
+
+def test_the_package_and_the_engines_own_modules_load_nothing_heavy():
+    code = f"import sys\nfor name in {LIGHT!r}:\n    __import__(name)\n"
+    code += f"    print(name, [heavy for heavy in {HEAVY!r} if heavy in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [f"{name} []" for name in LIGHT]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_and_functions_are_short(module):
+    assert len(MODULES[module].read_text().splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"

@@ -1,0 +1,131 @@
+"""Settings: the defaults that differ from TRL's, every rule with its cure, and TRL's own config taken literally."""
+
+import pytest
+from trl import GRPOConfig
+
+import trl_multinode
+from trl_multinode.config import MultiNodeGRPOConfig, check_fields, field_or_default, is_node_mode
+from trl_multinode.errors import ConfigurationError
+
+
+def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
+    return MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **fields)
+
+
+def plain(tmp_path, **fields) -> GRPOConfig:
+    return GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **fields)
+
+
+def refusal(check, *args, **fields) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        check(*args, **fields)
+    return str(error.value)
+
+
+def test_the_public_name_is_the_config():
+    assert trl_multinode.GRPOConfig is trl_multinode.MultiNodeGRPOConfig is MultiNodeGRPOConfig
+
+
+def test_exactly_three_of_trls_defaults_differ():
+    theirs, mine = GRPOConfig.__dataclass_fields__, MultiNodeGRPOConfig.__dataclass_fields__
+    changed = {name: (theirs[name].default, mine[name].default) for name in theirs}
+    assert {name: pair for name, pair in changed.items() if pair[0] is not pair[1] and pair[0] != pair[1]} == {
+        "use_vllm": (False, True),
+        "vllm_mode": ("colocate", "node"),
+        "vllm_gpu_memory_utilization": (0.3, None),
+    }
+
+
+def test_every_field_of_ours_has_help_and_a_line_in_the_docstring():
+    for name in MultiNodeGRPOConfig.__annotations__:
+        assert MultiNodeGRPOConfig.__dataclass_fields__[name].metadata["help"], name
+        assert f"{name} (" in MultiNodeGRPOConfig.__doc__ or f"`{name}=" in MultiNodeGRPOConfig.__doc__, name
+
+
+def test_node_mode_is_the_default_and_leaves_the_gpu_share_to_the_devices(tmp_path):
+    args = ours(tmp_path)
+    assert is_node_mode(args) and args.vllm_gpu_memory_utilization is None
+
+
+@pytest.mark.parametrize("given", [0.3, 0.55])
+def test_a_gpu_share_that_the_user_gives_wins(tmp_path, given):
+    assert ours(tmp_path, vllm_gpu_memory_utilization=given).vllm_gpu_memory_utilization == given
+
+
+@pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}])
+def test_trls_modes_get_trls_gpu_share(tmp_path, fields):
+    args = ours(tmp_path, **fields)
+    assert args.vllm_gpu_memory_utilization == 0.3 and not is_node_mode(args)
+
+
+def test_engine_kwargs_may_be_json_as_on_a_command_line(tmp_path):
+    assert ours(tmp_path, engine_kwargs='{"max_num_batched_tokens": 64}').engine_kwargs == {
+        "max_num_batched_tokens": 64
+    }
+
+
+@pytest.mark.parametrize("name", ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"])
+@pytest.mark.parametrize("value", [0, -1.5])
+def test_times_and_sizes_must_be_positive(tmp_path, name, value):
+    assert refusal(ours, tmp_path, **{name: value}) == f"`{name}` must be positive, got {value}."
+
+
+@pytest.mark.parametrize("name", ["num_engines", "vllm_tensor_parallel_size"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_counts_must_be_at_least_one(tmp_path, name, value):
+    assert refusal(ours, tmp_path, **{name: value}) == f"`{name}` must be at least 1, got {value}."
+
+
+def test_a_negative_divergence_limit_is_refused_because_every_batch_would_trip_it(tmp_path):
+    message = refusal(ours, tmp_path, logprob_divergence_limit=-0.1)
+    assert "`logprob_divergence_limit`" in message and "-0.1" in message
+
+
+def test_an_engine_dtype_that_torch_does_not_have_is_refused_before_the_model(tmp_path):
+    message = refusal(ours, tmp_path, engine_dtype="bfloat61")
+    assert "`engine_dtype`" in message and "bfloat61" in message
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones(tmp_path):
+    message = refusal(ours, tmp_path, vllm_mode="nodes")
+    assert message == "`vllm_mode` must be 'node', 'server' or 'colocate', got 'nodes'."
+    ours(tmp_path, vllm_mode="nodes", use_vllm=False)  # not read then
+
+
+REFUSED = {"n": "`num_generations`", "seed": "`rollout_seed`", "logprobs": "sampled token's log-prob"}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_generation_kwargs_that_node_mode_sets_itself_are_refused_with_the_cure(tmp_path, key):
+    message = refusal(ours, tmp_path, generation_kwargs={"top_k": 3, key: 1})
+    assert f"`generation_kwargs` may not contain '{key}' in node mode" in message and REFUSED[key] in message
+
+
+@pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}])
+def test_generation_kwargs_are_trls_own_business_in_trls_modes(tmp_path, fields):
+    assert ours(tmp_path, generation_kwargs={"seed": 1}, **fields).generation_kwargs == {"seed": 1}
+
+
+def test_a_plain_config_is_taken_literally(tmp_path):
+    args = plain(tmp_path)
+    check_fields(args)
+    assert not is_node_mode(args) and args.vllm_mode == "colocate"
+    assert not is_node_mode(plain(tmp_path, vllm_mode="node"))  # `use_vllm` is off
+
+
+def test_a_plain_config_can_ask_for_node_mode_and_has_our_defaults(tmp_path):
+    args = plain(tmp_path, use_vllm=True, vllm_mode="node")
+    check_fields(args)
+    assert is_node_mode(args)
+    assert args.vllm_gpu_memory_utilization == 0.3  # TRL's, literally
+    assert field_or_default(args, "engine_dtype") == "auto"
+    assert field_or_default(args, "engine_stall_timeout") == 300.0
+    assert field_or_default(args, "rollout_seed") is None
+    assert field_or_default(ours(tmp_path, rollout_seed=3), "rollout_seed") == 3
+
+
+def test_the_rules_hold_for_a_plain_config_too(tmp_path):
+    args = plain(tmp_path, use_vllm=True, vllm_mode="node", generation_kwargs={"seed": 3})
+    assert "`rollout_seed`" in refusal(check_fields, args)
+    args = plain(tmp_path, use_vllm=True, vllm_mode="nodes")
+    assert "got 'nodes'" in refusal(check_fields, args)

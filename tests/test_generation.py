@@ -1,0 +1,219 @@
+"""TRL's generation seam on stub engines: requests per run of equal rows, seeds per row, versions."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trl_multinode.engine import Rollout
+from trl_multinode.errors import ConfigurationError, PromptTooLongError, WeightVersionError
+from trl_multinode.generation import NodeGeneration, RowSeeds
+from trl_multinode.phases import Phases
+from trl_multinode.protocol import WeightVersion
+from trl_multinode.weight_sync import SyncTimings
+
+A, B, C = [1, 2], [1, 3], [4]
+
+
+class StubEngines:
+    """Completion i of a request with seed s is `[s + i, prompt length]`, so that rows show where they came from."""
+
+    max_model_len = 8
+
+    def __init__(self):
+        self.connections = [SimpleNamespace(name="engine 0 of node 1")]
+        self.calls: list[SimpleNamespace] = []
+        self.version: WeightVersion | None = None
+
+    def generate(self, requests, max_tokens, sampling, min_update):
+        call = SimpleNamespace(requests=requests, max_tokens=max_tokens, sampling=sampling, min_update=min_update)
+        self.calls.append(call)
+        version = self.version or WeightVersion(min_update, 0)
+        return [[self._row(r, i, version) for i in range(r.num_completions)] for r in requests]
+
+    @staticmethod
+    def _row(request, index: int, version: WeightVersion) -> Rollout:
+        tokens = np.array([((request.seed or 0) + index) % 2**31, len(request.prompt)], dtype=np.int32)
+        return Rollout(tokens, np.array([-0.5, np.nan], dtype=np.float32), version, 0)
+
+
+class StubHost:
+    rollout_seed: int | None = None
+
+    def __init__(self):
+        self.phases = Phases()
+        self.engines = StubEngines()
+        self.synced: list[WeightVersion] = []
+        self.step = lambda: 17
+
+    def start_engines(self, model, processing_class, keywords):
+        self.keywords = keywords
+        return self.engines
+
+    def sync(self, version):
+        self.synced.append(version)
+        return SyncTimings(num_buckets=2)
+
+
+def build(rank: int = 0, rollout_seed: int | None = None, **keywords) -> NodeGeneration:
+    host = StubHost()
+    host.rollout_seed = rollout_seed
+    accelerator = SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None)
+    return NodeGeneration(host=host, model=None, accelerator=accelerator, processing_class=None, **keywords)
+
+
+def asked(generation) -> list[tuple[list[int], int]]:
+    return [(request.prompt, request.num_completions) for request in generation.engines.calls[-1].requests]
+
+
+# ---- requests
+
+
+def test_equal_consecutive_prompts_are_one_request():
+    generation = build()
+    generation.generate([A, A, B, B, B, C], None, num_generations=2)
+    assert asked(generation) == [(A, 2), (B, 3), (C, 1)]
+
+
+def test_a_group_that_straddles_ranks_is_cut_where_the_rank_begins():
+    # num_generations=4 over ranks of 6 rows: rank 0 holds A A A A B B, rank 1 B B C C C C; a stride would mix them
+    first, second = build(0), build(1)
+    first.generate([A] * 4 + [B] * 2, None, num_generations=4)
+    second.generate([B] * 2 + [C] * 4, None, num_generations=4)
+    assert asked(first) == [(A, 4), (B, 2)] and asked(second) == [(B, 2), (C, 4)]
+
+
+def test_equal_prompts_apart_are_requests_of_their_own_and_rows_keep_their_order():
+    generation = build()
+    prompts, completions, logprobs, ids = generation.generate([A, C, A], None, num_generations=1)
+    assert asked(generation) == [(A, 1), (C, 1), (A, 1)]
+    assert prompts == [A, C, A] and [row[1] for row in completions] == [2, 1, 2]
+    assert all(type(token) is int for row in completions for token in row)
+    assert logprobs == [[[-0.5], [None]]] * 3 and ids[1] == [[0], [1]]
+
+
+def test_rows_with_other_images_are_other_requests():
+    class Picture:
+        mode, size = "L", (2, 1)
+
+        def __init__(self, data: bytes):
+            self.tobytes = lambda: data
+
+    cat, dog = Picture(b"ca"), Picture(b"do")
+    generation = build()
+    generation.generate([A, A, A, A], [[cat], [cat], [dog], None], num_generations=4)
+    requests = generation.engines.calls[-1].requests
+    assert [request.num_completions for request in requests] == [2, 1, 1]
+    assert [[image.data for image in request.images] for request in requests] == [[b"ca"], [b"do"], []]
+
+
+def test_a_rank_without_prompts_asks_for_nothing():
+    assert build().generate([], None, num_generations=4) == ([], [], [], [])
+
+
+def test_settings_reach_the_engine_and_generation_kwargs_win():
+    generation = build(
+        temperature=0.5, top_k=3, min_p=None, max_completion_length=9, structured_outputs_regex="a+",
+        generation_kwargs={"stop": ["x"], "top_k": 4}, mode="node", max_num_seqs=8,
+    )  # fmt: skip
+    generation.generate([A], None, 1)
+    call = generation.engines.calls[-1]
+    assert call.max_tokens == 9
+    assert call.sampling == {
+        "repetition_penalty": 1.0, "temperature": 0.5, "top_p": 1.0, "top_k": 4, "min_p": 0.0, "stop": ["x"],
+        "structured_outputs": {"regex": "a+"},
+    }  # fmt: skip
+    assert generation._host.keywords == {"mode": "node", "max_num_seqs": 8}
+    assert build(generation_kwargs={"max_tokens": 3}).max_tokens == 3
+
+
+@pytest.mark.parametrize("key", ["n", "seed", "logprobs"])
+def test_settings_that_belong_to_node_mode_are_refused(key):
+    with pytest.raises(ConfigurationError, match=key):
+        build(generation_kwargs={key: 1})
+
+
+def test_more_than_the_sampled_tokens_log_prob_is_refused():
+    with pytest.raises(ConfigurationError, match="logprobs=5"):
+        build(logprobs=5)
+
+
+def test_a_prompt_that_fills_the_context_names_row_rank_and_cure():
+    generation = build(rank=3)
+    generation.generate([[1] * 7], None, 1)
+    with pytest.raises(PromptTooLongError) as error:
+        generation.generate([A, [1] * 8, [1] * 9], None, 1)
+    assert "Row 1 of rank 3: its prompt has 8 tokens, the engine's context is 8" in str(error.value)
+    assert "`vllm_max_model_length`" in str(error.value)
+    assert len(generation.engines.calls) == 1
+
+
+# ---- weights
+
+
+def test_every_sync_is_a_new_version_that_generation_waits_for():
+    generation = build()
+    entered = []
+
+    @contextmanager
+    def profiler():
+        entered.append("profiled")
+        yield
+
+    for update in (1, 2):
+        generation.sync_weights()
+        generation.generate([A], None, 1, profiler())
+        assert generation.engines.calls[-1].min_update == update
+    assert generation._host.synced == [WeightVersion(1, 17), WeightVersion(2, 17)]
+    assert generation.last_sync.num_buckets == 2 and entered == ["profiled"] * 2
+    assert generation._phases.take_sums()[0] > 0
+
+
+def test_a_row_that_other_weights_made_is_an_error_that_names_engine_and_versions():
+    generation = build()
+    generation.sync_weights()
+    generation.engines.version = WeightVersion(7, 3)
+    with pytest.raises(WeightVersionError, match=r"engine 0 of node 1 has .* update 7 .* expected update 1"):
+        generation.generate([A], None, 1)
+
+
+# ---- seeds
+
+
+def row_seeds(ranks: int, rows: int, seed: int | None = 5, call: int = 0, round_=("train", 2)) -> list[int]:
+    """The seed of every global row of a batch that is spread over `ranks`, through the requests that go out."""
+    seeds = []
+    for rank in range(ranks):
+        generation = build(rank, rollout_seed=seed)
+        generation.seeds.begin_round(*round_)
+        for _ in range(call + 1):
+            generation.generate(([A] * 3 + [B] * 3 + [C] * 18)[rank * rows : (rank + 1) * rows], None, 4)
+        for request in generation.engines.calls[-1].requests:
+            seeds += [request.seed + i for i in range(request.num_completions)]
+    return seeds
+
+
+def test_seeds_are_affine_in_the_global_row_wherever_the_row_is():
+    whole = row_seeds(ranks=1, rows=24)
+    assert whole == list(range(whole[0], whole[0] + 24))
+    assert row_seeds(ranks=4, rows=6) == row_seeds(ranks=2, rows=12) == row_seeds(ranks=8, rows=3) == whole
+
+
+def test_seeds_differ_by_run_mode_round_and_call():
+    first = [row_seeds(2, 12)[0], row_seeds(2, 12, seed=6)[0], row_seeds(2, 12, round_=("eval", 2))[0]]
+    first += [row_seeds(2, 12, round_=("train", 3))[0], row_seeds(2, 12, call=1)[0]]
+    assert len(set(first)) == len(first)
+    assert max(first) < 2**63 - 24  # what torch's generator takes
+
+
+def test_later_calls_of_a_tool_loop_keep_the_ranks_apart():
+    seeds = [RowSeeds(5, rank) for rank in range(2)]
+    assert seeds[1].of_call(6) - seeds[0].of_call(6) == 6
+    assert seeds[1].of_call(1) - seeds[0].of_call(4) == 6
+
+
+def test_without_rollout_seed_the_engines_use_their_own_streams():
+    generation = build()
+    generation.generate([A, A], None, 2)
+    assert generation.engines.calls[-1].requests[0].seed is None

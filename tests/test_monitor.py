@@ -1,0 +1,125 @@
+"""The alarm on log-probs: what it compares, what it leaves out, when it trips, when it is off."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl import GRPOConfig
+
+from trl_multinode.config import MultiNodeGRPOConfig
+from trl_multinode.errors import LogprobDivergenceError
+from trl_multinode.monitor import DivergenceMonitor, comparable
+from trl_multinode.probe import divergence_limit
+from trl_multinode.protocol import WeightVersion
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(kind=MultiNodeGRPOConfig, **fields):
+        return kind(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **fields)
+
+    return make
+
+
+def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
+    host = SimpleNamespace(topology="node 1, rank 3", _dtype=dtype)
+    generation = SimpleNamespace(version=WeightVersion(4, 12))
+    return DivergenceMonitor(host, args, SimpleNamespace(dtype=dtype), generation)
+
+
+def batch(trainer, engine, mask=None, **more) -> dict:
+    trainer, engine = torch.tensor(trainer), torch.tensor(engine)
+    mask = torch.ones_like(trainer) if mask is None else torch.tensor(mask)
+    return {
+        "old_per_token_logps": trainer,
+        "sampling_per_token_logps": engine,
+        "completion_mask": mask,
+        **{name: torch.tensor(value) for name, value in more.items()},
+    }
+
+
+def test_the_limit_fits_the_types_of_both_sides_and_the_users_own_wins(config):
+    assert monitor(config()).limit == 0.02
+    assert monitor(config(), torch.bfloat16).limit == 0.3
+    assert monitor(config(logprob_divergence_limit=0.7)).limit == 0.7
+    assert divergence_limit(None, torch.float32, torch.bfloat16) == 0.3
+    assert divergence_limit(0.0, torch.float32, torch.float32) == 0.0
+
+
+def test_a_difference_within_the_limit_is_only_measured(config):
+    watcher = monitor(config())
+    watcher.check(batch([[-1.0, -2.0]], [[-1.01, -1.99]]))
+    assert watcher.last == pytest.approx(0.01, abs=1e-6)
+
+
+def test_a_difference_above_the_limit_names_node_rank_version_and_cure(config):
+    with pytest.raises(LogprobDivergenceError) as error:
+        monitor(config()).check(batch([[-1.0, -2.0]], [[-1.5, -1.9]]))
+    message = str(error.value)
+    assert "node 1, rank 3: engine and trainer differ by 0.300 per token (limit 0.02)" in message
+    assert "the weights of update 4 (step 12)" in message
+    assert "`logprob_divergence_limit` sets the limit, 0 turns the check off" in message
+
+
+def test_padding_and_tool_tokens_do_not_count(config):
+    watcher = monitor(config())
+    watcher.check(batch([[-1.0, -9.0]], [[-1.0, 0.0]], mask=[[1, 0]]))
+    assert watcher.last == 0.0
+    watcher.check(batch([[-1.0, -9.0]], [[-1.0, 0.0]], mask=[[1, 1]], tool_mask=[[1, 0]]))
+    assert watcher.last == 0.0
+
+
+def test_tokens_that_vllm_could_not_score_do_not_count(config):
+    watcher = monitor(config())
+    watcher.check(batch([[-1.0, -9.0]], [[-1.01, float("nan")]]))
+    assert watcher.last == pytest.approx(0.01, abs=1e-6)
+    watcher.check(batch([[-1.0]], [[float("nan")]]))
+    assert watcher.last == 0.0
+
+
+def test_an_infinite_difference_trips_the_alarm(config):
+    with pytest.raises(LogprobDivergenceError):
+        monitor(config()).check(batch([[-1.0, -1.0]], [[-1.0, float("-inf")]]))
+
+
+def test_a_batch_without_both_log_probs_is_not_looked_at(config):
+    watcher = monitor(config())
+    watcher.check({"completion_mask": torch.ones(1, 2), "old_per_token_logps": torch.ones(1, 2)})
+    assert watcher.last == 0.0
+
+
+def test_limit_zero_measures_and_never_trips(config):
+    watcher = monitor(config(logprob_divergence_limit=0))
+    watcher.check(batch([[-1.0]], [[-5.0]]))
+    assert watcher.last == 4.0
+
+
+CHANGED = [
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1},
+    {"vllm_structured_outputs_regex": "[0-9]+"},
+    {"generation_kwargs": {"logit_bias": {3: 1.0}}},
+    {"generation_kwargs": {"temperature": 0.5}},
+    {"generation_kwargs": {"min_tokens": 8}},  # takes the end-of-sequence token out of the distribution
+]
+
+
+@pytest.mark.parametrize("fields", CHANGED, ids=str)
+def test_settings_that_change_the_engines_distribution_turn_it_off_with_a_warning(config, fields, caplog):
+    args = config(**fields)
+    assert not comparable(args)
+    with caplog.at_level(logging.WARNING):
+        watcher = monitor(args)
+    assert watcher.limit == 0.0 and "is off" in caplog.text
+    watcher.check(batch([[-1.0]], [[-5.0]]))
+
+
+SCORED = [{}, {"temperature": 0.7}, {"top_p": 1.0, "top_k": 0}, {"generation_kwargs": {"stop": ["x"]}}]
+
+
+@pytest.mark.parametrize("fields", SCORED, ids=str)
+def test_temperature_and_stop_strings_leave_it_on(config, fields):
+    assert comparable(config(**fields)) and comparable(config(kind=GRPOConfig, **fields))

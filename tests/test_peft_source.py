@@ -1,0 +1,54 @@
+"""LoRA adapters are merged bucket by bucket, and the engine then agrees with the model that has them."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.peft_source import PeftSource
+from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines
+from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.weight_source import plan_buckets
+
+
+def adapted(**settings):
+    """A model whose adapters do something: PEFT starts them at zero."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **settings)
+    model = get_peft_model(tiny_qwen2(tied=False), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
+def test_what_is_sent_is_what_peft_would_merge(settings):
+    model = adapted(**settings)
+    source = PeftSource(model.get_base_model(), torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sent = {}
+    for bucket in plan_buckets(source.metadata(), 40_000):
+        with source.gathered(bucket) as tensors:
+            sent |= {meta.name: tensor.clone() for meta, tensor in zip(bucket, tensors, strict=True)}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    expected = dict(model.merge_and_unload().named_parameters())
+    assert sent.keys() == expected.keys()
+    assert all(torch.allclose(sent[name], expected[name], atol=1e-6) for name in sent)
+
+
+def test_other_adapters_are_refused_with_the_way_out():
+    with pytest.raises(ConfigurationError, match="colocate"):
+        PeftSource(adapted(use_dora=True).get_base_model(), torch.float32)
+
+
+@pytest.mark.parametrize("module", [FAKE, pytest.param(REAL, marks=pytest.mark.engine)], ids=["fake", "vllm"])
+def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, tmp_path):
+    model = adapted()
+    with running_engines(model.get_base_model(), tmp_path, module) as engines:
+        trainer = Trainer(model, engines, source=PeftSource(model.get_base_model(), torch.float32))
+        trainer.send()
+        scored = torch.from_numpy(engines.score([5, 6, 7, 290, 299], 0).logprobs.copy())
+        assert torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=1e-3)
+        with model.disable_adapter():
+            assert not torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=0.1)

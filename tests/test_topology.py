@@ -1,0 +1,131 @@
+"""Where a rank stands, and which GPUs its node's engines get."""
+
+import pytest
+
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.topology import EngineDevices, Topology, assign_engines, visible_devices
+
+
+def environment(rank: int, num_nodes: int, per_node: int) -> dict[str, str]:
+    """What torchrun gives to a rank."""
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": num_nodes * per_node,
+        "LOCAL_RANK": rank % per_node,
+        "LOCAL_WORLD_SIZE": per_node,
+        "GROUP_RANK": rank // per_node,
+        "GROUP_WORLD_SIZE": num_nodes,
+    }
+    return {name: str(value) for name, value in numbers.items()} | {"TORCHELASTIC_RUN_ID": "none"}
+
+
+def node_of(ranks: int = 7, num_nodes: int = 4) -> Topology:
+    """A rank of the second node."""
+    return Topology.from_environment(environment(ranks, num_nodes, ranks))
+
+
+def assign(gpus=8, ranks=7, devices=None, engines=None, tensor_parallel=1, environ=None) -> EngineDevices:
+    return assign_engines(node_of(ranks), gpus, devices, engines, tensor_parallel, environ or {})
+
+
+def test_every_rank_of_a_launch_knows_its_place():
+    places = [Topology.from_environment(environment(rank, 2, 3)) for rank in range(6)]
+    assert [t.rank for t in places] == list(range(6))
+    assert [(t.node, t.local_rank) for t in places] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert {(t.world_size, t.num_nodes, t.ranks_per_node, t.launched) for t in places} == {(6, 2, 3, True)}
+    assert [t.is_local_main for t in places] == [True, False, False] * 2
+    assert [list(t.local_ranks) for t in places] == [[0, 1, 2]] * 3 + [[3, 4, 5]] * 3
+    assert str(places[4]) == "node 1, rank 4"
+
+
+def test_plain_python_is_one_rank_on_one_node():
+    assert Topology.from_environment({}) == Topology(0, 1, 0, 1, 0, 1, launched=False)
+
+
+def test_nodes_are_counted_where_the_launcher_does_not_say_them():
+    environ = environment(5, 2, 4)
+    del environ["GROUP_RANK"], environ["GROUP_WORLD_SIZE"]
+    topology = Topology.from_environment(environ)
+    assert (topology.node, topology.num_nodes) == (1, 2)
+
+
+def test_nodes_with_different_numbers_of_processes_are_refused_with_the_numbers_and_the_cure():
+    environ = environment(0, 2, 3) | {"WORLD_SIZE": "5"}
+    with pytest.raises(ConfigurationError, match="Node 0 has 3 processes, but 5 on 2 nodes need 2.5 on") as error:
+        Topology.from_environment(environ).check()
+    assert "same `num_processes` (the total) on every node" in str(error.value)
+    assert "python -m trl_multinode.check" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("listed", "num_gpus", "names"),
+    [(None, 2, ["0", "1"]), ("4,6,7", 3, ["4", "6", "7"]), ("4,6,7", 2, ["4", "6"]), ("GPU-ab,GPU-cd", 2, None)],
+)
+def test_gpus_are_named_as_cuda_visible_devices_names_them(listed, num_gpus, names):
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert visible_devices(environ, num_gpus) == (names or listed.split(","))
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"gpus": 8, "ranks": 7}, (("7",),)),
+        ({"gpus": 8, "ranks": 6}, (("6",), ("7",))),
+        ({"gpus": 8, "ranks": 6, "tensor_parallel": 2}, (("6", "7"),)),
+        ({"gpus": 8, "ranks": 4, "tensor_parallel": 2}, (("4", "5"), ("6", "7"))),
+        ({"gpus": 8, "ranks": 4, "engines": 2}, (("4",), ("5",))),
+        ({"gpus": 8, "ranks": 4, "devices": [7, 5]}, (("7",), ("5",))),
+        ({"gpus": 4, "ranks": 3, "environ": {"CUDA_VISIBLE_DEVICES": "1,3,5,7"}}, (("7",),)),
+    ],
+)
+def test_engines_get_the_gpus_that_no_local_rank_trains_on(choice, expected):
+    assert assign(**choice) == EngineDevices(expected, shared_with_training=False)
+
+
+def test_a_training_gpu_may_be_named_so_that_a_machine_with_one_gpu_works():
+    assert assign(gpus=1, ranks=1, devices=[0]) == EngineDevices((("0",),), shared_with_training=True)
+
+
+@pytest.mark.parametrize(("engines", "expected"), [(None, ((),)), (2, ((), ()))])
+def test_engines_on_a_cpu_have_no_devices(engines, expected):
+    assert assign(gpus=0, engines=engines) == EngineDevices(expected, shared_with_training=False)
+
+
+def refusal(**choice) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        assign(**choice)
+    return str(error.value)
+
+
+def test_no_gpu_left_says_what_is_seen_and_how_many_processes_would_leave_one():
+    message = refusal(gpus=8, ranks=8)
+    assert "No GPU is left for the engine: node 1 sees 8 GPUs and trains on 8" in message
+    assert "(now 32; 28 leaves one per node)" in message and "`vllm_devices`" in message
+
+
+def test_a_hidden_gpu_is_blamed_on_the_setting_that_hid_it():
+    hidden = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}
+    for choice in ({}, {"devices": [7]}):
+        message = refusal(gpus=7, ranks=7, environ=hidden, **choice)
+        assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6, set by you or by `gpu_ids` in the YAML" in message
+        assert "`gpu_ids: all`" in message
+
+
+def test_a_device_that_does_not_exist_is_named_with_the_range_that_does():
+    assert "names GPU [8, -1], but node 1 sees 8 GPUs, so 0 to 7 can be named" in refusal(devices=[8, 7, -1])
+
+
+def test_a_device_that_is_named_twice_is_refused():
+    assert "7" in refusal(devices=[7, 7])
+
+
+def test_tensor_parallel_size_must_divide_the_engines_gpus():
+    message = refusal(gpus=8, ranks=5, tensor_parallel=2)
+    assert "3 GPUs for engines ([5, 6, 7]), not divisible by `vllm_tensor_parallel_size` 2" in message
+    assert "`num_processes`" in message
+
+
+def test_more_engines_than_gpus_are_refused_with_both_numbers():
+    message = refusal(gpus=8, ranks=6, engines=3)
+    assert "3 engines with `vllm_tensor_parallel_size` 1 need 3 GPUs, node 1 has 2" in message
+    assert "Lower `num_engines`" in message

@@ -1,0 +1,220 @@
+"""A rank never fails alone: whatever goes wrong on one, all end within seconds and with the same line."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+from forks import FORK, forked
+
+from trl_multinode import watch as watch_module
+from trl_multinode.errors import EngineDiedError
+from trl_multinode.topology import Topology
+from trl_multinode.watch import Watch, connect_store
+
+RANKS, PER_NODE = 4, 2
+FAILED = "[trl_multinode] the run failed: "
+
+
+class StoreHost:
+    """The run's rendezvous store in a process of its own, as the launcher of node 0 has it."""
+
+    def __init__(self):
+        receive, send = FORK.Pipe(duplex=False)
+        self.process = FORK.Process(target=self._serve, args=(send,))
+        self.process.start()
+        assert receive.poll(20)
+        self.port = receive.recv()
+
+    @staticmethod
+    def _serve(send) -> None:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+        send.send(store.port)
+        time.sleep(120)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def store():
+    host = StoreHost()
+    yield host
+    host.end()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(watch_module, "GRACE_S", 1.5)
+    monkeypatch.setattr(watch_module, "STORE_TIMEOUT_S", 3.0)
+
+
+def enter(rank: int, store: StoreHost, launched: bool = False) -> Watch:
+    """What a rank's host does first."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    node, local = divmod(rank, PER_NODE)
+    topology = Topology(rank, RANKS, local, PER_NODE, node, RANKS // PER_NODE, launched)
+    watch = Watch(topology, lambda: "reward")
+    watch.watch_local_ranks(connect_store(topology, watch.run))
+    print("up", flush=True)
+    return watch
+
+
+def in_a_collective(watch: Watch) -> None:
+    """The main thread waits for ranks that never come."""
+    time.sleep(60)
+
+
+def the_line(ranks) -> str:
+    """All `ranks` end in time, and all with one and the same last line."""
+    statuses = [rank.wait(10) for rank in ranks]
+    assert statuses == [watch_module.EXIT_CODE] * len(ranks), [rank.text for rank in ranks]
+    last = {rank.text.splitlines()[-1] for rank in ranks}
+    assert len(last) == 1, last
+    (line,) = last
+    assert line.startswith(FAILED)
+    return line.removeprefix(FAILED)
+
+
+def all_up(ranks) -> None:
+    for rank in ranks:
+        rank.wait_for("up")
+
+
+def test_an_exception_on_one_rank_ends_all_with_its_line(tmp_path, store):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        watch.add_cleanup(lambda: print("cleaned up", flush=True))
+        with watch.guard():
+            if rank == 2:
+                raise ValueError("no reward\nfor row 3")
+            in_a_collective(watch)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert the_line(ranks) == "node 1, rank 2, phase reward: ValueError: no reward for row 3"
+        assert all(rank.text.count("cleaned up") == 1 for rank in ranks)
+        assert 'raise ValueError("no reward\\nfor row 3")' in ranks[2].text  # its own log has the traceback
+
+
+def test_of_two_failures_at_once_one_line_wins_everywhere(tmp_path, store):
+    def body(rank: int) -> None:
+        with enter(rank, store).guard():
+            raise ValueError(f"of rank {rank}")
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert "ValueError: of rank" in the_line(ranks)
+
+
+def test_a_killed_rank_is_named_by_its_node(tmp_path, store):
+    with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
+        all_up(ranks)
+        ranks[2].process.kill()
+        line = the_line([ranks[0], ranks[1], ranks[3]])
+        assert line.startswith("node 1, rank 3, phase reward: the process of rank 2 (local main process) ended")
+        assert f"(pid {ranks[2].process.pid})" in line
+
+
+def test_a_stopped_rank_does_not_keep_the_others(tmp_path, store):
+    def body(rank: int) -> None:
+        with enter(rank, store).guard():
+            if rank == 0:
+                while not (tmp_path / "now").exists():
+                    time.sleep(0.02)
+                raise ValueError("engine gone")
+            in_a_collective(None)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        all_up(ranks)
+        os.kill(ranks[3].process.pid, signal.SIGSTOP)
+        (tmp_path / "now").touch()
+        assert "ValueError: engine gone" in the_line(ranks[:3])
+
+
+def test_a_closed_store_ends_all_with_the_same_line(tmp_path, store):
+    with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
+        all_up(ranks)
+        store.end()
+        line = the_line(ranks)
+        assert "PeerFailureError: the launcher of node 0" in line and f"127.0.0.1:{store.port}" in line
+
+
+def test_a_store_that_stops_answering_ends_all_with_the_same_line(tmp_path, store):
+    with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
+        all_up(ranks)
+        os.kill(store.process.pid, signal.SIGSTOP)
+        assert "PeerFailureError: the launcher of node 0" in the_line(ranks)
+
+
+def test_the_end_of_a_watched_process_is_told_with_its_cause_and_before_its_symptoms(tmp_path, store):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        with watch.guard():
+            if rank == 1:  # sees an end of file first, as a rank without the engine's pid does
+                raise EngineDiedError("engine 0 of node 0 ended; see its log")
+            if rank == 0:
+                engine = subprocess.Popen(["sleep", "0.3"])
+                watch.add_process(engine.pid, lambda: "engine 0 of node 0 was killed by SIGKILL")
+            in_a_collective(watch)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert the_line(ranks) == "node 0, rank 0, phase reward: engine 0 of node 0 was killed by SIGKILL"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_though_the_main_thread_is_in_a_collective(tmp_path, store, number):
+    with forked(lambda rank: in_a_collective(enter(rank, store, launched=True)), RANKS, tmp_path) as ranks:
+        all_up(ranks)
+        os.kill(ranks[1].process.pid, number)
+        assert the_line(ranks) == f"node 0, rank 1, phase reward: stopped by {number.name}"
+
+
+def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(tmp_path, store):
+    def body(rank: int) -> float:
+        watch = enter(rank, store)
+        with watch.guard():
+            time.sleep(0.4 * rank)  # the last one still saves the model
+            watch.close()
+        return time.time()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        ranks[3].wait_for("up")
+        last_one_through = time.time() + 0.4 * 3 - 0.1
+        assert [rank.wait() for rank in ranks[:2]] == [0, 0], ranks[0].text + ranks[1].text
+        store.end()
+        assert [rank.wait() for rank in ranks[2:]] == [0, 0], ranks[2].text + ranks[3].text
+        assert not any(FAILED in rank.text for rank in ranks)
+        assert min(rank.result for rank in ranks) > last_one_through
+
+
+def test_a_failure_reaches_ranks_that_are_through_and_wait(tmp_path, store):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        with watch.guard():
+            if rank == 1:
+                time.sleep(1)
+                raise OSError("disk full")
+            watch.close()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert the_line(ranks) == "node 0, rank 1, phase reward: OSError: disk full"
+
+
+def test_a_rank_that_leaves_by_sys_exit_with_an_error_does_not_leave_the_others_waiting(tmp_path, store):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        try:
+            with watch.guard():
+                if rank == 1:
+                    sys.exit(3)
+                in_a_collective(watch)
+        finally:
+            watch.close()  # as at exit
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert the_line(ranks).startswith("node 0, rank 1, phase reward: ")

@@ -1,0 +1,128 @@
+"""What the watch leaves alone: single processes, pools of a reward function, handlers after its end."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+from forks import FORK, forked
+
+from trl_multinode import watch as watch_module
+from trl_multinode.topology import Topology
+from trl_multinode.watch import Watch, connect_store
+
+ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
+LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
+
+
+def test_a_single_process_raises_its_exceptions_as_python_does():
+    watch = Watch(ALONE)
+    with pytest.raises(ValueError, match="mine"), watch.guard():
+        raise ValueError("mine")
+    watch.close()
+    watch.close()  # once is enough, twice is fine
+    assert connect_store(ALONE, 0) is None
+
+
+def test_plain_python_keeps_its_signal_handlers():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    watch = Watch(ALONE)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    watch.close()
+
+
+def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):
+    def body(rank: int) -> None:
+        gone = FORK.Process(target=lambda: None)
+        gone.start()
+        gone.join()
+        Watch(ALONE).add_process(gone.pid, lambda: "engine 0 was gone")
+        time.sleep(20)
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait(10) == watch_module.EXIT_CODE
+        assert rank.text.splitlines()[-1].endswith("node 0, rank 0, phase set-up: engine 0 was gone")
+
+
+def test_forgotten_processes_may_end(tmp_path):
+    def body(rank: int) -> None:
+        watch, engine = Watch(ALONE), FORK.Process(target=time.sleep, args=(60,))
+        engine.start()
+        watch.add_process(engine.pid, lambda: "engine 0 ended")
+        watch.forget_processes()
+        engine.kill()
+        engine.join()
+        time.sleep(1.5 * watch_module.POLL_S)
+        watch.close()
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait(10) == 0, rank.text
+
+
+def test_a_killed_launcher_ends_its_ranks(tmp_path):
+    def rank_body() -> None:
+        Watch(LAUNCHED)
+        print("up", flush=True)
+        time.sleep(30)
+
+    def launcher(rank: int) -> None:
+        child = FORK.Process(target=rank_body)
+        child.start()
+        (tmp_path / "pid").write_text(str(child.pid))
+        time.sleep(30)
+
+    with forked(launcher, 1, tmp_path) as (parent,):
+        parent.wait_for("up")
+        child = int((tmp_path / "pid").read_text())
+        pidfd = os.pidfd_open(child)
+        parent.process.kill()
+        parent.process.join()
+        deadline = time.monotonic() + 10
+        while "the launcher of node 0 (pid" not in parent.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert parent.text.splitlines()[-1].endswith(f"the launcher of node 0 (pid {parent.process.pid}) ended")
+        os.close(pidfd)
+
+
+def test_a_pool_that_a_reward_function_ends_is_no_failure_of_the_run(tmp_path):
+    def body(rank: int) -> str:
+        watch = Watch(LAUNCHED)
+        try:
+            with multiprocessing.get_context("fork").Pool(1) as pool:  # leaving it sends SIGTERM to its process
+                pool.apply_async(time.sleep, (20,)).get(timeout=0.2)
+        except multiprocessing.TimeoutError:
+            time.sleep(watch_module.SYMPTOM_DELAY_S + 2 * watch_module.POLL_S)
+            watch.close()
+            return "too slow: reward 0"
+        return ""
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait(8) == 0, rank.text
+        assert rank.result == "too slow: reward 0"
+
+
+def test_after_the_end_signals_work_as_before(tmp_path):
+    def body(rank: int) -> bool:
+        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        watch = Watch(LAUNCHED)
+        watch.close()
+        return (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.result is True
+
+
+def test_a_failure_of_the_watch_itself_is_not_silent(tmp_path):
+    def body(rank: int) -> None:
+        def broken() -> str:
+            raise OSError("log folder is gone")
+
+        watch, engine = Watch(ALONE), FORK.Process(target=lambda: None)
+        engine.start()
+        watch.add_process(engine.pid, broken)
+        engine.join()
+        time.sleep(10)
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait(5) == watch_module.EXIT_CODE, rank.text
