@@ -7,6 +7,7 @@ from trl_multinode.engine import PromptRequest
 from trl_multinode.errors import EngineRefusedError, WeightSyncError, WeightVersionError
 from trl_multinode.protocol import Await, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
 from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines, worst_difference
+from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weight_source import layer_key
 
@@ -27,8 +28,8 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 def trainer(request, tmp_path_factory):
     module, tied = request.param
     model = tiny_qwen2(VOCABULARY, tied)
-    fault = "skip_load@7-7,skip_load_silently@8-8,stale_head@9-9"
-    with running_engines(model, tmp_path_factory.mktemp("log"), module, fault=fault) as engines:
+    faults = Faults().lose_load(7).lie_about_load(8).stale_head(9)
+    with running_engines(model, tmp_path_factory.mktemp("log"), module, faults=faults) as engines:
         yield Trainer(model, engines)
 
 

@@ -14,6 +14,7 @@ from forks import forked
 from trl_multinode.engine import LoadBoard, NodeEngines, PromptRequest
 from trl_multinode.errors import EngineDiedError, EngineStalledError
 from trl_multinode.testing.engines import Trainer, running_engines
+from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
 
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
@@ -24,7 +25,7 @@ SLOW_S = 0.4  # what engine 1 takes more per request; 4 tokens take some millise
 def engines(tmp_path_factory):
     """Two engines with weights, the second one slow, as rank 0 of the node sees them."""
     model, logs = tiny_qwen2(), tmp_path_factory.mktemp("log")
-    with running_engines(model, logs, num_engines=2, slow=f"1:{SLOW_S}", window=2) as engines:
+    with running_engines(model, logs, num_engines=2, faults=Faults().slow_engine(1, SLOW_S), window=2) as engines:
         Trainer(model, engines).send()
         yield engines
 

@@ -5,6 +5,7 @@ from test_conformance import PROMPTS, SAMPLING
 
 from trl_multinode.engine import PromptRequest
 from trl_multinode.testing.engines import REAL, Trainer, running_engines, worst_difference
+from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
 
 pytestmark = pytest.mark.engine
@@ -30,7 +31,9 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(tied,
 
 def test_two_engines_both_hold_the_weights_and_the_slow_one_gets_less(tmp_path):
     model = tiny_qwen2(300)
-    with running_engines(model, tmp_path, REAL, num_engines=2, slow="1:1.0", window=2) as engines:
+    with running_engines(
+        model, tmp_path, REAL, num_engines=2, faults=Faults().slow_engine(1, 1.0), window=2
+    ) as engines:
         trainer = Trainer(model, engines)
         trainer.perturb()
         trainer.send()

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPTS = Path(__file__).parent / "scripts"
-FAULTS = {"TRL_MULTINODE_FAULT": "skip_load_silently@8-8,skip_load@10-10,stale_head@12-12"}
+FAULTS = Faults().lie_about_load(8).lose_load(10).stale_head(12).environment()
 pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(900)]
 NAMESPACES = namespaces_available() is None
 

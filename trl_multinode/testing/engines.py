@@ -6,17 +6,19 @@ from pathlib import Path
 
 import torch
 
-from .. import faults
 from ..engine import NodeEngines
 from ..engine_process import EngineProcess, RunFolder, wait_until_ready
+from ..faults import delay_of_engine
 from ..host import CPU_KV_CACHE_BYTES, save_without_weights
 from ..protocol import WeightVersion
 from ..weight_source import ModuleSource, WeightSource
 from ..weight_sync import WeightSync
+from .faults import Faults
 from .models import tiny_tokenizer
 
 FAKE = "trl_multinode.testing.fake_engine"
 REAL = "trl_multinode.engine_main"
+NO_FAULTS = Faults()
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -27,8 +29,7 @@ def running_engines(
     module: str = FAKE,
     num_engines: int = 1,
     tensor_parallel_size: int = 1,
-    fault: str = "",
-    slow: str = "-1:0",
+    faults: Faults = NO_FAULTS,
     window: int = 64,
     stall_timeout_s: float = 60.0,
     **engine_args,
@@ -40,8 +41,8 @@ def running_engines(
             Gives config and class; its weights stay here until a [`WeightSync`] sends them.
         module (`str`):
             `FAKE` or `REAL`.
-        fault (`str`), slow (`str`):
-            See [`trl_multinode.faults`].
+        faults (`Faults`):
+            What shall go wrong.
     """
     folder = RunFolder(0)
     save_without_weights(model, tiny_tokenizer(), folder.path / "model")
@@ -55,10 +56,9 @@ def running_engines(
         "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
         "tensor_parallel_size": tensor_parallel_size,
     } | engine_args
-    environment = CPU_ENVIRONMENT | {faults.VARIABLE: fault}
+    environment = CPU_ENVIRONMENT | faults.environment()
     if tensor_parallel_size > 1:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(tensor_parallel_size))
-    delay = {faults.SLOW_ENGINE: slow}
     processes = [
         EngineProcess(
             i,
@@ -68,7 +68,7 @@ def running_engines(
             args,
             environment,
             module,
-            faults.delay_of_engine(i, delay),
+            delay_of_engine(i, environment),
         )
         for i in range(num_engines)
     ]
