@@ -23,7 +23,7 @@ def config(tmp_path):
 
 
 def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
-    host = SimpleNamespace(topology="node 1, rank 3", _dtype=dtype)
+    host = SimpleNamespace(topology="node 1, rank 3", dtype=dtype)
     generation = SimpleNamespace(version=WeightVersion(4, 12))
     return DivergenceMonitor(host, args, SimpleNamespace(dtype=dtype), generation)
 

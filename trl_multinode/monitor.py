@@ -23,7 +23,7 @@ class DivergenceMonitor:
     def __init__(self, host, args, model, generation):
         self._where = str(host.topology)
         self._generation = generation
-        self.limit = divergence_limit(field_or_default(args, "logprob_divergence_limit"), model.dtype, host._dtype)
+        self.limit = divergence_limit(field_or_default(args, "logprob_divergence_limit"), model.dtype, host.dtype)
         if self.limit and not comparable(args):
             logger.warning(
                 "The check of engine against trainer log-probs is off: top_p, top_k, min_p, repetition_penalty or "

@@ -8,8 +8,8 @@ import torch
 
 from ..engine import NodeEngines
 from ..engine_process import EngineProcess, RunFolder, wait_until_ready
+from ..engine_settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
 from ..faults import delay_of_engine
-from ..host import CPU_KV_CACHE_BYTES, save_without_weights
 from ..protocol import WeightVersion
 from ..weight_source import ModuleSource, WeightSource
 from ..weight_sync import WeightSync
@@ -19,7 +19,6 @@ from .models import tiny_tokenizer
 FAKE = "trl_multinode.testing.fake_engine"
 REAL = "trl_multinode.engine_main"
 NO_FAULTS = Faults()
-CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @contextmanager
@@ -56,9 +55,7 @@ def running_engines(
         "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
         "tensor_parallel_size": tensor_parallel_size,
     } | engine_args
-    environment = CPU_ENVIRONMENT | faults.environment()
-    if tensor_parallel_size > 1:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(i) for i in range(tensor_parallel_size))
+    environment = CPU_ENVIRONMENT | cores_per_worker(tensor_parallel_size) | faults.environment()
     processes = [
         EngineProcess(
             i,
