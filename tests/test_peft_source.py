@@ -14,11 +14,12 @@ from trl_multinode.weight_source import plan_buckets
 def adapted(**settings):
     """A model whose adapters do something: PEFT starts them at zero."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **settings)
+    generator = torch.Generator().manual_seed(0)
     model = get_peft_model(tiny_qwen2(tied=False), config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.3)
+                parameter.normal_(std=3.0, generator=generator)
     return model
 
 

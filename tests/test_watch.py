@@ -10,10 +10,12 @@ from datetime import timedelta
 import pytest
 from forks import FORK, forked
 
+from trl_multinode import blackboard
 from trl_multinode import watch as watch_module
+from trl_multinode.blackboard import connect_store
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.topology import Topology
-from trl_multinode.watch import Watch, connect_store
+from trl_multinode.watch import Watch
 
 RANKS, PER_NODE = 4, 2
 FAILED = "[trl_multinode] the run failed: "
@@ -51,8 +53,9 @@ def store():
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(watch_module, "GRACE_S", 1.5)
-    monkeypatch.setattr(watch_module, "STORE_TIMEOUT_S", 3.0)
+    for module in (watch_module, blackboard):
+        monkeypatch.setattr(module, "GRACE_S", 1.5)
+        monkeypatch.setattr(module, "STORE_TIMEOUT_S", 3.0)
 
 
 def enter(rank: int, store: StoreHost, launched: bool = False) -> Watch:

@@ -9,8 +9,9 @@ import pytest
 from forks import FORK, forked
 
 from trl_multinode import watch as watch_module
+from trl_multinode.blackboard import connect_store
 from trl_multinode.topology import Topology
-from trl_multinode.watch import Watch, connect_store
+from trl_multinode.watch import Watch
 
 ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)

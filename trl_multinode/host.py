@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from . import faults
+from .blackboard import connect_store
 from .config import field_or_default
 from .engine import NodeEngines
 from .engine_process import EngineProcess, RunFolder, wait_until_ready
@@ -22,7 +23,7 @@ from .phases import Phases
 from .probe import probe_engines
 from .protocol import Await, WeightVersion
 from .topology import EngineDevices, Topology, assign_engines
-from .watch import Watch, connect_store
+from .watch import Watch
 from .weight_source import ModuleSource, keep_head_during_backward
 from .weight_sync import SyncTimings, WeightSync
 

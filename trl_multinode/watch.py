@@ -17,45 +17,18 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import Store
 
+from .blackboard import GRACE_S, STORE_TIMEOUT_S, Blackboard, store_gone
 from .errors import EngineDiedError, PeerFailureError
 from .topology import Topology
 
 POLL_S = 0.5  # so a failure reaches every rank within about a second
-GRACE_S = 6.0  # for all ranks to read the line; after it they leave unread
-STORE_TIMEOUT_S = 20.0  # a store that answers nothing for so long is gone
 SYMPTOM_DELAY_S = 1.0  # a symptom (end of file, SIGTERM) is reported so much later than a cause (a process ended)
-PROGRESS_EVERY_S = 30.0
 EXIT_CODE = 1
 _runs = itertools.count()  # a script may build several trainers; ranks do so in the same order
-
-
-def connect_store(topology: Topology, run: int, environ=os.environ) -> Store | None:
-    """A new client of the run's own rendezvous store; `None` for a single process.
-
-    Every thread needs a client of its own: one that waits for a key blocks all other calls on it.
-
-    Args:
-        topology (`Topology`):
-            Of this rank.
-        run (`int`):
-            Number of the trainer in this process; keeps the keys of several trainers apart.
-    """
-    if topology.world_size == 1:
-        return None
-    client = TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=STORE_TIMEOUT_S),
-        wait_for_workers=False,
-    )
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"trl_multinode/{attempt}/{run}", client)
 
 
 class Watch:
@@ -80,7 +53,7 @@ class Watch:
         self.topology = topology
         self.phase = phase
         self.run = next(_runs)
-        self._store = connect_store(topology, self.run)
+        self._board = Blackboard(topology, self.run)
         self._cleanups: list[Callable[[], None]] = []
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, when to report it
@@ -141,7 +114,7 @@ class Watch:
             yield
         except (Exception, SystemExit) as error:
             good_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-            if self._store is None or self._closed.is_set() or good_exit:
+            if self._board.alone or self._closed.is_set() or good_exit:
                 raise
             self.fail_with(error)
 
@@ -161,26 +134,11 @@ class Watch:
         """
         if self._closed.is_set():
             return
-        if self._store is not None:
-            self._wait_for_all(self._store)
+        self._board.wait_for_all(linger_s=2 * POLL_S)
         self._closed.set()
         self._restore_signals()
         self._wake()
         self._thread.join(2 * POLL_S + STORE_TIMEOUT_S)
-
-    def _wait_for_all(self, store: Store) -> None:
-        said = time.monotonic()
-        try:
-            done = store.add("done", 1)
-            while (done := store.add("done", 0)) < self.topology.world_size:
-                time.sleep(0.2)
-                if time.monotonic() - said > PROGRESS_EVERY_S:
-                    said = time.monotonic()
-                    print(f"[trl_multinode] {self.topology}: {done} of {self.topology.world_size} ranks are through")
-            if self.topology.node == 0:
-                time.sleep(2 * POLL_S)  # the store ends with this node: let the others see the count first
-        except RuntimeError:
-            time.sleep(STORE_TIMEOUT_S)  # the store is gone too early, and the thread ends this process
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -203,7 +161,7 @@ class Watch:
 
     def _hook_exceptions(self) -> None:
         """An uncaught exception of the main thread, wherever it is raised, is a failure of all ranks."""
-        if self._store is None:
+        if self._board.alone:
             return
         previous = sys.excepthook
 
@@ -245,15 +203,15 @@ class Watch:
             self._watch()
         except Exception as error:
             traceback.print_exception(error)
-            self._leave(self._tell(f"{self.topology}: the watch itself failed: {type(error).__name__}: {error}"))
+            self._leave(self._board.tell(f"{self.topology}: the watch itself failed: {type(error).__name__}: {error}"))
 
     def _watch_store(self) -> None:
         """The store's client waits without a deadline for a server that holds the connection and is silent."""
         while not self._closed.wait(POLL_S):
             asked = self._asked
             if asked is not None and time.monotonic() - asked > STORE_TIMEOUT_S:
-                self._store = None
-                self._leave(self._store_gone())
+                self._board.give_up()
+                self._leave(store_gone())
 
     def _watch(self) -> None:
         while not self._closed.is_set():
@@ -263,7 +221,7 @@ class Watch:
             self._asked = time.monotonic()
             for fd in fired:
                 self._on_event(fd)
-            line = self._due_line() or self._line_of_others()
+            line = self._due_line() or self._board.fatal_line()
             self._asked = None
             if line is not None:
                 self._leave(line)
@@ -281,48 +239,15 @@ class Watch:
             self._poll.unregister(fd)
             os.close(fd)
         # A launcher ends after its ranks: let one that knows more speak first.
-        if self._line_of_others() is None and not self._all_through():
+        if self._board.fatal_line() is None and not self._board.all_through():
             self.report(cause())
-
-    def _all_through(self) -> bool:
-        """Every rank came to its normal end: a neighbour that saw it first may be gone before us."""
-        try:
-            return self._store is not None and self._store.add("done", 0) >= self.topology.world_size
-        except RuntimeError:
-            return False
 
     def _due_line(self) -> str | None:
         with self._lock:
             if self._local_failure is None or time.monotonic() < self._local_failure[1]:
                 return None
             line = self._local_failure[0]
-        return self._tell(line)
-
-    def _tell(self, line: str) -> str:
-        """Write the line unless another is there already; returns the one that counts."""
-        if self._store is None:
-            return line
-        try:
-            return self._store.compare_set("fatal", "", line).decode()
-        except RuntimeError:
-            return self._store_gone()
-
-    def _line_of_others(self) -> str | None:
-        if self._store is None:
-            return None
-        try:
-            if self._store.check(["fatal"]):
-                return self._store.get("fatal").decode()
-        except RuntimeError:
-            return self._store_gone()
-        return None
-
-    def _store_gone(self) -> str:
-        """The same words on every rank: nobody can be asked any more."""
-        return (
-            "node 0, phase unknown: PeerFailureError: the launcher of node 0, which hosts the rendezvous store, ended "
-            f"or cannot be reached ({os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}); see node 0's log"
-        )
+        return self._board.tell(line)
 
     def _leave(self, line: str) -> None:
         for cleanup in self._cleanups:
@@ -330,23 +255,10 @@ class Watch:
                 cleanup()
             except Exception:
                 traceback.print_exc()
-        self._wait_for_readers()
+        self._board.wait_for_readers()
         sys.stdout.flush()
         print(f"[trl_multinode] the run failed: {line}", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
-
-    def _wait_for_readers(self) -> None:
-        """The store dies with its host, so nobody leaves before all have read the line or the grace is over."""
-        if self._store is None:
-            return
-        deadline = time.monotonic() + GRACE_S
-        try:
-            self._store.add("readers", 1)
-            while time.monotonic() < deadline and self._store.add("readers", 0) < self.topology.world_size:
-                time.sleep(0.1)
-            time.sleep(0.3)  # so that the last reader's own look at the count still finds the store
-        except RuntimeError:
-            pass
 
 
 def is_symptom(error: BaseException) -> bool:
