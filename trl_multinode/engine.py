@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from . import errors
-from .errors import EngineError, EngineStalledError
+from .errors import EngineDiedError, EngineError, EngineStalledError
 from .protocol import (
     Completions,
     Connection,
@@ -207,6 +207,8 @@ class NodeEngines:
     def _error(self, engine: int, failure: Failure) -> EngineError:
         cls = getattr(errors, failure.error, EngineError)
         connection = self.connections[engine]
+        if cls is EngineDiedError:
+            return connection.ended(failure.message)
         return cls(f"{self._where}: {connection.name}: {failure.message}. Log: {connection.log_path}")
 
     # ---- completions ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import msgspec
 
 from .engine_server import EngineSpec
 from .errors import EngineStartError
+from .protocol import reason_of_end
 from .supervisor import exit_cause, unlink_shared_memory
 
 # What an engine needs from the launching environment. No RANK, WORLD_SIZE or MASTER_*: vLLM would join the trainers'
@@ -141,11 +142,9 @@ class EngineProcess:
 
     def why_ended(self) -> str:
         """What the engine said of its end, or how the process ended, and where its log is."""
-        for _ in range(20):  # the reason is written just before the process goes
-            if self._failure.exists():
-                return f"{self._failure.read_text()}. Log: {self.log_path}"
-            time.sleep(0.01)
-        return f"engine process {self.pid} {exit_cause(self.pid)} ({self.last_line()}). Log: {self.log_path}"
+        reason = reason_of_end(self._failure)
+        how = reason or f"its process {self.pid} {exit_cause(self.pid)} ({self.last_line()})"
+        return f"{how}. Log: {self.log_path}"
 
     def stop(self, timeout_s: float) -> None:
         """End the process and whatever it left in its session; waits at most `timeout_s`, then kills."""

@@ -198,6 +198,15 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
         return None
 
 
+def reason_of_end(failure_path: Path) -> str | None:
+    """What an engine that ended said of it; waits half a second, because it says it while it goes."""
+    for _ in range(20):
+        if failure_path.exists() and (reason := failure_path.read_text()):
+            return reason
+        time.sleep(0.025)
+    return None
+
+
 class Connection:
     """A rank's blocking end of the stream. One thread at a time.
 
@@ -215,6 +224,7 @@ class Connection:
     def __init__(self, path: str, name: str, log_path: Path, connect_timeout_s: float = 30.0):
         self.name = name
         self.log_path = log_path
+        self._socket_path = Path(path)
         self._buffer = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(connect_timeout_s)
@@ -236,7 +246,7 @@ class Connection:
                 f"{self.name} did not take a message for {timeout_s:.0f} s. Log: {self.log_path}"
             ) from error
         except OSError as error:
-            raise EngineDiedError(f"{self.name} closed the connection ({error}). Log: {self.log_path}") from error
+            raise self.ended(f"closed the connection ({error})") from error
 
     def receive(self, timeout_s: float) -> Reply:
         """The next reply; raises `EngineStalledError` when none came in time."""
@@ -258,13 +268,19 @@ class Connection:
                     f"{self.name} said nothing for {timeout_s:.0f} s. Log: {self.log_path}"
                 ) from error
             except OSError as error:
-                raise EngineDiedError(f"{self.name} broke the connection ({error}). Log: {self.log_path}") from error
+                raise self.ended(f"broke the connection ({error})") from error
             if not data:
-                raise EngineDiedError(f"{self.name} ended. Log: {self.log_path}")
+                raise self.ended("ended")
             self._buffer += data
         head = bytes(self._buffer[:num_bytes])
         del self._buffer[:num_bytes]
         return head
+
+    def ended(self, symptom: str) -> EngineDiedError:
+        """The error for an engine that is gone, with its own words if it left any."""
+        reason = reason_of_end(self._socket_path.with_suffix(".failure"))
+        what = f"ended: {reason}" if reason else symptom
+        return EngineDiedError(f"{self.name} {what}. Log: {self.log_path}")
 
     def has_buffered(self) -> bool:
         """Whether a reply may already lie here, so that waiting for the socket alone could wait for ever."""

@@ -41,7 +41,7 @@ ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
     "reward raises on rank 3": (lambda nodes: None, r"node 1, rank 3, phase reward: ValueError: this reward", set()),
     "engine killed": (
         lambda nodes: os.kill(engine_pid(nodes, 1), signal.SIGKILL),
-        r"engine 0 of node 1 ended: .*killed by SIGKILL.*Log: \S+engine0.log",
+        r"engine 0 of node 1 (ended: .*killed by SIGKILL.*|ended\.) ?Log: \S+engine0.log",
         set(),
     ),
     "vLLM's core killed": (

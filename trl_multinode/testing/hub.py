@@ -7,38 +7,41 @@ import re
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 USER = "tester"
-CLOSE_TIMEOUT_S = 5.0
-REQUEST_TIMEOUT_S = 30.0
-LFS_SUFFIXES = (".safetensors", ".bin", ".pt")
+TIMEOUT_S = 30.0
+LFS_SUFFIXES = (".safetensors", ".bin")
 Answer = tuple[int, bytes, dict[str, str]]  # status, body, headers
 
 
 class LoopbackHub:
     """
-    A hub that keeps everything in memory and listens on 127.0.0.1 only.
+    A hub that keeps everything in memory and listens on 127.0.0.1 only. Whoever asks is `tester`, and may do anything.
 
     ```python
     with LoopbackHub() as hub:
-        subprocess.run(command, env=os.environ | hub.environment)  # pushes to `tester/<name>`
+        subprocess.run(command, env=os.environ | hub.environment)  # pushes to `tester/my-model`
         weights = safetensors.torch.load(hub.repos["tester/my-model"]["model.safetensors"])
     ```
 
     Attributes:
         repos (`dict[str, dict[str, bytes]]`):
-            Content of the last commit, by repository and path.
+            What the last commit holds, by repository and path.
         commits (`list[str]`):
             Messages of all commits, the oldest first.
+        environment (`dict[str, str]`):
+            Variables with which `huggingface_hub` talks to this hub. Xet is another protocol, hence off.
     """
 
     def __init__(self):
         self.repos: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
-        self._objects: dict[str, bytes] = {}  # LFS, by sha256
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._objects: dict[str, bytes] = {}  # LFS: sha256 -> content
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        self.environment = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": "loopback", "NO_PROXY": "127.0.0.1"}
+        self.environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         self._thread = threading.Thread(target=self._server.serve_forever, name="hub", daemon=True)
         self._thread.start()
 
@@ -46,43 +49,29 @@ class LoopbackHub:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables with which `huggingface_hub` talks to this hub. Xet has a protocol of its own, so it is off."""
-        switches = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        return {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": "loopback", "NO_PROXY": "127.0.0.1", **switches}
-
-    def close(self) -> None:
-        """Stop listening. May be called again."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(TIMEOUT_S)
 
-    # ---- what the Hub answers; one method for each route
+    # ---- one method for each route, see _ROUTES
 
     def whoami(self, body: bytes) -> Answer:
-        return _json({"name": USER, "type": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
+        return _json({"name": USER, "type": "user", "orgs": []})
 
     def validate_yaml(self, body: bytes) -> Answer:
         return _json({"errors": [], "warnings": []})
 
     def create(self, body: bytes) -> Answer:
-        request = json.loads(body)
-        repo = f"{request.get('organization') or USER}/{request['name']}"
+        repo = f"{USER}/{json.loads(body)['name']}"
         status = 409 if repo in self.repos else 200
         self.repos.setdefault(repo, {})
-        return _json({"url": f"{self.endpoint}/{repo}", "name": repo}, status)
-
-    def info(self, body: bytes, repo: str) -> Answer:
-        files = [{"rfilename": path} for path in self.repos[repo]]
-        return _json({"id": repo, "sha": self._commit, "tags": [], "siblings": files, "private": False})
+        return _json({"url": f"{self.endpoint}/{repo}"}, status)
 
     def preupload(self, body: bytes, repo: str) -> Answer:
-        paths = [file["path"] for file in json.loads(body)["files"]]
-        modes = {path: "lfs" if path.endswith(LFS_SUFFIXES) else "regular" for path in paths}
-        return _json({"files": [{"path": p, "uploadMode": modes[p], "shouldIgnore": False} for p in paths]})
+        files = [{"path": file["path"], "shouldIgnore": False} for file in json.loads(body)["files"]]
+        for file in files:
+            file["uploadMode"] = "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular"
+        return _json({"files": files})
 
     def lfs_batch(self, body: bytes, repo: str) -> Answer:
         objects = json.loads(body)["objects"]
@@ -93,83 +82,69 @@ class LoopbackHub:
 
     def lfs_put(self, body: bytes, oid: str) -> Answer:
         if hashlib.sha256(body).hexdigest() != oid:
-            return _json({"error": f"{len(body)} bytes came that are not object {oid}"}, 400)
+            return _json({"error": f"these {len(body)} bytes are not the object {oid}"}, 400)
         self._objects[oid] = body
         return _json({})
 
     def commit(self, body: bytes, repo: str) -> Answer:
-        for line in map(json.loads, body.splitlines()):
-            value = line["value"]
-            if line["key"] == "header":
-                self.commits.append(value["summary"])
-            elif line["key"] == "file":
-                self.repos[repo][value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                self.repos[repo][value["path"]] = self._objects[value["oid"]]
-        return _json({"commitUrl": f"{self.endpoint}/{repo}/commit/{self._commit}", "commitOid": self._commit})
+        header, *operations = [json.loads(line) for line in body.splitlines()]
+        for kind, value in [(operation["key"], operation["value"]) for operation in operations]:
+            content = self._objects[value["oid"]] if kind == "lfsFile" else base64.b64decode(value["content"])
+            self.repos[repo][value["path"]] = content
+        self.commits.append(header["value"]["summary"])
+        return _json({"commitUrl": f"{self.endpoint}/{repo}/commit/{self._head}", "commitOid": self._head})
 
     def resolve(self, body: bytes, repo: str, path: str) -> Answer:
-        commit = {"X-Repo-Commit": self._commit}
+        headers = {"X-Repo-Commit": self._head}
         if path not in self.repos[repo]:
-            return 404, b"", commit | {"X-Error-Code": "EntryNotFound"}
+            return 404, b"", headers | {"X-Error-Code": "EntryNotFound"}
         content = self.repos[repo][path]
-        return 200, content, commit | {"ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        return 200, content, headers | {"ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
 
     @property
-    def _commit(self) -> str:
+    def _head(self) -> str:
         return f"{len(self.commits):040x}"
 
 
 _REPO, _REVISION = r"(?P<repo>[\w.-]+/[\w.-]+)", r"[\w.%-]+"
-_ROUTES: list[tuple[str, Callable[..., Answer]]] = [
-    (r"GET /api/whoami-v2", LoopbackHub.whoami),
-    (r"POST /api/validate-yaml", LoopbackHub.validate_yaml),
-    (r"POST /api/repos/create", LoopbackHub.create),
-    (rf"GET /api/models/{_REPO}(/revision/{_REVISION})?", LoopbackHub.info),
-    (rf"POST /api/models/{_REPO}/preupload/{_REVISION}", LoopbackHub.preupload),
-    (rf"POST /api/models/{_REPO}/commit/{_REVISION}", LoopbackHub.commit),
-    (rf"POST /{_REPO}\.git/info/lfs/objects/batch", LoopbackHub.lfs_batch),
-    (r"PUT /lfs/(?P<oid>[0-9a-f]{64})", LoopbackHub.lfs_put),
-    (rf"(GET|HEAD) /{_REPO}/resolve/{_REVISION}/(?P<path>[^?]+)", LoopbackHub.resolve),
-]
+_ROUTES: dict[str, Callable[..., Answer]] = {
+    r"GET /api/whoami-v2": LoopbackHub.whoami,
+    r"POST /api/validate-yaml": LoopbackHub.validate_yaml,
+    r"POST /api/repos/create": LoopbackHub.create,
+    rf"POST /api/models/{_REPO}/preupload/{_REVISION}": LoopbackHub.preupload,
+    rf"POST /api/models/{_REPO}/commit/{_REVISION}": LoopbackHub.commit,
+    rf"POST /{_REPO}\.git/info/lfs/objects/batch": LoopbackHub.lfs_batch,
+    r"PUT /lfs/(?P<oid>[0-9a-f]{64})": LoopbackHub.lfs_put,
+    rf"(?:GET|HEAD) /{_REPO}/resolve/{_REVISION}/(?P<path>.+)": LoopbackHub.resolve,
+}
 
 
 class _Handler(BaseHTTPRequestHandler):
     hub: LoopbackHub
-    timeout = REQUEST_TIMEOUT_S  # of the socket: a client that stalls does not hold its thread for ever
+    timeout = TIMEOUT_S  # a client that stalls does not hold its thread for ever
 
-    def _answer(self) -> None:
-        status, body, headers = self._route(self._read_body())
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, content, headers = self._answer(f"{self.command} {self.path.partition('?')[0]}", body)
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(body))} | headers).items():
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(content)
 
-    do_GET = do_HEAD = do_POST = do_PUT = _answer
+    do_GET = do_HEAD = do_POST = do_PUT = _serve
 
-    def _route(self, body: bytes) -> Answer:
-        request = f"{self.command} {self.path.split('?')[0]}"
-        for pattern, method in _ROUTES:
-            if match := re.fullmatch(pattern, request):
-                found = match.groupdict()
-                if "repo" in found and found["repo"] not in self.hub.repos:
+    def _answer(self, request: str, body: bytes) -> Answer:
+        for route, method in _ROUTES.items():
+            if match := re.fullmatch(route, request):
+                if match.groupdict().get("repo", "") not in ("", *self.hub.repos):
                     return 404, b"", {"X-Error-Code": "RepoNotFound"}
-                return method(self.hub, body, **found)
+                return method(self.hub, body, **match.groupdict())
         return 404, b"", {"X-Error-Code": "EntryNotFound"}
 
-    def _read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        chunks = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        return b"".join(chunks)
-
-    def log_message(self, *_: object) -> None:
-        """Silent: request lines are of no use, and headers hold tokens."""
+    def log_message(self, *_: Any) -> None:
+        """Silent: the process that tests has better things to print."""
 
 
 def _json(value: object, status: int = 200) -> Answer:

@@ -1,0 +1,35 @@
+"""Two steps. Usage: small_run.py FOLDER ours|plain: with our config, or TRL's own with `vllm_mode="node"` in it."""
+
+import os
+import sys
+
+os.environ.setdefault("RANK", "0")
+os.environ.setdefault("WORLD_SIZE", "1")
+
+import trl
+from common import Recorder, make_trainer, write_result
+
+from trl_multinode import MultiNodeGRPOConfig
+from trl_multinode.testing.models import tiny_qwen2
+
+folder, config = sys.argv[1:]
+settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 2}
+if config == "plain":
+    import common
+
+    common.GRPOConfig = trl.GRPOConfig
+    settings |= {"use_vllm": True, "vllm_mode": "node"}
+else:
+    settings["rollout_seed"] = 5
+recorder = Recorder()
+trainer = make_trainer(tiny_qwen2(tied=False), recorder, folder, [f"{i} =" for i in range(32)], **settings)
+trainer.train()
+write_result(
+    folder,
+    ours=isinstance(trainer.args, MultiNodeGRPOConfig),
+    world=trainer.accelerator.num_processes,
+    version=trainer.vllm_generation.version.update,
+    difference=trainer._monitor.last,
+    rows=len(recorder.rows),
+    losses=[entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
+)
