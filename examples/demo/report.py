@@ -1,0 +1,199 @@
+"""Reads what a demo run left in its folder and writes `summary.json`, `reward.png` and the table per step.
+
+`docs/demo.md` says what each key of the summary means and how it is measured. `python report.py FOLDER` does it again.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+PHASES = ("sync", "generate", "reward", "train", "wait")
+REASONS = {
+    "valid_tokens_per_device_hour": "the run had no devices: ranks and engines shared the cores of one CPU",
+    "rollout_bytes_between_nodes": "both nodes are this machine: their traffic shares one loopback interface, which "
+    "does not tell them apart. `make test-e2e` measures it in network namespaces",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """One phase of one rank inside a training step."""
+
+    step: int  # from 1
+    phase: str
+    start: float  # Unix time
+    seconds: float  # own time, without the phases inside
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank left behind."""
+
+    spans: list[Span]  # of training steps only; evaluation and set-up are left out
+    step_s: dict[int, float]  # step -> seconds from its begin to its end
+
+
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_rank(folder: Path, rank: int) -> RankRecord:
+    """A phase belongs to the training step that it started in, by the clock of its own rank."""
+    steps = read_lines(folder / "steps" / f"rank{rank}.jsonl")
+    spans = [
+        Span(step["step"], line["phase"], line["start"], line["seconds"])
+        for line in read_lines(folder / "phases" / f"rank{rank}.jsonl")
+        for step in steps
+        if step["begin"] - 1e-3 <= line["start"] <= step["end"]  # starts are rounded to a millisecond
+    ]
+    return RankRecord(spans, {step["step"]: step["end"] - step["begin"] for step in steps})
+
+
+def covered_s(spans: list[Span]) -> float:
+    """Seconds in which at least one of `spans` was running."""
+    total, end = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.start):
+        stop = span.start + span.seconds
+        total += max(0.0, stop - max(end, span.start))
+        end = max(end, stop)
+    return total
+
+
+class Report:
+    """The figures of one run.
+
+    Args:
+        folder (`Path`):
+            `output_dir` of the run.
+        wall_s (`float`, *optional*):
+            Seconds from the start of the launchers to their end; unknown if the report is made again later.
+    """
+
+    def __init__(self, folder: Path, wall_s: float | None = None):
+        self.folder = folder
+        self.wall_s = wall_s
+        self.run = json.loads((folder / "run.json").read_text())
+        history = read_lines(folder / "history.jsonl")
+        self.steps = [entry for entry in history if "reward" in entry]
+        self.evals = [entry["eval_reward"] for entry in history if "eval_reward" in entry]  # at the start, at the end
+        self._ranks = [read_rank(folder, rank) for rank in range(self.run["ranks"])]
+
+    # ---- figures ----------------------------------------------------------------------------------------------------
+
+    def phase_s(self, phase: str, step: int | None = None) -> float:
+        """Seconds of a phase in one step or in all, mean over ranks."""
+        spans = [span for rank in self._ranks for span in rank.spans if span.phase == phase]
+        return sum(span.seconds for span in spans if step in (None, span.step)) / len(self._ranks)
+
+    @property
+    def stepping_s(self) -> float:
+        """Seconds inside training steps, mean over ranks."""
+        return sum(sum(rank.step_s.values()) for rank in self._ranks) / len(self._ranks)
+
+    def engines_busy(self) -> float | None:
+        """Share of the stepping time in which a node's engine had a request; `None` with several engines a node."""
+        nodes = self.run["nodes"]
+        if self.run["engines"] != nodes:
+            return None
+        per_node = len(self._ranks) // nodes
+        groups = [self._ranks[node * per_node : (node + 1) * per_node] for node in range(nodes)]
+        spans = [[s for rank in group for s in rank.spans if s.phase == "generate"] for group in groups]
+        return sum(map(covered_s, spans)) / nodes / self.stepping_s
+
+    def rewards(self) -> tuple[float, float]:
+        """Mean reward of the first and of the last fifth of the steps."""
+        values = [entry["reward"] for entry in self.steps]
+        fifth = max(1, len(values) // 5)
+        return sum(values[:fifth]) / fifth, sum(values[-fifth:]) / fifth
+
+    def valid_tokens(self) -> float:
+        """Completion tokens that were trained on, padding not counted."""
+        return sum(entry["completions/mean_length"] for entry in self.steps) * self.run["rows_per_step"]
+
+    # ---- what is written --------------------------------------------------------------------------------------------
+
+    def summary(self) -> dict:
+        """The documented schema: `null` with a reason where a figure was not measured."""
+        first, last = self.rewards()
+        phase_s = {phase: self.phase_s(phase) for phase in PHASES}
+        tokens_per_s, devices = self.valid_tokens() / self.stepping_s, self.run["devices"]
+        summary = {
+            **{key: self.run[key] for key in ("nodes", "ranks", "engines", "steps")},
+            "reward_first": first,
+            "reward_last": last,
+            "reward_held_out": self.evals[-1],
+            "wall_s": self.wall_s,
+            "phase_s": phase_s,
+            "sync_share": phase_s["sync"] / self.stepping_s,
+            "busy_share": {
+                "ranks": (phase_s["train"] + phase_s["reward"]) / self.stepping_s,
+                "engines": self.engines_busy(),
+            },
+            "valid_tokens_per_s": tokens_per_s,
+            "valid_tokens_per_device_hour": tokens_per_s * 3600 / devices if devices else None,
+            "weight_versions": self.run["weight_versions"],
+            "rollout_bytes_between_nodes": None,
+        }
+        return {**rounded(summary), "reasons": self._reasons(summary)}
+
+    def _reasons(self, summary: dict) -> dict[str, str]:
+        reasons = {key: REASONS[key] for key in REASONS if summary[key] is None}
+        if summary["wall_s"] is None:
+            reasons["wall_s"] = "the report was made without the run that timed its launchers"
+        if summary["busy_share"]["engines"] is None:
+            reasons["busy_share.engines"] = "phase records do not say which of a node's engines a request went to"
+        return reasons
+
+    def table(self) -> Table:
+        """A row per step; seconds are means over ranks, so that a row adds up to the step."""
+        table = Table(title="Seconds of each step, mean over ranks", header_style="bold")
+        for column in ("step", "reward", *PHASES):
+            table.add_column(column, justify="right")
+        for entry in self.steps:
+            seconds = [f"{self.phase_s(phase, entry['step']):.3f}" for phase in PHASES]
+            table.add_row(str(entry["step"]), f"{entry['reward']:.3f}", *seconds)
+        return table
+
+    def picture(self, path: Path) -> None:
+        """The reward over the steps, held-out prompts before and after, and the best constant answer."""
+        import matplotlib
+
+        matplotlib.use("Agg")  # no display needed
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        steps = [entry["step"] for entry in self.steps]
+        axes.plot(steps, [entry["reward"] for entry in self.steps], label="training prompts")
+        axes.plot([0, steps[-1]], [self.evals[0], self.evals[-1]], "o", label="held-out prompts")
+        axes.axhline(self.run["best_constant"], linestyle=":", color="gray", label="best constant answer")
+        axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=self._title())
+        axes.legend(loc="center right")
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+
+    def _title(self) -> str:
+        return f"GRPO on {self.run['nodes']} nodes, {self.run['ranks']} ranks, {self.run['engines']} vLLM engines"
+
+    def write(self) -> dict:
+        """Write `summary.json` and `reward.png`; returns the summary."""
+        summary = self.summary()
+        self.picture(self.folder / "reward.png")
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        return summary
+
+
+def rounded(value):
+    """Four digits behind the point are more than any of these figures is good for."""
+    if isinstance(value, dict):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return round(value, 4) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    report = Report(Path(sys.argv[1]))
+    Console().print(report.table())
+    print(json.dumps(report.write(), indent=2))

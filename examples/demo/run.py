@@ -1,0 +1,213 @@
+"""`make demo`: two nodes on this machine, two ranks and one vLLM engine each, learn a small task with GRPO.
+
+Each node is a real `accelerate launch` of `train.py` with `accelerate_configs/2node_cpu.yaml`. Both end when one
+fails, when the time is up, and when this process is stopped.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from report import Report
+from rich.console import Console
+
+from trl_multinode.testing.launch_files import fresh_environment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+NUM_NODES = 2
+DOWNLOAD_MB = 0  # model, tokenizer and prompts are made on the spot, and the run needs no network
+INSTALL_MB = 950  # the locked packages, once: the environment's size compressed like a wheel; 3.8 GB unpacked
+EXPECTED_MINUTES = 4  # measured on 2 cores; about 2 of them are imports and the start of two engines
+TIMEOUT_S = 900.0
+PROGRESS_EVERY_S = 10.0
+POLL_S = 0.2
+GRACE_S = 20.0  # ranks tell each other why they end, and end their engines, within this
+TAIL_LINES = 25
+LEARNED = 0.3  # least gain of the mean reward
+UNLEARNED = 0.1  # greatest change without weight sync
+CONSTANT = 0.2  # what no constant answer may reach
+
+
+class DemoError(RuntimeError):
+    """A node failed, or the time was up; the message holds the ends of the logs."""
+
+
+class Launch:
+    """The two `accelerate launch` processes. Leaving the context ends them and everything they started.
+
+    Args:
+        folder (`Path`):
+            `output_dir` of the run, and `node<k>.log`.
+        arguments (`list[str]`):
+            For `train.py`.
+    """
+
+    def __init__(self, folder: Path, arguments: list[str]):
+        self.folder = folder
+        self._processes: set[psutil.Process] = set()  # all that the launchers were seen to have started
+        self._launchers: list[subprocess.Popen] = []
+        self._arguments = arguments
+
+    def __enter__(self) -> "Launch":
+        port = str(free_port())
+        for node in range(NUM_NODES):
+            self._launchers.append(self._start(node, port))
+        return self
+
+    def _start(self, node: int, port: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
+        command += [str(REPOSITORY / "accelerate_configs" / "2node_cpu.yaml"), "--machine_rank", str(node)]
+        command += ["--main_process_port", port, str(REPOSITORY / "examples" / "demo" / "train.py")]
+        cpu = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with open(self.folder / f"node{node}.log", "wb") as log:
+            return subprocess.Popen(
+                command + self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env={**fresh_environment(), **cpu, "GLOO_SOCKET_IFNAME": "lo"}, start_new_session=True,
+            )  # fmt: skip
+
+    def wait(self, timeout_s: float) -> None:
+        """Until both have ended well, with a line of progress every 10 s.
+
+        Raises:
+            `DemoError`: one failed, or the time was up.
+        """
+        start = said = time.monotonic()
+        while None in (codes := [launcher.poll() for launcher in self._launchers]) and not any(codes):
+            now = time.monotonic()
+            if now - start > timeout_s:
+                raise DemoError(f"The demo did not end within {timeout_s:.0f} s.\n{self._tails()}")
+            if now - said >= PROGRESS_EVERY_S:
+                said = now
+                self._look()
+                print(f"[demo] {now - start:4.0f} s: {self._progress()}", flush=True)
+            time.sleep(POLL_S)
+        if any(codes):
+            self._wait_for_launchers()  # every rank says why it ends; then the logs are complete
+            raise DemoError(f"Node {[bool(code) for code in codes].index(True)} failed.\n{self._tails()}")
+
+    def _progress(self) -> str:
+        """Rank 0's last step, or what node 0 last said while it starts."""
+        entries = [json.loads(line) for line in tail(self.folder / "history.jsonl", 1) if line.endswith("}")]
+        if entries:
+            reward = entries[0].get("reward", entries[0].get("eval_reward"))
+            return f"step {entries[0]['step']}" + ("" if reward is None else f", reward {reward:.2f}")
+        ours = [line for line in tail(self.folder / "node0.log", 200) if line.startswith("[trl_multinode]")]
+        return ours[-1] if ours else "the four ranks are importing their libraries"
+
+    def _tails(self) -> str:
+        """The line in which the ranks agreed why they end, if they did, and the ends of all logs."""
+        logs = [self.folder / f"node{node}.log" for node in range(NUM_NODES)]
+        causes = {line for log in logs for line in tail(log, 500) if line.startswith("[trl_multinode] the run failed")}
+        logs += sorted((self.folder / "logs").glob("node*/engine*.log"))
+        ends = [f"--- end of {log}\n" + "\n".join(tail(log, TAIL_LINES)) for log in logs]
+        return "\n".join([*causes, *ends])
+
+    # ---- end --------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Remember every process below the launchers: a rank is in a session of its own, and so is an engine."""
+        for launcher in self._launchers:
+            with suppress(psutil.NoSuchProcess):
+                self._processes.update(psutil.Process(launcher.pid).children(recursive=True))
+
+    def _wait_for_launchers(self) -> bool:
+        """Whether all have ended within the grace period."""
+        deadline = time.monotonic() + GRACE_S
+        while None in [launcher.poll() for launcher in self._launchers]:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _end(self) -> None:
+        """SIGTERM to the launchers, which pass it on; after the grace period SIGKILL to all that is left."""
+        self._look()
+        for launcher in self._launchers:
+            if launcher.poll() is None:
+                launcher.terminate()
+        self._wait_for_launchers()
+        _, left = psutil.wait_procs(self._processes, timeout=GRACE_S)
+        for process in [*left, *self._launchers]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()  # a no-op for a launcher that has ended
+        self._wait_for_launchers()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def tail(path: Path, lines: int) -> list[str]:
+    """The last lines of a file; none if it is not there yet."""
+    return path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
+
+
+def verdict(summary: dict, report: Report, synced: bool) -> tuple[bool, str]:
+    """Whether the run shows what it is for, and the figures that say so."""
+    gain = summary["reward_last"] - summary["reward_first"]
+    held_out = summary["reward_held_out"] - report.evals[0]
+    figures = (
+        f"reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f} (first and last fifth of the steps), "
+        f"held-out prompts {report.evals[0]:.3f} -> {summary['reward_held_out']:.3f}, "
+        f"best constant answer {report.run['best_constant']:.3f}"
+    )
+    if synced:
+        good = min(gain, held_out) >= LEARNED and report.run["best_constant"] < CONSTANT
+        return good, f"{'learned' if good else f'NOT LEARNED (a gain of {LEARNED} was expected)'}: {figures}"
+    good = max(abs(gain), abs(held_out)) <= UNLEARNED
+    return good, f"without weight sync {'nothing is learned' if good else 'the reward CHANGED'}: {figures}"
+
+
+def show(folder: Path, wall_s: float, synced: bool) -> bool:
+    """Table, picture, summary; whether the run did what it should."""
+    report = Report(folder, wall_s)
+    summary = report.write()
+    Console(width=100).print(report.table())
+    good, line = verdict(summary, report, synced)
+    print(f"[demo] {line}")
+    print(f"[demo] {wall_s / 60:.1f} minutes; {folder / 'summary.json'}, {folder / 'reward.png'}")
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
+    options = parser.parse_args()
+    print(f"[demo] download: {DOWNLOAD_MB} MB; model, tokenizer and prompts are made on the spot", flush=True)
+    print(f"[demo] (installing the locked packages downloads about {INSTALL_MB} MB, once)", flush=True)
+    print(f"[demo] expected: about {EXPECTED_MINUTES} minutes on 2 cores", flush=True)
+    shutil.rmtree(options.output_dir, ignore_errors=True)
+    options.output_dir.mkdir(parents=True)
+    arguments = [f"--output_dir={options.output_dir}", f"--steps={options.steps}", f"--seed={options.seed}"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the context below is left in good order
+    start = time.monotonic()
+    try:
+        with Launch(options.output_dir, arguments + ["--no-sync"] * options.no_sync) as launch:
+            launch.wait(options.timeout)
+    except DemoError as error:
+        print(f"[demo] {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0 if show(options.output_dir, time.monotonic() - start, synced=not options.no_sync) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
