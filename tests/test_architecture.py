@@ -20,33 +20,46 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 # From top to bottom: a module may import what stands in its row, and only rows further down can stand there.
 ARROWS = {
-    "testing.engines": {"faults", "engine", "engine_process", "errors", "host", "protocol", "weight_source",
-                        "weight_sync", "testing.models"},
+    "testing.engines": {"engine", "engine_process", "engine_settings", "faults", "protocol", "weight_source",
+                        "weight_sync", "testing.faults", "testing.models"},
     "testing.fake_engine": {"faults", "engine_main", "engine_server", "protocol"},
     "testing.nodes": {"testing.launch_files", "testing.namespaces"},
+    "testing.faults": {"faults"},
+    "testing.hub": set(),
     "testing.models": set(),
     "testing.launch_files": set(),
     "testing.namespaces": set(),
     "testing.__init__": set(),
-    "check": set(),  # of a launch that has not begun: accelerate's code, none of ours
+    # Of a launch that has not begun: accelerate's code, and none of ours from outside the folder
+    "check.__main__": {"check.report"},
+    "check.__init__": {"check.launch", "check.report"},
+    "check.report": {"check.launch", "check.reading", "check.rules", "check.rules_batch", "check.rules_keys"},
+    "check.rules": {"check.launch", "check.reading"},
+    "check.rules_keys": {"check.launch", "check.reading"},
+    "check.rules_batch": {"check.launch"},
+    "check.reading": {"check.launch"},
+    "check.launch": set(),
     "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
-    "trainer": {"config", "errors", "generation", "host", "monitor", "reporting", "text_logging", "weight_source"},
+    "trainer": {"config", "errors", "generation", "host", "monitor", "reporting", "text_logging"},
     "reporting": {"config", "phases", "weight_sync"},
     "generation": {"config", "engine", "errors", "protocol", "weight_sync"},
     "monitor": {"config", "errors", "probe"},
     "text_logging": set(),
-    "host": {"config", "engine", "engine_process", "errors", "faults", "phases", "probe", "protocol", "topology",
-             "watch", "weight_source", "weight_sync"},
+    "host": {"blackboard", "config", "engine", "engine_process", "engine_settings", "errors", "faults", "peft_source",
+             "phases", "probe", "protocol", "topology", "watch", "weight_source", "weight_sync"},
+    "engine_settings": {"config", "errors", "faults", "topology"},
     "probe": {"engine", "errors", "topology"},
     "weight_sync": {"engine", "errors", "protocol", "weight_source"},
-    "weight_source": {"errors", "protocol"},
+    "peft_source": {"errors", "weight_source"},
+    "weight_source": {"protocol"},
     "engine": {"errors", "protocol"},
-    "engine_process": {"engine_server", "errors", "supervisor"},
+    "engine_process": {"engine_server", "errors", "protocol", "supervisor"},
     "engine_main": {"engine_plugin", "engine_server", "protocol", "supervisor"},
     "engine_server": {"protocol"},
     "engine_worker": {"faults"},
     "engine_plugin": set(),
-    "watch": {"errors", "topology"},
+    "watch": {"blackboard", "errors", "topology"},
+    "blackboard": {"topology"},
     "config": {"errors"},
     "topology": {"errors"},
     "protocol": {"errors"},
@@ -60,10 +73,11 @@ ARROWS = {
 LIBRARIES = {
     "trl": {"config": "", "trainer": "", "__init__": "lazily"},
     "transformers": {"trainer": "", "testing.models": "", "testing.fake_engine": ""},
-    "accelerate": {"check": ""},  # everywhere else it is TRL's accelerator
+    "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
     "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
     "deepspeed": {"weight_source": "lazily"},
-    "torch.distributed": {"watch": "", "text_logging": "", "check": ""},  # `check`: torchrun's parser
+    "peft": {"peft_source": "lazily"},
+    "torch.distributed": {"blackboard": "", "watch": "", "text_logging": "", "check.reading": ""},  # torchrun's parser
 }
 COLLECTIVES = {
     "text_logging": {"gather_object"},
@@ -117,8 +131,11 @@ def own_module(name: str) -> str | None:
     if parts[0] != "trl_multinode":
         return None
     for end in (3, 2):
-        if (found := ".".join(parts[1:end])) in MODULES:
+        found = ".".join(parts[1:end])
+        if found in MODULES:
             return found
+        if (folder := f"{found}.__init__") in MODULES:
+            return folder
     return "__init__"
 
 

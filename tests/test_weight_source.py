@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_multinode.errors import ConfigurationError, WeightSyncError
+from trl_multinode.errors import WeightSyncError
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weight_source import (
     ALIGNMENT,
@@ -95,13 +95,6 @@ def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
         assert [tuple(tensor.shape) for tensor in tensors] == [meta.shape for meta in bucket]
         assert tensors[-1].data_ptr() == model.embed.weight.data_ptr()  # no copy where nothing is sharded
         assert tensors[-1].dtype == torch.float32 and not tensors[-1].requires_grad
-
-
-def test_a_peft_model_is_refused_with_the_cure():
-    module = Router()
-    module.peft_config = {"default": None}
-    with pytest.raises(ConfigurationError, match="merge them into the model first"):
-        ModuleSource(module, torch.float32)
 
 
 # ---- buckets

@@ -17,9 +17,8 @@ VLLM_RANGE = ((0, 28), (0, 32))  # weight transfer has today's shape from 0.28; 
 CPU_KV_CACHE_BYTES = 256 << 20
 # Eager, and no torch.compile for the first request (17 s)
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
-WINDOW_SHARE = (
-    4  # with several engines a rank keeps three quarters of its rows back, for the engine that is free first
-)
+# With several engines a rank keeps three quarters of its rows back, for the engine that is free first
+WINDOW_SHARE = 4
 # The test kit finds its processes by a marker in their environment, which vLLM's titles would overwrite
 TEST_VARIABLES = (faults.VARIABLE, "TRL_MULTINODE_TEST_MARKER", "SPT_NOENV")
 

@@ -17,13 +17,14 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Any
-
-from torch.distributed import Store
+from typing import TYPE_CHECKING, Any
 
 from .blackboard import GRACE_S, STORE_TIMEOUT_S, Blackboard, store_gone
 from .errors import EngineDiedError, PeerFailureError
 from .topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 POLL_S = 0.5  # so a failure reaches every rank within about a second
 SYMPTOM_DELAY_S = 1.0  # a symptom (end of file, SIGTERM) is reported so much later than a cause (a process ended)
@@ -177,7 +178,7 @@ class Watch:
         launcher = os.getppid()
         self.add_process(launcher, lambda: f"the launcher of node {self.topology.node} (pid {launcher}) ended")
 
-    def watch_local_ranks(self, store: Store) -> None:
+    def watch_local_ranks(self, store: "Store") -> None:
         """Exchange pids with the ranks of this node and watch them: a SIGKILLed rank cannot report itself."""
         store.set(f"pid/{self.topology.rank}", str(os.getpid()))
         for rank in self.topology.local_ranks:

@@ -1,6 +1,6 @@
 """What a weight sync sends: which tensors, in which buckets, and how a bucket is gathered from the trainer's shards.
 
-One of the two files that may call collectives. DeepSpeed is imported inside functions only.
+`gathered` is a collective, one of few: `tests/test_architecture.py` lists them.
 """
 
 from abc import ABC, abstractmethod

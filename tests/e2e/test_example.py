@@ -2,12 +2,14 @@
 
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,7 +134,6 @@ def test_it_reaches_the_last_step_with_the_history_of_both_launches(run):
 
 def test_it_goes_on_from_the_weights_of_the_checkpoint(run):
     """Adam moves a weight by about the learning rate: 1 + 3/4 of it in steps 1 and 2, 1/2 + 1/4 in steps 3 and 4."""
-    print(weights_moved(run, "model", "run/checkpoint-2"), weights_moved(run, "run/checkpoint-2", "run"))
     assert weights_moved(run, "model", "run/checkpoint-2") > 1.3 * LEARNING_RATE
     assert 0 < weights_moved(run, "run/checkpoint-2", "run") < LEARNING_RATE
 
@@ -163,7 +164,20 @@ def test_from_pretrained_gets_the_model_from_the_hub(run):
 def test_nothing_of_this_machine_is_pushed(run):
     files = run["hub"].repos["tester/run"]
     assert str(run["folder"]) not in files["README.md"].decode()
-    assert not [path for path in files if path.startswith(("checkpoint-", "logs/", "phases/"))]
+    assert not [path for path in files if path.startswith("checkpoint-")]
+
+
+def test_nodes_that_see_different_checkpoints_are_told_how_to_agree(tmp_path):
+    """Rank 1 is asked by a stand-in: it has the checkpoint of step 7, and rank 0 has none."""
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "trainer_state.json").touch()
+    accelerator = SimpleNamespace(print=print, device="cpu", gather=lambda mine: torch.cat([torch.tensor([-1]), mine]))
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(output_dir=tmp_path), accelerator=accelerator, is_deepspeed_enabled=False
+    )
+    example = runpy.run_path(str(EXAMPLE))
+    with pytest.raises(ValueError, match=r"differs: step \[-1, 7\] by rank.*save_on_each_node"):
+        example["last_complete_checkpoint"](trainer)
 
 
 def test_an_unknown_argument_is_an_error_that_names_the_nearest_known_one():

@@ -1,0 +1,171 @@
+"""GRPO on many nodes: model, dataset and rewards from the command line. The same command on every node, K = 0 to 3:
+
+    accelerate launch --config_file accelerate_configs/4node.yaml --machine_rank K --main_process_ip HOST0 \
+        examples/grpo.py --model_name_or_path Qwen/Qwen3-4B --dataset_name trl-lib/DeepMath-103K \
+        --reward_funcs accuracy_reward think_format_reward --output_dir outputs/qwen3-4b-math --push_to_hub
+
+Launched again, unchanged, it goes on from the last complete checkpoint of `output_dir`. It takes every field of TRL's
+`ScriptArguments`, `GRPOConfig` and `ModelConfig`, on the command line or in a YAML file (`--config FILE`).
+"""
+
+import difflib
+import os
+import sys
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from datasets import DatasetDict, load_dataset, load_from_disk
+from transformers.trainer_utils import sort_checkpoints
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
+
+from trl_multinode import GRPOConfig, GRPOTrainer
+
+REWARDS = {reward.__name__: reward for reward in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)}
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass(kw_only=True)
+class GRPOScriptArguments(ScriptArguments):
+    dataset_name: str = field(
+        metadata={"help": "Name on the Hub, a .json, .jsonl or .parquet file, or the folder of a saved dataset."}
+    )
+    reward_funcs: list[str] = field(
+        metadata={"help": f"Any of {', '.join(REWARDS)}, and `module.path:function` for one of your own."}
+    )
+    prompt_column: str | None = field(
+        default=None,
+        metadata={"help": "Column whose text becomes the user's message. Default: `prompt`, taken as it is."},
+    )
+
+
+class StrictParser(TrlParser):
+    """Unknown arguments, of the command line or of a config file, are errors that name the nearest known one."""
+
+    def __init__(self, *args, **kwargs):
+        # Otherwise argparse takes `--learning_rat` as an abbreviation, and `--num_gen` is whatever is added next
+        super().__init__(*args, **kwargs, allow_abbrev=False)
+
+    def parse_known_args(self, args=None, namespace=None):
+        namespace, unknown = super().parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return namespace, unknown
+
+    def set_defaults_with_config(self, **config):
+        unknown = super().set_defaults_with_config(**config)
+        self._refuse(unknown)
+        return unknown
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}\n")  # without argparse's usage, which has hundreds of lines
+
+    def _refuse(self, unknown: list[str]) -> None:
+        names = [text.split("=")[0] for text in unknown if text.startswith("-")] or unknown
+        for name in names:
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            self.error(f"{name} is unknown, " + (f"did you mean {near[0]}?" if near else "--help lists what there is"))
+
+
+def load_reward(name: str):
+    """A function of `REWARDS`, or one of your own, found like any module from here or from `PYTHONPATH`."""
+    if name in REWARDS:
+        return REWARDS[name]
+    module, _, function = name.partition(":")
+    if not function:
+        raise ValueError(f"The reward {name!r} is not one of {sorted(REWARDS)}, nor `module.path:function`.")
+    sys.path.append(os.getcwd())
+    return getattr(import_module(module), function)
+
+
+def load_splits(args: GRPOScriptArguments) -> DatasetDict:
+    """All splits. A file, or a dataset that was saved without splits, is the training split."""
+    path = Path(args.dataset_name)
+    if path.suffix in FILE_FORMATS:
+        files = {args.dataset_train_split: args.dataset_name}
+        return load_dataset(FILE_FORMATS[path.suffix], data_files=files, streaming=args.dataset_streaming)
+    if (path / "dataset_dict.json").is_file():
+        return load_from_disk(path)
+    if (path / "state.json").is_file():
+        return DatasetDict({args.dataset_train_split: load_from_disk(path)})
+    return load_dataset(args.dataset_name, name=args.dataset_config, streaming=args.dataset_streaming)
+
+
+def with_prompts(dataset, column: str | None):
+    """TRL wants a column `prompt`; its rewards want conversations, so text from another column becomes one."""
+    needed, columns = column or "prompt", dataset.column_names
+    if columns and needed not in columns:
+        raise ValueError(f"The dataset has no column {needed!r} but {columns}: choose one with `--prompt_column`.")
+    if column is None:
+        return dataset
+    return dataset.map(lambda row: {"prompt": [{"role": "user", "content": row[column]}]})
+
+
+def missing_part(checkpoint: Path, deepspeed: bool) -> str | None:
+    """What a run that was stopped while it saved did not get to: `latest` and the trainer's state come last."""
+    latest = checkpoint / "latest"
+    if deepspeed and not latest.is_file():
+        return latest.name
+    if deepspeed and not (checkpoint / latest.read_text().strip()).is_dir():
+        return latest.read_text().strip()
+    return None if (checkpoint / "trainer_state.json").is_file() else "trainer_state.json"
+
+
+def last_complete_checkpoint(trainer: GRPOTrainer) -> str | None:
+    """The newest complete checkpoint that this node sees in `output_dir`; all ranks must see the same one.
+
+    Raises:
+        `ValueError`: on every rank, if nodes see different ones.
+    """
+    found = None
+    for path in reversed(sort_checkpoints(trainer.args.output_dir)):
+        missing = missing_part(Path(path), trainer.is_deepspeed_enabled)
+        if missing is None:
+            found = path
+            break
+        trainer.accelerator.print(f"[grpo] skipping {path}: it is incomplete, {missing} is missing")
+    step = int(found.rpartition("-")[2]) if found else -1
+    steps = trainer.accelerator.gather(torch.tensor([step], device=trainer.accelerator.device)).tolist()
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"The last complete checkpoint in {trainer.args.output_dir} differs: step {steps} by rank (-1: none). Use "
+            "an `output_dir` that all nodes share, or `--save_on_each_node`, or say `--resume_from_checkpoint PATH`."
+        )
+    trainer.accelerator.print(f"[grpo] resuming from {found}" if found else "[grpo] no checkpoint, starting anew")
+    return found
+
+
+def main() -> None:
+    parser = StrictParser((GRPOScriptArguments, GRPOConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    if model_args.model_name_or_path is None:
+        parser.error("--model_name_or_path is missing")
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    rewards = [load_reward(name) for name in script_args.reward_funcs]
+    splits, column = load_splits(script_args), script_args.prompt_column
+    test_split = script_args.dataset_test_split if training_args.eval_strategy != "no" else None
+    trainer = GRPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=rewards,
+        args=training_args,
+        train_dataset=with_prompts(splits[script_args.dataset_train_split], column),
+        eval_dataset=with_prompts(splits[test_split], column) if test_split else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or last_complete_checkpoint(trainer))
+    trainer.save_model()  # every rank: ZeRO-3 gathers the weights
+    if training_args.push_to_hub:
+        is_local = Path(script_args.dataset_name).exists()  # its path is nothing for a model card
+        trainer.push_to_hub(dataset_name=None if is_local else script_args.dataset_name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""`python -m trl_multinode.check`: the shipped configs pass it, flags win over a file, and it runs alone."""
+
+import re
+import subprocess
+import sys
+
+import check_kit
+import pytest
+from check_kit import CONFIGS, ROOT, launched, only_problem
+
+from trl_multinode.check import main
+
+NODES = {"1node": 1, "2node": 2, "4node": 4, "8node": 8}
+quiet_machine, write = check_kit.quiet_machine, check_kit.write
+
+
+# ---- the shipped configs ----
+
+
+@pytest.mark.parametrize("name, nodes", NODES.items())
+def test_shipped_gpu_config_trains_on_seven_gpus_of_every_node_and_leaves_the_last(name, nodes):
+    for node in range(nodes):
+        flags = ["--machine_rank", str(node), "--main_process_ip", "node0"] if nodes > 1 else []
+        launch = launched(CONFIGS / f"{name}.yaml", *flags)
+        assert (launch.num_nodes, launch.started, launch.num_ranks) == (nodes, 7, 7 * nodes)
+        assert launch.args.machine_rank == node
+        assert launch.visible[launch.started :] == ["7"]
+        assert launch.endpoint == ("static, node0:29500" if nodes > 1 else "static, 127.0.0.1:29500")
+        assert launch.launcher == "deepspeed_launcher" and launch.own_launcher is None
+        assert (launch.args.zero_stage, launch.args.mixed_precision) == (3, "bf16")
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+def test_shipped_cpu_config_is_two_nodes_of_two_ranks_on_this_machine(node):
+    launch = launched(CONFIGS / "2node_cpu.yaml", "--machine_rank", node)
+    assert (launch.num_nodes, launch.started, launch.visible) == (2, 2, None)
+    assert launch.endpoint == "static, 127.0.0.1:29500"
+
+
+def test_no_config_is_shipped_without_a_test():
+    assert {path.stem for path in CONFIGS.iterdir()} == {*NODES, "2node_cpu"}
+
+
+@pytest.mark.parametrize("name", [*NODES, "2node_cpu"])
+def test_header_of_a_shipped_config_says_what_to_type_on_each_node(name):
+    header = (CONFIGS / f"{name}.yaml").read_text().partition("\n\n")[0]
+    rank = " --machine_rank K" if name != "1node" else ""
+    assert f"accelerate launch --config_file accelerate_configs/{name}.yaml{rank}" in header
+    assert f"python -m trl_multinode.check accelerate_configs/{name}.yaml{rank}" in header
+
+
+@pytest.mark.parametrize("name", ["2node", "4node", "8node", "2node_cpu"])
+def test_forgotten_rank_is_an_error_with_every_shipped_config_of_several_nodes(name):
+    problem = only_problem(str(CONFIGS / f"{name}.yaml"), "--main_process_ip", "node0")
+    assert "`machine_rank` is missing" in problem.what and "--machine_rank K" in problem.cure
+
+
+@pytest.mark.parametrize("total, reserved", [(24, ["6", "7"]), (16, ["4", "5", "6", "7"])])
+def test_other_splits_are_a_change_of_num_processes_only(total, reserved):
+    flags = ["--machine_rank", "1", "--main_process_ip", "node0", "--num_processes", str(total)]
+    launch = launched(CONFIGS / "4node.yaml", *flags)
+    assert launch.visible[launch.started :] == reserved
+
+
+# ---- file and flags ----
+
+
+def test_flags_win_over_the_file(write):
+    path = write(num_processes=15, machine_rank=0, rdzv_backend="c10d")
+    launch = launched(path, "--num-processes", "12", "--machine_rank=1", "--rdzv_backend", "c10d")
+    assert (launch.started, launch.args.machine_rank, launch.endpoint) == (6, 1, "c10d, node0:29500")
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])
+def test_other_strategies_run_under_torchrun_too(write, kind):
+    launch = launched(write(distributed_type=kind, deepspeed_config=None))
+    assert (launch.launcher, launch.started, launch.endpoint) == ("multi_gpu_launcher", 7, "static, node0:29500")
+
+
+def test_shell_that_hides_the_reserved_gpu(write, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
+    problem = only_problem(write())
+    assert "CUDA_VISIBLE_DEVICES of this shell hides" in problem.what and "unset" in problem.cure
+
+
+def test_gpu_ids_that_leave_one_for_the_engine_are_fine(write):
+    assert launched(write(num_processes=6, gpu_ids="4,5,6,7")).visible[3:] == ["7"]
+
+
+# ---- the command ----
+
+
+def test_command_prints_what_runs_and_succeeds(capsys):
+    argv = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]
+    assert main([*argv, "examples/grpo.py", "--max_steps", "5", "--per-device-train-batch-size", "4"]) == 0
+    rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", capsys.readouterr().out))
+    assert rows == {
+        "nodes": "4",
+        "processes per node": "7: here ranks 14 to 20 of 28",
+        "training devices": "GPU 0, 1, 2, 3, 4, 5, 6",
+        "reserved devices": "GPU 7",
+        "launcher": "torchrun, DeepSpeed ZeRO-3, mixed precision bf16",
+        "rendezvous": "static, node0:29500",
+        "world batch": "112 completions: 14 prompts x 8 generations",
+    }
+
+
+def test_command_says_what_may_surprise(capsys, write):
+    assert main([str(CONFIGS / "2node_cpu.yaml"), "--machine_rank", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "the script needs its own `--use_cpu true`" in out and "must be this one machine" in out
+    assert main([write()]) == 0
+    assert "`machine_rank` 1 is the file's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, "", "a: [", "- 1"])
+def test_unreadable_file_is_one_problem(tmp_path, capsys, content):
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_text(content)
+    assert main([str(path)]) == 1
+    assert f"cannot read `{path}`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--machine_rnk", "1"], "did you mean --machine_rank?"),
+        (["--num_processes", "many"], "invalid int value: 'many'"),
+        (["--config_file", "other.yaml"], "two config files"),
+        (["--num_generations", "0"], "got 0, expected a number from 1"),
+    ],
+)
+def test_unreadable_command_line_exits_with_2(write, capsys, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        main([write(), *flags])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_module_runs_as_a_command_without_loading_the_libraries_it_checks_for():
+    command = [sys.executable, "-X", "importtime", "-m", "trl_multinode.check", CONFIGS / "2node.yaml"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1, run.stderr
+    assert "`machine_rank` is missing" in run.stdout and "cure: pass `--machine_rank K`" in run.stdout
+    imported = set(re.findall(r"\| +(\w+)$", run.stderr, re.MULTILINE))
+    assert "accelerate" in imported
+    assert not imported & {"vllm", "trl", "transformers", "deepspeed"}

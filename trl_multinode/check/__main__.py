@@ -1,0 +1,8 @@
+"""The command: `python -m trl_multinode.check FILE`."""
+
+import sys
+
+from .report import main
+
+if __name__ == "__main__":
+    sys.exit(main())

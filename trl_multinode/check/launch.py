@@ -1,0 +1,62 @@
+"""What is known of a launch: one node's share of it, the script's batch, and what is wrong."""
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A launch that would fail, or do something else than its file says, and the cure."""
+
+    what: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Batch arguments of the script, with the defaults of TRL and transformers."""
+
+    num_generations: int = 8
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    def world(self, num_ranks: int) -> int:
+        """Completions that all ranks generate at once."""
+        return self.generation_batch_size or self.per_device_train_batch_size * num_ranks * self.steps
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One node's share of a launch, as accelerate understood file and flags."""
+
+    args: argparse.Namespace  # merged with the file, prepared for torchrun
+    file: dict[str, Any]  # without what accelerate would stop at
+    launcher: str  # accelerate's launcher function
+    num_nodes: int
+    ranks_per_node: int  # floored, as accelerate does
+    started: int  # processes that really start on this node
+    visible: list[str] | None  # GPUs that they see, by the node's numbers; `None` on CPU
+    port: int | None  # as asked for, before accelerate chooses one
+    endpoint: str | None = None  # rendezvous backend, host and port; `None` without torchrun
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all nodes, as the file means them."""
+        return self.ranks_per_node * self.num_nodes
+
+    @property
+    def own_launcher(self) -> str | None:
+        """DeepSpeed's launcher, where that runs in place of torchrun."""
+        name = self.args.deepspeed_multinode_launcher
+        return name if self.args.use_deepspeed and self.num_nodes > 1 and name != "standard" else None
+
+    @property
+    def rank_in_file(self) -> bool:
+        return self.file.get("machine_rank") is not None and "machine_rank" not in self.args.nondefault

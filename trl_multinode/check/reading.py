@@ -1,0 +1,155 @@
+"""Reads file and flags with accelerate's own code, its launchers replaced."""
+
+import argparse
+import difflib
+import os
+import tempfile
+from collections.abc import Iterable
+from typing import Any
+from unittest import mock
+
+import torch.distributed.run as torchrun
+import yaml
+from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils import _filter_args, prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+from .launch import Launch, Problem
+
+# Accelerate's launchers that end in torchrun, each with what it does to the arguments first.
+PREPARE = {"deepspeed_launcher": prepare_deepspeed_cmd_env, "multi_gpu_launcher": prepare_multi_gpu_env}
+# What the config loader takes: its fields, and two older spellings that it converts.
+FILE_KEYS = {*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend"}
+
+
+def _launch_parser() -> argparse.ArgumentParser:
+    parser = accelerate_launch.launch_command_parser()
+    parser.prog = "python -m trl_multinode.check"
+    parser.usage = "%(prog)s FILE [flags of accelerate launch]"  # accelerate's own is a hundred lines
+    return parser
+
+
+def flag_names() -> set[str]:
+    return set(vars(_launch_parser().parse_args(["script"])))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def parse_flags(path: str, flags: list[str]) -> argparse.Namespace:
+    """Parses flags with the parser of `accelerate launch`. A script and its arguments may follow them.
+
+    Raises:
+        `SystemExit`: with status 2, for a flag that `accelerate launch` does not know.
+    """
+    parser = _launch_parser()
+    args, unknown = parser.parse_known_args(["--config_file", path, *flags, "script"])
+    if unknown:
+        hint = did_you_mean(unknown[0], [f"--{name}" for name in vars(args)])
+        parser.error(f"`accelerate launch` has no flag {unknown[0]}{hint}")
+    if args.config_file != path:
+        parser.error(f"two config files (got {path} and {args.config_file}): give one, without --config_file")
+    return args
+
+
+def read_file(path: str) -> tuple[dict[str, Any], list[Problem]]:
+    """Reads a config file and mends what accelerate would stop at, so that the other rules still see the rest.
+
+    Returns:
+        `tuple[dict[str, Any], list[Problem]]`: the mended file, and a problem for every mend.
+
+    Raises:
+        `OSError`, `yaml.YAMLError`: the file cannot be read.
+        `ValueError`: it holds no keys.
+    """
+    with open(path, encoding="utf-8") as stream:
+        file = yaml.safe_load(stream)
+    if not isinstance(file, dict):
+        raise ValueError("it holds no keys")
+    problems = [_unknown_key(key, file.pop(key)) for key in sorted(file.keys() - FILE_KEYS, key=str)]
+    # Else a bare Python error of accelerate: 'int' object has no attribute 'split'.
+    for key, example in {"gpu_ids": "all", "mixed_precision": '"no"'}.items():
+        if not isinstance(file.get(key), str | None):
+            what = f"accelerate stops at `{key}` (got YAML's {file[key]!r}, expected a string)"
+            problems.append(Problem(what, f"write `{key}: {example}`, a number or a bare no in quotes"))
+            file[key] = example.strip('"')
+    return file, problems
+
+
+def _unknown_key(key: str, value: Any) -> Problem:
+    cure = "delete it" + did_you_mean(key, FILE_KEYS)
+    if key in flag_names():  # `max_restarts` is a flag only; `zero_stage` may also stand in its section
+        cure = f"pass `--{key}` on the command line, or move it into its section (`deepspeed_config:`)"
+    return Problem(f"accelerate rejects a file with the key `{key}` (got {value!r})", cure)
+
+
+def merge(args: argparse.Namespace) -> str:
+    """Merges the config file into `args`, in place, by `accelerate launch`'s own code.
+
+    Returns:
+        `str`: name of the launcher that accelerate would have called.
+    """
+    called: list[str] = []
+    names = [name for name in vars(accelerate_launch) if name.endswith("_launcher")]
+    fakes: dict[str, Any] = {name: lambda *_, name=name: called.append(name) for name in names}
+    # For `--mixed_precision bf16` accelerate asks the GPU, and this may be a login node.
+    fakes["is_bf16_available"] = lambda *_: True
+    fakes["logger"] = mock.Mock()  # logs default thread counts
+    with mock.patch.multiple(accelerate_launch, **fakes):
+        accelerate_launch.launch_command(args)
+    return called[0]
+
+
+def plan(path: str, flags: list[str], gpus_per_node: int) -> tuple[Launch | None, list[Problem]]:
+    """Works out what `accelerate launch --config_file path *flags` would run on this node.
+
+    Returns:
+        `tuple[Launch | None, list[Problem]]`: `None` where accelerate itself stops, and the problems so far.
+
+    Raises:
+        `SystemExit`: with status 2, see [`parse_flags`].
+    """
+    try:
+        file, problems = read_file(path)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return None, [Problem(f"cannot read `{path}` ({error})", "give accelerate's config file, before all flags")]
+    args = parse_flags(path, flags)
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as mended:
+            yaml.safe_dump(file, mended)
+            mended.flush()
+            args.config_file = mended.name if problems else path
+            launcher = merge(args)
+        launch = _launch(args, file, launcher, gpus_per_node)
+    except Exception as error:  # its checks raise ValueError, AssertionError, AttributeError, TypeError and more
+        what = f"accelerate refuses this launch ({type(error).__name__}: {error})"
+        return None, [*problems, Problem(what, "follow that sentence; the other rules could not be looked at")]
+    return launch, problems
+
+
+def _launch(args: argparse.Namespace, file: dict[str, Any], launcher: str, gpus_per_node: int) -> Launch:
+    args.machine_rank, port = args.machine_rank or 0, args.main_process_port
+    endpoint = _endpoint(args, launcher) if launcher in PREPARE else None
+    nodes = max(1, args.num_machines)
+    ranks = (args.num_processes or 1) // nodes
+    started = 1 if launcher == "simple_launcher" else ranks
+    return Launch(args, file, launcher, nodes, ranks, started, _visible(args, gpus_per_node), port, endpoint)
+
+
+def _endpoint(args: argparse.Namespace, launcher: str) -> str:
+    with mock.patch("accelerate.utils.launch.is_port_in_use", lambda port: False):  # raises; `rank_problems` asks it
+        PREPARE[launcher](args)
+    # What accelerate leaves open torchrun fills in, from its defaults and `PET_*` variables.
+    run = _filter_args(args, torchrun.get_args_parser(), ["--training_script", "script"])
+    return f"{run.rdzv_backend}, {torchrun.get_rdzv_endpoint(run)}"
+
+
+def _visible(args: argparse.Namespace, gpus_per_node: int) -> list[str] | None:
+    if args.cpu or args.use_cpu:
+        return None
+    ids = os.environ.get("CUDA_VISIBLE_DEVICES") if args.gpu_ids == "all" else args.gpu_ids
+    if ids is None:
+        return [str(gpu) for gpu in range(gpus_per_node)]
+    return [gpu.strip() for gpu in ids.split(",") if gpu.strip()]

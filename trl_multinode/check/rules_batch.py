@@ -1,0 +1,57 @@
+"""Rules of the script's batch arguments: the arithmetic of `GRPOConfig`, before any model is loaded."""
+
+from collections.abc import Iterator
+from math import gcd, lcm
+
+from .launch import Batch, Launch, Problem
+
+
+def deepspeed_problems(launch: Launch, batch: Batch) -> Iterator[Problem]:
+    """The file's value is not ours to choose: transformers compares it with the script's, once the model is loaded."""
+    theirs = (launch.file.get("deepspeed_config") or {}).get("gradient_accumulation_steps", "auto")
+    if theirs not in ("auto", batch.gradient_accumulation_steps):
+        what = f"every rank would raise: `gradient_accumulation_steps` is not the script's (got {theirs}, expected"
+        what += f" {batch.gradient_accumulation_steps})"
+        yield Problem(what, "delete it from the file, the trainer fills it in")
+
+
+def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
+    """The arithmetic of `GRPOConfig`: all ranks of all nodes together generate whole groups."""
+    group, rows, world = batch.num_generations, batch.per_device_train_batch_size, batch.world(num_ranks)
+    if group < 2:
+        yield Problem(f"a group of one has no advantage (`num_generations` got {group}, expected 2 or more)", "pass 8")
+        return
+    if batch.generation_batch_size and batch.steps_per_generation:
+        what = f"TRL takes only one of `generation_batch_size` (got {world}) and `steps_per_generation`"
+        yield Problem(f"{what} (got {batch.steps_per_generation})", "leave one of them out")
+    if batch.generation_batch_size and (world % group or world % (rows * num_ranks)):
+        what = f"`generation_batch_size` does not divide (got {world}, expected a multiple of {rows} rows x"
+        what += f" {num_ranks} ranks and of {group} generations)"
+        fits = _multiples(lcm(rows * num_ranks, group), near=world)
+        yield Problem(what, f"with {num_ranks} ranks pass `--generation_batch_size` {fits}")
+    elif world % group:
+        what = f"the world batch does not divide by `num_generations` (got {world} completions = {rows} rows x"
+        what += f" {num_ranks} ranks x {batch.steps} steps, expected a multiple of {group})"
+        yield Problem(what, f"with {num_ranks} ranks pass {_values_that_work(batch, num_ranks)}")
+
+
+def _values_that_work(batch: Batch, num_ranks: int) -> str:
+    """The values nearest to the present ones, for a change of one argument."""
+    group, rows, world = batch.num_generations, batch.per_device_train_batch_size, batch.world(num_ranks)
+    steps_name = "steps_per_generation" if batch.steps_per_generation else "gradient_accumulation_steps"
+    divisors = [size for size in range(2, world + 1) if world % size == 0]
+    nearest = sorted(sorted(divisors, key=lambda size: abs(size - group))[:4])
+    return (
+        f"`--per_device_train_batch_size` {_multiples(group // gcd(group, num_ranks * batch.steps), near=rows)}, "
+        f"or `--{steps_name}` {_multiples(group // gcd(group, num_ranks * rows), near=batch.steps)}, "
+        f"or `--num_generations` {_either(nearest)}"
+    )
+
+
+def _multiples(step: int, near: int) -> str:
+    first = max(1, near // step)
+    return _either([step * (first + i) for i in range(3)])
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(filter(None, [", ".join(map(str, values[:-1])), *map(str, values[-1:])]))

@@ -1,0 +1,57 @@
+"""Rules of the file's keys: each yields those that nothing reads."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .launch import Launch, Problem
+from .reading import did_you_mean, flag_names
+
+# Merged in a way of their own, so that the merged value need not equal the file's.
+MERGED_APART = {"compute_environment", "distributed_type", "mixed_precision", "debug", "fp16", "dynamo_backend"}
+MERGED_APART |= {"main_process_port", "machine_rank"}
+TPU_KEYS = {"tpu_name", "tpu_zone", "command_file", "commands", "tpu_vm", "tpu_env", "main_training_function"}
+
+
+def key_problems(launch: Launch) -> Iterator[Problem]:
+    """Keys of the file that accelerate loads and nothing reads."""
+    for key, value in launch.file.items():
+        if not value or key in launch.args.nondefault or (key, value) == ("main_training_function", "main"):
+            continue
+        effective = getattr(launch.args, key, None)
+        if not _is_read(key, launch):
+            yield Problem(f"nothing reads `{key}` in this launch (got {value!r})", "delete it from the file")
+        elif isinstance(value, dict):
+            yield from _section_problems(key, value)
+        elif key not in MERGED_APART and _plain(effective) != _plain(value):
+            what = f"accelerate ignores `{key}` in a file (got {value!r}, but {effective!r} would run)"
+            yield Problem(what, f"delete it from the file, or pass `--{key}` on the command line")
+
+
+def _is_read(key: str, launch: Launch) -> bool:
+    args = launch.args
+    readers = {
+        "deepspeed_config": args.use_deepspeed,
+        "fsdp_config": args.use_fsdp,
+        "megatron_lm_config": args.use_megatron_lm,
+        "mpirun_config": launch.launcher == "simple_launcher",
+        "fp8_config": args.mixed_precision == "fp8",
+        # `prepare_deepspeed_cmd_env` hands on no ACCELERATE_DYNAMO_* variable; the other launchers do.
+        "dynamo_config": not args.use_deepspeed,
+        "dynamo_backend": not args.use_deepspeed or launch.file[key] == "NO",
+    }
+    return bool(readers.get(key, key not in TPU_KEYS or args.tpu))
+
+
+def _section_problems(section: str, values: dict[str, Any]) -> Iterator[Problem]:
+    """Accelerate sets every key of a section on its arguments; only those that are flags too have a reader."""
+    prefix = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}.get(section, "")
+    known = {*flag_names(), "fsdp_ignored_modules"}
+    for key in values:
+        if prefix + str(key).removeprefix(prefix) not in known:
+            what = f"nothing reads `{key}` under `{section}` (got {values[key]!r})"
+            yield Problem(what, "delete it" + did_you_mean(key, known))
+
+
+def _plain(value: Any) -> str:
+    """To accelerate, `downcast_bf16: 'no'` and `False` are the same."""
+    return {"no": "false", "yes": "true"}.get(str(value).lower(), str(value).lower())
