@@ -199,8 +199,9 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     def ended(pid: int) -> None:
         if pid == spec.owner_pid:
             leave(spec, None, 0)
-        leave(spec, f"vLLM's process {pid} {exit_cause(pid)}", 1)
+        leave(spec, f"{titles[pid]} (pid {pid}) {exit_cause(pid)}", 1)
 
+    titles: dict[int, str] = {}
     watch = PidWatch(ended)
     watch.add(spec.owner_pid)
     loop = asyncio.get_running_loop()
@@ -209,6 +210,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     check_reports(Path(spec.report_folder))
     record_shared_memory(Path(spec.shared_memory_record))
     for process in vllm_processes():
+        titles[process.pid] = " ".join(process.cmdline())[:80]  # vLLM names its processes VLLM::EngineCore and so on
         watch.add(process.pid)
     print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
     await EngineServer(spec, backend).serve()

@@ -46,7 +46,7 @@ ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
     ),
     "vLLM's core killed": (
         lambda nodes: os.kill(vllm_process(nodes, 0, "EngineCore"), signal.SIGKILL),
-        r"engine 0 of node 0 ended: vLLM's process \d+ was killed by SIGKILL.*engine0.log",
+        r"engine 0 of node 0 ended: VLLM::EngineCore \(pid \d+\) (was killed by SIGKILL|ended).*engine0.log",
         set(),
     ),
     "vLLM's worker killed": (

@@ -1,0 +1,115 @@
+"""What is checked before an engine starts, and what an engine is started with."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_multinode import engine_settings
+from trl_multinode.config import MultiNodeGRPOConfig
+from trl_multinode.engine_process import engine_environment
+from trl_multinode.engine_settings import EngineSettings, check_vllm, engine_dtype
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.host import NodeHost
+from trl_multinode.topology import EngineDevices, Topology
+from trl_multinode.trainer import check_dataset
+
+ONE_RESERVED = EngineDevices((("7",),), shared_with_training=False)
+NODE_1 = Topology(rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True)
+
+
+def config(tmp_path, **settings):
+    return MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, **settings)
+
+
+def settings(tmp_path, devices=ONE_RESERVED, dtype=torch.bfloat16, max_num_seqs=32, **fields):
+    return EngineSettings(config(tmp_path, **fields), NODE_1, devices, dtype, {"max_num_seqs": max_num_seqs})
+
+
+def test_a_missing_vllm_is_told_with_the_extra_to_install(monkeypatch):
+    def missing(name):
+        raise engine_settings.PackageNotFoundError(name)
+
+    monkeypatch.setattr(engine_settings, "version", missing)
+    monkeypatch.setattr(engine_settings.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"not installed.*trl-multinode\[gpu\]"):
+        check_vllm()
+
+
+@pytest.mark.parametrize("found", ["0.27.1", "0.32.0"])
+def test_a_vllm_out_of_range_is_told_with_the_range(monkeypatch, found):
+    monkeypatch.setattr(engine_settings, "version", lambda name: found)
+    with pytest.raises(ConfigurationError, match=rf"vLLM {found} .* 0\.28 or later, below 0\.32"):
+        check_vllm()
+
+
+def test_with_tools_the_engines_context_may_not_be_below_the_models(tmp_path):
+    host = SimpleNamespace(args=config(tmp_path, vllm_max_model_length=1024))
+    with pytest.raises(ConfigurationError, match=r"\(1024\) must be at least .* \(4096\)"):
+        NodeHost.check_context(host, 4096)
+    NodeHost.check_context(host, 1024)
+
+
+def test_a_dataset_smaller_than_a_generation_batch_is_refused(tmp_path):
+    args = config(tmp_path, per_device_train_batch_size=8)
+    with pytest.raises(ConfigurationError, match="has 3 rows, one generation batch takes 4 prompts"):
+        check_dataset([1, 2, 3], args)
+    check_dataset([1, 2, 3, 4], args)
+    check_dataset(iter([]), args)  # a stream has no length
+
+
+def test_batches_that_hold_no_whole_groups_are_told_with_ones_that_do(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"divisible by num_generations.*multiple of 8: 8, 16 or 32"):
+        MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=8, per_device_train_batch_size=3)
+
+
+def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(monkeypatch):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "TORCHELASTIC_RUN_ID",
+        "VLLM_API_KEY",
+    ):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    found = engine_environment({"CUDA_VISIBLE_DEVICES": "7"})
+    assert "secret" not in found.values()
+    assert found["VLLM_LOGGING_LEVEL"] == "INFO" and found["CUDA_VISIBLE_DEVICES"] == "7"
+    assert found["VLLM_HOST_IP"] == "127.0.0.1"  # nothing listens beyond the node
+
+
+def test_memory_share_depends_on_who_else_is_on_the_gpu_and_the_users_value_wins(tmp_path):
+    shared = EngineDevices((("0",),), shared_with_training=True)
+    assert settings(tmp_path).arguments(tmp_path, 0)["gpu_memory_utilization"] == 0.9
+    assert settings(tmp_path, shared).arguments(tmp_path, 0)["gpu_memory_utilization"] == 0.3
+    chosen = settings(tmp_path, vllm_gpu_memory_utilization=0.5).arguments(tmp_path, 0)
+    assert chosen["gpu_memory_utilization"] == 0.5
+
+
+def test_rows_in_flight_count_all_ranks_of_the_node(tmp_path):
+    assert settings(tmp_path).arguments(tmp_path, 0)["max_num_seqs"] == 7 * 32
+    two = EngineDevices((("6",), ("7",)), False)
+    assert settings(tmp_path, two).arguments(tmp_path, 0)["max_num_seqs"] == 7 * 16
+    assert settings(tmp_path, two).window == 4
+
+
+def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):
+    two = EngineDevices((("6",), ("7",)), False)
+    made = settings(tmp_path, two, seed=42)
+    assert [made.arguments(tmp_path, index)["seed"] for index in (0, 1)] == [44, 45]
+    assert [made.environment(index)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["6", "7"]
+
+
+def test_engine_kwargs_win_also_as_json(tmp_path):
+    made = settings(tmp_path, engine_kwargs='{"max_num_seqs": 3}')
+    assert made.arguments(tmp_path, 0)["max_num_seqs"] == 3
+
+
+def test_the_engines_type_follows_training_and_can_be_set(tmp_path):
+    model = SimpleNamespace(dtype=torch.float32)
+    assert engine_dtype(config(tmp_path), model) == torch.float32
+    assert engine_dtype(SimpleNamespace(bf16=True, fp16=False), model) == torch.bfloat16
+    assert engine_dtype(config(tmp_path, engine_dtype="float16"), model) == torch.float16
