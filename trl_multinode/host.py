@@ -46,7 +46,7 @@ class NodeHost:
     def __init__(self, args, say: Callable[[str], None] = print):
         self.args = args
         self.topology = Topology.from_environment()
-        folder = Path(args.output_dir)
+        folder = Path(args.output_dir) / "_multinode"  # the underscore keeps it out of pushes to the Hub
         self.phases = Phases(folder / "phases" / f"rank{self.topology.rank}.jsonl")
         self.watch = Watch(self.topology, lambda: self.phases.current)
         self.step: Callable[[], int] = lambda: 0

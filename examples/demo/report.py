@@ -46,7 +46,7 @@ def read_rank(folder: Path, rank: int) -> RankRecord:
     steps = read_lines(folder / "steps" / f"rank{rank}.jsonl")
     spans = [
         Span(step["step"], line["phase"], line["start"], line["seconds"])
-        for line in read_lines(folder / "phases" / f"rank{rank}.jsonl")
+        for line in read_lines(folder / "_multinode" / "phases" / f"rank{rank}.jsonl")
         for step in steps
         if step["begin"] - 1e-3 <= line["start"] <= step["end"]  # starts are rounded to a millisecond
     ]

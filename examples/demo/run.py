@@ -106,7 +106,7 @@ class Launch:
         """The line in which the ranks agreed why they end, if they did, and the ends of all logs."""
         logs = [self.folder / f"node{node}.log" for node in range(NUM_NODES)]
         causes = {line for log in logs for line in tail(log, 500) if line.startswith("[trl_multinode] the run failed")}
-        logs += sorted((self.folder / "logs").glob("node*/engine*.log"))
+        logs += sorted((self.folder / "_multinode" / "logs").glob("node*/engine*.log"))
         ends = [f"--- end of {log}\n" + "\n".join(tail(log, TAIL_LINES)) for log in logs]
         return "\n".join([*causes, *ends])
 

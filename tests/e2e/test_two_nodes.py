@@ -29,7 +29,8 @@ def two_by_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_by_two")
     with Nodes(2, 2, folder=folder, namespaces=NAMESPACES, env=FAULTS) as nodes:
         nodes.launch(SCRIPTS / "story.py", str(folder), "all")
-        nodes.wait_for(0, "LOOPING", timeout_s=600)
+        for rank in range(4):
+            nodes.wait_for(rank, "LOOPING", timeout_s=600)
         found = {"folder": folder, "story": results(folder, "story", 4), "layout": results(folder, "layout", 4)}
         os.kill(nodes.rank_pid(2), signal.SIGKILL)
         start = time.monotonic()
