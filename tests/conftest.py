@@ -19,7 +19,9 @@ def unused_shared_memory() -> set[str]:
             mapped += Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-    names = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "trl_multinode_"))]
+    names = [
+        path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm_", "trl_multinode_"))
+    ]
     return {name for name in names if f"/dev/shm/{name}" not in mapped}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
+LEFT_BEHIND = ("/dev/shm/psm_", "/dev/shm/vllm_")  # vLLM's message queues, and its tensor parallelism on a CPU
 
 
 def become_subreaper() -> None:
@@ -77,7 +78,9 @@ def record_shared_memory(record: Path) -> None:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-        segments |= {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/dev/shm/psm_" in line}
+        segments |= {
+            line.split(maxsplit=5)[-1] for line in maps.splitlines() if any(name in line for name in LEFT_BEHIND)
+        }
     record.write_text("\n".join(sorted(segment for segment in segments if not segment.endswith("(deleted)"))))
 
 
