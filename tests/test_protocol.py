@@ -65,7 +65,7 @@ REPLIES = [
         logprobs=np.array([-0.5, np.nan], dtype=np.float32).tobytes(), version=VERSION, seconds=0.25,
     ),
     Done(request_id=3, version=VERSION, seconds=1.5),
-    Failure(request_id=4, error="PromptTooLongError", message="über 256", fatal=True),
+    Failure(request_id=4, error="PromptTooLongError", message="über 256"),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ mix. It imports neither TRL nor transformers.
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -176,7 +177,7 @@ def check_reports(folder: Path) -> None:
         )
 
 
-def leave(spec: EngineSpec, reason: str | None, code: int) -> None:
+def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = False) -> None:
     """Kill everything below us, remove the sockets, go. `reason` is for the owner; `None` means: as it should be."""
     if reason:
         print(f"engine {spec.index}: {reason}", file=sys.stderr, flush=True)
@@ -187,8 +188,11 @@ def leave(spec: EngineSpec, reason: str | None, code: int) -> None:
     survivors = kill_descendants()
     if survivors:
         print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
-    Path(spec.socket_path).unlink(missing_ok=True)
     unlink_shared_memory(Path(spec.shared_memory_record))
+    socket = Path(spec.socket_path)
+    socket.unlink(missing_ok=True)
+    if owner_died and not list(socket.parent.glob("engine*.sock")):
+        shutil.rmtree(socket.parent, ignore_errors=True)  # nobody else will; the last engine of the node does it
     os._exit(code)
 
 
@@ -198,7 +202,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
 
     def ended(pid: int) -> None:
         if pid == spec.owner_pid:
-            leave(spec, None, 0)
+            leave(spec, None, 0, owner_died=True)
         leave(spec, f"{titles[pid]} (pid {pid}) {exit_cause(pid)}", 1)
 
     titles: dict[int, str] = {}

@@ -98,7 +98,6 @@ class EngineProcess:
         self.log_path = log_path
         self._failure = folder.path / f"engine{index}.failure"
         self._shared_memory = folder.path / f"engine{index}.shm"
-        self._start = time.monotonic()
         spec = EngineSpec(
             index=index,
             socket_path=str(self.socket_path),

@@ -215,7 +215,7 @@ class EngineServer:
         except Exception as error:  # vLLM's own: the ranks must hear of it before this process goes
             text = f"{type(error).__name__}: {error}".strip()
             kind = "EngineDiedError" if type(error).__name__ == "EngineDeadError" else "EngineError"
-            reply = Failure(request_id=request.request_id, error=kind, message=text, fatal=True)
+            reply = Failure(request_id=request.request_id, error=kind, message=text)
         if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
             await self._weights.end(self._update.update if self._update else 0, None)
         writer.write(frame(reply))

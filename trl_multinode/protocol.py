@@ -145,11 +145,10 @@ class Done(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """The request failed; the engine lives on if `fatal` is false."""
+    """The request failed. Whether the engine lives on, its process says."""
 
     error: str  # name of a class in `errors`
     message: str
-    fatal: bool = False
 
 
 Request = Hello | Await | Generate | Score | OpenSlots | BeginUpdate | LoadBucket | CommitUpdate | Shutdown
