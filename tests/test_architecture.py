@@ -40,9 +40,15 @@ ARROWS = {
     "check.reading": {"check.launch"},
     "check.launch": set(),
     "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
-    "trainer": {"config", "errors", "generation", "host", "monitor", "reporting", "text_logging"},
-    "reporting": {"config", "phases", "weight_sync"},
-    "generation": {"config", "engine", "errors", "protocol", "weight_sync"},
+    "trainer": {"checkpoints", "config", "errors", "generation", "host", "monitor", "reporting", "resume", "rollouts",
+                "staleness", "text_logging"},
+    "reporting": {"config", "phases", "staleness", "weight_sync"},
+    "resume": {"checkpoints", "errors", "rollouts"},
+    "checkpoints": set(),
+    "staleness": set(),
+    "generation": {"config", "engine", "errors", "protocol", "rollouts", "rows", "weight_sync"},
+    "rollouts": {"engine", "protocol"},
+    "rows": {"protocol"},
     "monitor": {"config", "errors", "probe"},
     "text_logging": set(),
     "host": {"blackboard", "config", "engine", "engine_process", "engine_settings", "errors", "faults", "peft_source",
@@ -83,6 +89,7 @@ COLLECTIVES = {
     "text_logging": {"gather_object"},
     "weight_source": {"GatheredParameters", "full_tensor"},
     "generation": {"wait_for_everyone"},  # before a sync; `generate` has none
+    "checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting": {"gather"},  # of the phases' seconds, once per log
 }
 COLLECTIVE_NAMES = {

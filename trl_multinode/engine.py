@@ -11,7 +11,7 @@ import selectors
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +56,6 @@ class Rollout:
     logprobs: np.ndarray  # float32 (T,), of the sampled tokens, after temperature and other processing
     version: WeightVersion  # of the weights that made it
     engine: int  # index on the node
-
-
-@dataclass
-class EngineStats:
-    """Sums over this rank's requests since they were last taken."""
-
-    busy_s: list[float] = field(default_factory=list)  # per engine: time with at least one request of this rank
-    requests: list[int] = field(default_factory=list)  # per engine
 
 
 class LoadBoard:
@@ -147,7 +139,6 @@ class NodeEngines:
             for i, path in enumerate(sockets)
         ]
         self.ready = [self._hello(i, rank) for i in range(len(sockets))]
-        self.stats = self._no_stats()
 
     def _hello(self, engine: int, rank: int) -> Ready:
         reply = self.ask(engine, Hello(rank=rank))
@@ -158,13 +149,6 @@ class NodeEngines:
     def max_model_len(self) -> int:
         """Context of the engines, in tokens."""
         return min(ready.max_model_len for ready in self.ready)
-
-    def _no_stats(self) -> EngineStats:
-        return EngineStats([0.0] * len(self.connections), [0] * len(self.connections))
-
-    def take_stats(self) -> EngineStats:
-        stats, self.stats = self.stats, self._no_stats()
-        return stats
 
     # ---- one message, one answer ------------------------------------------------------------------------------------
 
@@ -256,7 +240,6 @@ class _Dispatch:
             prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling, min_update=min_update
         )
         self._open: list[dict[int, int]] = [{} for _ in engines.connections]  # per engine: request id -> index
-        self._sent = [0.0] * len(engines.connections)  # per engine: since when it has work of this call
         self._heard = [0.0] * len(engines.connections)  # per engine: its last sign of work
         self._selector = selectors.DefaultSelector()
 
@@ -281,8 +264,6 @@ class _Dispatch:
                 index = self._open[engine].pop(reply.request_id)
                 self._engines._board.give_back(engine, self._cost(index))
                 results[index] = _rows(reply, engine)
-                if not self._open[engine]:
-                    self._engines.stats.busy_s[engine] += time.monotonic() - self._sent[engine]
         return results
 
     def _cost(self, index: int) -> int:
@@ -303,11 +284,9 @@ class _Dispatch:
             self._message, prompt=pack_ids(request.prompt), num_completions=request.num_completions,
             seed=request.seed, images=request.images,
         )  # fmt: skip
-        now = time.monotonic()
         if not self._open[engine]:
-            self._sent[engine] = self._heard[engine] = now
+            self._heard[engine] = time.monotonic()
         self._open[engine][self._engines.post(engine, message)] = index
-        self._engines.stats.requests[engine] += 1
 
     def _replies(self) -> Iterator[tuple[int, Completions]]:
         """Whatever is there, waiting at most a second; every frame is a sign of work."""

@@ -31,9 +31,18 @@ class DivergenceMonitor:
             )
             self.limit = 0.0
         self.last = 0.0
+        self._temperature = args.temperature
+        self._turn = -1
 
-    def check(self, output: dict) -> None:
+    def check(self, output: dict, stale: bool = False) -> None:
         """Look at the output of TRL's `_generate_and_score_completions` of this rank.
+
+        Args:
+            output (`dict`):
+                TRL's.
+            stale (`bool`, *optional*, defaults to `False`):
+                Older weights made these completions: their log-probs say nothing of the weights in the engine now.
+                Then an engine scores one of them, a prefill of one row per rank and round beside the look-ahead.
 
         Raises:
             `LogprobDivergenceError`: naming node, rank and weight version.
@@ -44,8 +53,15 @@ class DivergenceMonitor:
                 self.limit = 0.0
             return
         mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
-        difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
-        difference = difference[~torch.isnan(difference)]
+        if not stale:
+            difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
+        elif self.limit and self._temperature == 1.0:  # an engine scores without temperature
+            difference = self._rescored(output, mask)
+        else:
+            return
+        self._judge(difference[~torch.isnan(difference)])
+
+    def _judge(self, difference: torch.Tensor) -> None:
         self.last = difference.mean().item() if difference.numel() else 0.0
         if self.limit and self.last > self.limit:
             raise LogprobDivergenceError(
@@ -54,6 +70,20 @@ class DivergenceMonitor:
                 "that vLLM supports reloading this architecture; `logprob_divergence_limit` sets the limit, 0 turns "
                 "the check off."
             )
+
+    def _rescored(self, output: dict, mask: torch.Tensor) -> torch.Tensor:
+        """|difference| over one row, scored by one of the node's engines in turn with its present weights."""
+        self._turn += 1
+        engines, row = self._generation.engines, self._turn % len(mask)
+        prompt = output["prompt_ids"][row][output["prompt_mask"][row].bool()]
+        completion = output["completion_ids"][row][output["completion_mask"][row].bool()]
+        tokens = torch.cat([prompt, completion])[: engines.max_model_len - 1]  # vLLM makes one token more
+        kept = len(tokens) - len(prompt)
+        if kept <= 0:
+            return torch.zeros(0)
+        scored = engines.score(tokens.tolist(), self._turn % len(engines.connections)).logprobs[-kept:]
+        trainer = output["old_per_token_logps"][row][: len(completion)][:kept].float().cpu()
+        return (trainer - torch.from_numpy(scored.copy())).abs()[mask[row][: len(completion)][:kept].cpu()]
 
 
 def comparable(args) -> bool:
