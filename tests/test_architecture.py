@@ -42,6 +42,7 @@ ARROWS = {
     "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
     "trainer": {"checkpoints", "config", "errors", "generation", "host", "monitor", "reporting", "resume", "rollouts",
                 "staleness", "text_logging"},
+    "monitor": {"config", "errors", "probe", "rollouts"},
     "reporting": {"config", "phases", "staleness", "weight_sync"},
     "resume": {"checkpoints", "errors", "rollouts"},
     "checkpoints": set(),
@@ -49,7 +50,6 @@ ARROWS = {
     "generation": {"config", "engine", "errors", "protocol", "rollouts", "rows", "weight_sync"},
     "rollouts": {"engine", "protocol"},
     "rows": {"protocol"},
-    "monitor": {"config", "errors", "probe"},
     "text_logging": set(),
     "host": {"blackboard", "config", "engine", "engine_process", "engine_settings", "errors", "faults", "peft_source",
              "phases", "probe", "protocol", "topology", "watch", "weight_source", "weight_sync"},

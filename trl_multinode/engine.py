@@ -138,6 +138,7 @@ class NodeEngines:
             Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
             for i, path in enumerate(sockets)
         ]
+        self._unclaimed: dict[tuple[int, int], Message] = {}  # answers that came while another was waited for
         self.ready = [self._hello(i, rank) for i in range(len(sockets))]
 
     def _hello(self, engine: int, rank: int) -> Ready:
@@ -159,18 +160,21 @@ class NodeEngines:
         return request_id
 
     def wait(self, engine: int, request_id: int) -> Message:
-        """The answer to `request_id`, the oldest one open on that engine.
+        """The answer to `request_id`.
 
         Raises:
             `EngineError` (or the subclass that the engine names): if it failed.
         """
-        while True:
-            reply = self.connections[engine].receive(self._stall_timeout_s)
-            if isinstance(reply, Progress) or reply.request_id != request_id:
-                continue  # a sign of work, or an answer to an earlier call that failed half-way
-            if isinstance(reply, Failure):
-                raise self._error(engine, reply)
-            return reply
+        while (reply := self._unclaimed.pop((engine, request_id), None)) is None:
+            self.keep(engine, self.connections[engine].receive(self._stall_timeout_s))
+        if isinstance(reply, Failure):
+            raise self._error(engine, reply)
+        return reply
+
+    def keep(self, engine: int, reply: Message) -> None:
+        """For whoever waits for it later; a sign of work is for nobody."""
+        if not isinstance(reply, Progress):
+            self._unclaimed[engine, reply.request_id] = reply
 
     def ask(self, engine: int, message: Message) -> Message:
         return self.wait(engine, self.post(engine, message))
@@ -222,7 +226,15 @@ class NodeEngines:
 
     def score(self, tokens: Sequence[int], engine: int) -> Rollout:
         """Log-probs of `tokens[1:]` under the present weights of one engine."""
-        return _rows(self.ask(engine, Score(prompt=pack_ids(tokens))), engine)[0]
+        return self.scored(engine, self.post_score(tokens, engine))
+
+    def post_score(self, tokens: Sequence[int], engine: int) -> int:
+        """Ask for a score without waiting; the request's id."""
+        return self.post(engine, Score(prompt=pack_ids(tokens)))
+
+    def scored(self, engine: int, request_id: int) -> Rollout:
+        """The answer to a `post_score`."""
+        return _rows(self.wait(engine, request_id), engine)[0]
 
     def close(self) -> None:
         for connection in self.connections:
@@ -295,9 +307,11 @@ class _Dispatch:
             while True:
                 reply = connection.receive(self._engines._stall_timeout_s)
                 self._heard[engine] = time.monotonic()
-                if reply.request_id in self._open[engine]:  # not an answer to an earlier call that failed half-way
-                    if isinstance(reply, Failure):
-                        raise self._engines._error(engine, reply)
+                if reply.request_id not in self._open[engine]:
+                    self._engines.keep(engine, reply)
+                elif isinstance(reply, Failure):
+                    raise self._engines._error(engine, reply)
+                else:
                     yield engine, reply
                 if not connection.has_buffered():
                     break

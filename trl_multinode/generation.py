@@ -78,6 +78,7 @@ class NodeGeneration:
         self.last_sync = SyncTimings()
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
         self.used = Rollouts(0, [], [], self.version)  # first turn of the present round
+        self.on_stale: Callable[[Rollouts], None] = lambda made: None  # called before the engines get busy again
         self.begin_round("train", 0)
 
     def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
@@ -163,6 +164,7 @@ class NodeGeneration:
             made = Rollouts(self._number, prompts, self._fresh(prompts, images), self.version)
         else:
             self.seeds.of_call(len(prompts))  # counts as the round's first call
+            self.on_stale(made)
         self.used = made
         if self._following is not None and (following := self._following()) is not None:
             self._submit(self._number + 1, following)
