@@ -45,7 +45,7 @@ ARROWS = {
     "monitor": {"config", "errors", "probe", "rollouts"},
     "reporting": {"config", "phases", "staleness", "weight_sync"},
     "resume": {"checkpoints", "errors", "rollouts"},
-    "checkpoints": set(),
+    "checkpoints": {"errors"},
     "staleness": set(),
     "generation": {"config", "engine", "errors", "protocol", "rollouts", "rows", "weight_sync"},
     "rollouts": {"engine", "protocol"},

@@ -19,6 +19,7 @@ from trl_multinode.checkpoints import (
     save_rollouts,
     unpack_block,
 )
+from trl_multinode.errors import ConfigurationError
 
 # ---- where a run is
 
@@ -105,13 +106,21 @@ def test_the_newest_checkpoint_that_all_ranks_see_is_chosen_and_the_others_are_n
     (tmp_path / "checkpoint-12").mkdir()
     (tmp_path / "checkpoint-14").mkdir()
     (tmp_path / "checkpoint-14" / "trainer_state.json").write_text('{"epoch": 1.')
+    finish(tmp_path / "checkpoint-16")
+    (tmp_path / "checkpoint-16" / "global_step16").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
     assert CheckpointLog(tmp_path, accelerator([2, 4, 10])).last_whole() == tmp_path / "checkpoint-10"
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "checkpoint-12 is skipped" in said[0] and "checkpoint-14 is skipped" in said[1]
+    assert [text.partition(" is skipped")[0][-13:] for text in said] == [f"checkpoint-{step}" for step in (12, 14, 16)]
+    assert "`latest` is missing" in said[2]
     assert CheckpointLog(tmp_path, accelerator([2, 4])).last_whole() == tmp_path / "checkpoint-4"
-    assert CheckpointLog(tmp_path, accelerator([])).last_whole() is None
+    with pytest.raises(ConfigurationError, match=r"rank 0 sees those of the steps \[2, 4, 10\].*save_on_each_node"):
+        CheckpointLog(tmp_path, accelerator([12])).last_whole()
     assert epochs_behind(tmp_path / "checkpoint-10") == 1
+
+
+def test_a_first_run_has_nothing_to_go_on_from(tmp_path):
+    assert CheckpointLog(tmp_path, accelerator([])).last_whole() is None
 
 
 def test_a_checkpoint_that_a_rank_did_not_finish_is_unfinished_although_the_main_process_did(tmp_path, caplog):

@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from .errors import ConfigurationError
+
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"  # transformers writes it last
@@ -100,13 +102,24 @@ class CheckpointLog:
         marker.unlink(missing_ok=True)
 
     def last_whole(self) -> Path | None:
-        """The newest checkpoint that every rank can see and that is finished. A collective of all training ranks."""
+        """The newest checkpoint that is finished and that every rank sees. A collective of all training ranks.
+
+        Raises:
+            `ConfigurationError`: on every rank, if some see finished checkpoints and no one is seen by all.
+        """
         steps = self._whole_steps()
         padded = self._accelerator.pad_across_processes(
             torch.tensor([-1, *steps], device=self._accelerator.device), pad_index=-1
         )
         seen = self._accelerator.gather(padded).tolist()
         common = [step for step in steps if seen.count(step) == self._accelerator.num_processes]
+        if max(seen) >= 0 and not common:
+            raise ConfigurationError(
+                f"No checkpoint in {self._output_dir} is finished for all ranks: rank "
+                f"{self._accelerator.process_index} sees those of the steps {steps}, others see other ones. Use an "
+                "`output_dir` that all nodes share, or `save_on_each_node=True`, or name one: "
+                "`train(resume_from_checkpoint=PATH)`."
+            )
         return self._output_dir / f"{PREFIX}{max(common)}" if common else None
 
     def _whole_steps(self) -> list[int]:
@@ -118,7 +131,7 @@ class CheckpointLog:
                 whole.append(int(folder.name.removeprefix(PREFIX)))
             elif self._accelerator.is_local_main_process:
                 logger.warning("%s is skipped: %s. It can be deleted.", folder, reason)
-        return whole
+        return sorted(whole)
 
     def _why_unfinished(self, folder: Path) -> str | None:
         if any(self._markers.glob(f"{folder.name}.rank*")):
@@ -126,9 +139,11 @@ class CheckpointLog:
         try:
             json.loads((folder / STATE_FILE).read_text())
         except FileNotFoundError:
-            return f"unfinished, it has no {STATE_FILE} on this node (save_on_each_node=True writes one per node)"
+            return f"unfinished, {STATE_FILE} is missing on this node"
         except ValueError:
             return f"unfinished, its {STATE_FILE} is cut off"
+        if any(folder.glob("global_step*")) and not (folder / "latest").is_file():
+            return "unfinished, DeepSpeed's file `latest` is missing on this node"
         return None
 
 

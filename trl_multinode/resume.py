@@ -45,21 +45,26 @@ class Resume:
         """The checkpoint that `train(resume_from_checkpoint=wanted)` means. A collective if `wanted` is `True`.
 
         Raises:
-            `ConfigurationError`: if it means the newest and no checkpoint is whole on every rank.
+            `ConfigurationError`: if it means the newest, and there is none that is finished.
         """
         if wanted is True:
-            self._folder = self._log.last_whole()
-            if self._folder is None:
+            wanted = self.newest()
+            if wanted is None:
                 raise ConfigurationError(
-                    f"resume_from_checkpoint=True, and no finished checkpoint in {self._trainer.args.output_dir} can "
-                    "be seen by every rank. Without a shared file system every node needs its own: "
-                    "save_on_each_node=True."
+                    f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint. "
+                    "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())` starts anew in that case."
                 )
-        else:
-            self._folder = Path(wanted) if wanted else None
+        self._folder = Path(wanted) if wanted else None
+        if self._folder is not None and self._accelerator.is_local_main_process:
+            print(f"[trl_multinode] resuming from {self._folder}", flush=True)
         self._to_place = True
         self.epochs = epochs_behind(self._folder) if self._folder else 0
         return str(self._folder) if self._folder else None
+
+    def newest(self) -> str | None:
+        """See [`MultiNodeGRPOTrainer.last_checkpoint`]."""
+        folder = self._log.last_whole()
+        return str(folder) if folder else None
 
     # ---- at the first step ------------------------------------------------------------------------------------------
 

@@ -95,6 +95,18 @@ class MultiNodeGRPOTrainer(GRPOTrainer):
     def max_staleness(self) -> int:
         return field_or_default(self.args, "max_staleness") if self.host is not None else 0
 
+    def last_checkpoint(self) -> str | None:
+        """
+        The newest checkpoint in `output_dir` that was written to its end, for `train(resume_from_checkpoint=...)`;
+        `None` if there is none. Unfinished ones are named in the log. In node mode only. All training ranks call it.
+
+        Raises:
+            `ConfigurationError`: on every rank, if nodes see finished checkpoints and have none in common.
+        """
+        assert self.host is not None, "outside node mode use transformers' get_last_checkpoint"
+        with self.host.watch.guard():
+            return self._resume.newest()
+
     # ---- seams ------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
