@@ -6,6 +6,7 @@ from trl import GRPOConfig
 import trl_multinode
 from trl_multinode.config import MultiNodeGRPOConfig, check_fields, field_or_default, is_node_mode
 from trl_multinode.errors import ConfigurationError
+from trl_multinode.trainer import check_call, check_foreseeable
 
 
 def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
@@ -129,3 +130,38 @@ def test_the_rules_hold_for_a_plain_config_too(tmp_path):
     assert "`rollout_seed`" in refusal(check_fields, args)
     args = plain(tmp_path, use_vllm=True, vllm_mode="nodes")
     assert "got 'nodes'" in refusal(check_fields, args)
+
+
+# ---- one round ahead
+
+
+@pytest.mark.parametrize("value", [2, -1])
+def test_staleness_beyond_one_round_is_refused(tmp_path, value):
+    assert refusal(ours, tmp_path, max_staleness=value) == f"`max_staleness` must be 0 or 1, got {value}."
+
+
+def test_staleness_needs_the_importance_sampling_correction(tmp_path):
+    message = refusal(ours, tmp_path, max_staleness=1, vllm_importance_sampling_correction=False)
+    assert "`vllm_importance_sampling_correction=True`" in message and "`max_staleness=0`" in message
+    assert ours(tmp_path, max_staleness=0, vllm_importance_sampling_correction=False).max_staleness == 0
+    assert ours(tmp_path, max_staleness=1).max_staleness == 1
+
+
+@pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}])
+def test_staleness_needs_node_mode(tmp_path, fields):
+    message = refusal(ours, tmp_path, max_staleness=1, **fields)
+    assert "needs node mode" in message and "`vllm_mode='node'`" in message
+
+
+@pytest.mark.parametrize("name", ["rollout_func", "environment_factory"])
+def test_completions_that_need_more_than_the_dataset_row_are_not_made_ahead(tmp_path, name):
+    message = refusal(check_foreseeable, ours(tmp_path, max_staleness=1), {name: print})
+    assert f"before `{name}` is called" in message and "Use `max_staleness=0` with it" in message
+    check_foreseeable(ours(tmp_path, max_staleness=1), {name: None, "tools": [print]})
+    check_foreseeable(ours(tmp_path), {name: print})
+    check_foreseeable(plain(tmp_path, use_vllm=True, vllm_mode="node"), {name: print})
+
+
+def test_that_is_checked_of_every_call_before_the_model(tmp_path):
+    with pytest.raises(ConfigurationError, match="before `rollout_func` is called"):
+        check_call(None, "no/such/model", ours(tmp_path, max_staleness=1), None, {"rollout_func": print})

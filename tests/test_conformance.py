@@ -1,5 +1,7 @@
 """One set of tests on the fake engine and on the real one: what the fake shows of the protocol, vLLM shows too."""
 
+import time
+
 import pytest
 import torch
 
@@ -104,6 +106,20 @@ def test_a_refused_request_does_not_hurt_the_engine(trainer):
 
 def test_generation_waits_for_an_attempted_update(trainer):
     assert trainer.engines.ask(0, Await(min_update=trainer.version.update)).version == trainer.version
+
+
+def test_an_engine_says_how_busy_it_was_and_idle_seconds_are_not_busy_ones(trainer):
+    def clocks() -> tuple[float, float]:
+        done = trainer.engines.ask(0, Await(min_update=trainer.version.update))
+        return done.busy_s, done.clock_s
+
+    before = clocks()
+    generate(trainer)
+    worked = clocks()
+    time.sleep(0.2)
+    idle = clocks()
+    assert 0.0 < worked[0] - before[0] <= worked[1] - before[1]
+    assert idle[0] == worked[0] and idle[1] - worked[1] >= 0.2
 
 
 def test_a_lost_load_is_a_wrong_version(trainer):

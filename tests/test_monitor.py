@@ -3,15 +3,18 @@
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from trl import GRPOConfig
 
 from trl_multinode.config import MultiNodeGRPOConfig
+from trl_multinode.engine import Rollout
 from trl_multinode.errors import LogprobDivergenceError
 from trl_multinode.monitor import DivergenceMonitor, comparable
 from trl_multinode.probe import divergence_limit
 from trl_multinode.protocol import WeightVersion
+from trl_multinode.rollouts import Rollouts
 
 
 @pytest.fixture
@@ -123,3 +126,109 @@ SCORED = [{}, {"temperature": 0.7}, {"top_p": 1.0, "top_k": 0}, {"generation_kwa
 @pytest.mark.parametrize("fields", SCORED, ids=str)
 def test_temperature_and_stop_strings_leave_it_on(config, fields):
     assert comparable(config(**fields)) and comparable(config(kind=GRPOConfig, **fields))
+
+
+# ---- completions that older weights made: an engine scores one of them anew
+
+
+class Engines:
+    """Two engines that score every token with -1; what is asked of them, and of which."""
+
+    max_model_len = 16
+
+    def __init__(self, logprob: float = -1.0):
+        self.connections = [None, None]
+        self.logprob = logprob
+        self.asked: list[tuple[list[int], int]] = []
+        self.answered: set[int] = set()
+
+    def post_score(self, tokens, engine: int) -> int:
+        self.asked.append((list(tokens), engine))
+        return len(self.asked) - 1
+
+    def scored(self, engine: int, request_id: int) -> Rollout:
+        tokens, asked = self.asked[request_id]
+        assert engine == asked and request_id not in self.answered, "an answer is given once"
+        self.answered.add(request_id)
+        logprobs = np.array([-50.0] * len(tokens[1:]), dtype=np.float32)
+        logprobs[len(PROMPT) - 1 :] = self.logprob  # what the prompt scores is no matter of ours
+        return Rollout(np.array(tokens[1:], dtype=np.int32), logprobs, WeightVersion(4, 12), engine)
+
+
+PROMPT = [5, 6, 7]
+LENGTHS = (2, 4)  # of the completions
+FRESH = [[-1.0, -1.0, 0.0, 0.0], [-1.0] * 4]  # the trainer's log-probs
+OLD = [[-3.0, -3.0, 0.0, 0.0], [-3.0] * 4]  # the older weights'
+MASK = [[1, 1, 0, 0], [1] * 4]
+
+
+def made(prompt=PROMPT) -> Rollouts:
+    old = WeightVersion(3, 11)
+    rows = [Rollout(np.arange(10, 10 + n, dtype=np.int32), np.full(n, -3.0, np.float32), old, 0) for n in LENGTHS]
+    return Rollouts(2, [prompt] * 2, rows, old)
+
+
+def stale_monitor(args, engines: Engines) -> DivergenceMonitor:
+    watcher = monitor(args)
+    watcher._generation.engines = engines
+    return watcher
+
+
+def test_stale_completions_may_differ_as_long_as_the_engines_present_weights_agree(config):
+    watcher = stale_monitor(config(), engines := Engines())
+    for _ in range(3):
+        watcher._generation.on_stale(made())
+        watcher.check(batch(FRESH, OLD, MASK), stale=True)
+        assert watcher.last == 0.0
+    first, second = [*PROMPT, 10, 11], [*PROMPT, 10, 11, 12, 13]
+    assert engines.asked == [(first, 0), (second, 1), (first, 0)]  # rows and engines in turn
+    with pytest.raises(LogprobDivergenceError):
+        watcher.check(batch(FRESH, OLD, MASK))  # the same rows, were they fresh
+
+
+def test_an_engine_that_holds_older_weights_trips_the_alarm_on_a_stale_round(config):
+    watcher = stale_monitor(config(), Engines(logprob=-3.0))  # the engine still agrees with its old completions
+    watcher._generation.on_stale(made())
+    with pytest.raises(LogprobDivergenceError, match=r"differ by 2.000 per token .* the weights of update 4"):
+        watcher.check(batch(FRESH, OLD, MASK), stale=True)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.7}, {"logprob_divergence_limit": 0}, {"top_p": 0.9}], ids=str)
+def test_no_score_is_asked_for_that_could_not_be_compared(config, fields):
+    watcher = stale_monitor(config(**fields), engines := Engines())
+    watcher._generation.on_stale(made())
+    watcher.check(batch(FRESH, OLD, MASK), stale=True)
+    assert engines.asked == [] and watcher.last == 0.0
+
+
+def test_a_row_is_scored_as_far_as_the_context_reaches(config):
+    watcher = stale_monitor(config(), engines := Engines())
+    engines.max_model_len = len(PROMPT) + 2
+    trainer = [[-1.0, -9.0, 0.0, 0.0], [-1.0] * 4]  # the second token was not scored
+    watcher._generation.on_stale(made())
+    watcher.check(batch(trainer, OLD, MASK), stale=True)
+    assert engines.asked == [([*PROMPT, 10], 0)] and watcher.last == 0.0
+    engines.max_model_len = len(PROMPT) + 1  # vLLM makes one token more: no room for a completion's
+    watcher._generation.on_stale(made())
+    watcher.check(batch(trainer, OLD, MASK), stale=True)
+    assert len(engines.asked) == 1
+
+
+def test_a_completion_that_is_masked_out_does_not_count(config):
+    watcher = stale_monitor(config(), Engines())
+    watcher._generation.on_stale(made())
+    watcher.check(batch([[-9.0] * 4, [-1.0] * 4], OLD, [[0] * 4, [1] * 4]), stale=True)
+    assert watcher.last == 0.0
+    watcher._generation.on_stale(made())
+    tools = [[1] * 4, [1, 1, 0, 0]]
+    watcher.check(batch([[-1.0] * 4, [-1.0, -1.0, -9.0, -9.0]], OLD, MASK, tool_mask=tools), stale=True)
+    assert watcher.last == 0.0
+
+
+def test_a_score_belongs_to_one_round(config):
+    """A round that is fresh after one that was not looked at."""
+    watcher = stale_monitor(config(), engines := Engines())
+    watcher._generation.on_stale(made())
+    watcher.check(batch(FRESH, OLD, MASK), stale=True)
+    watcher.check(batch(FRESH, OLD, MASK), stale=True)  # nothing was asked: nothing is compared
+    assert len(engines.asked) == 1

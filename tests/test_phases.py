@@ -107,3 +107,18 @@ def test_advice_leaves_a_split_that_is_within_five_percent_of_the_best():
 
 def test_advice_on_the_smallest_node_has_no_other_split():
     assert "1+1 takes 3.0 s" in split_advice(generate_s=2.0, train_s=1.0, training=1, reserved=1)
+
+
+def test_advice_for_an_overlapped_run_takes_the_longer_side():
+    # g = 12 x 2, t = 4 x 6: max(24/R, 24/(8-R)): 12 s now, least at R=4: 6 s; one after the other 24/2 + 24/6 = 16 s
+    advice = split_advice(generate_s=12.0, train_s=4.0, training=6, reserved=2, overlapped=True)
+    assert "6+2 takes 12.0 s of generation beside training a step" in advice
+    assert "4+4 would take about 6.0 s (num_processes = 4 per node)" in advice
+    assert "colocation on all 8 would take about 6.0 s" in advice
+    assert "6+2 takes 16.0 s of generation and training" in split_advice(12.0, 4.0, 6, 2)
+
+
+def test_advice_differs_where_only_the_overlap_makes_a_split_good():
+    # g = 5 x 1, t = 5 x 7: 7+1 hides all of the generation; alternating, 6+2 takes 2.5 + 5.8 = 8.3 s instead of 10
+    assert "the best or within 5 %" in split_advice(5.0, 5.0, 7, 1, overlapped=True)
+    assert "6+2 would take about 8.3 s" in split_advice(5.0, 5.0, 7, 1)

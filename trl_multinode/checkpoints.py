@@ -43,8 +43,18 @@ def fast_forward(sampler, epochs: int):
 
 
 def epochs_behind(checkpoint: Path) -> int:
-    """Whole epochs that a checkpoint has behind it."""
-    return int(json.loads((checkpoint / STATE_FILE).read_text())["epoch"])
+    """Whole epochs that a checkpoint has behind it.
+
+    Raises:
+        `ConfigurationError`: if this is no checkpoint, or an unfinished one.
+    """
+    try:
+        return int(json.loads((checkpoint / STATE_FILE).read_text())["epoch"])
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"{checkpoint} is no finished checkpoint: its {STATE_FILE} cannot be read ({error}). Name another one, or "
+            "use `resume_from_checkpoint=True`, which takes the newest that is finished."
+        ) from error
 
 
 def micro_steps_done(global_step: int, steps_in_epoch: int | None, accumulation: int) -> int:
@@ -99,7 +109,13 @@ class CheckpointLog:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
         self._accelerator.wait_for_everyone()
-        marker.unlink(missing_ok=True)
+        for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):  # also those of an earlier run with more ranks
+            marker.unlink(missing_ok=True)
+
+    def all_have(self, mine: bool) -> bool:
+        """Whether every rank has something. A collective of all training ranks."""
+        vote = torch.tensor([int(mine)], device=self._accelerator.device)
+        return bool(self._accelerator.gather(vote).all())
 
     def last_whole(self) -> Path | None:
         """The newest checkpoint that is finished and that every rank sees. A collective of all training ranks.
@@ -175,9 +191,9 @@ def load_rollouts(folder: Path, rank: int, device: torch.device) -> SavedRollout
     path = rollouts_file(folder, rank)
     if not path.exists():
         return None
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    with safe_open(path, framework="pt") as file:  # not onto `device` at once: safetensors does not know "cpu:0"
         notes = json.loads((file.metadata() or {})["notes"])
-        return SavedRollouts({name: file.get_tensor(name) for name in file.keys()}, notes)
+        return SavedRollouts({name: file.get_tensor(name).to(device) for name in file.keys()}, notes)
 
 
 def pack_block(slices: list[dict]) -> SavedRollouts:

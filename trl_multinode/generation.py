@@ -164,7 +164,8 @@ class NodeGeneration:
             made = Rollouts(self._number, prompts, self._fresh(prompts, images), self.version)
         else:
             self.seeds.of_call(len(prompts))  # counts as the round's first call
-            self.on_stale(made)
+            if made.version != self.version:  # not if two rounds train one optimizer step
+                self.on_stale(made)
         self.used = made
         if self._following is not None and (following := self._following()) is not None:
             self._submit(self._number + 1, following)

@@ -74,34 +74,34 @@ class Resume:
             return
         self._to_place = False
         trainer = self._trainer
-        loader = trainer.callback_handler.train_dataloader
         trainer._step = micro_steps_done(
             trainer.state.global_step,
-            len(loader) if hasattr(loader, "__len__") else None,
+            num_batches(trainer.callback_handler.train_dataloader),
             trainer.args.gradient_accumulation_steps,
         )
         trainer._buffered_inputs = None
-        trainer.vllm_generation.look_ahead.restore(None)
+        trainer._last_loaded_step = -1  # the engines may hold another run's weights of the same step
+        trainer.vllm_generation.look_ahead.drop()
         if self._folder is not None:
-            trainer._last_loaded_step = -1  # the engines may hold another run's weights of the same step
             self._restore(self._folder)
 
     def _restore(self, folder: Path) -> None:
-        inside, rank = self._inside_block(), self._accelerator.process_index
+        """A collective: a rank that generates afresh needs all others for the sync and the rewards."""
+        inside, rank, staleness = self._inside_block(), self._accelerator.process_index, self._trainer.max_staleness
         saved = load_rollouts(folder, rank, self._accelerator.device)
-        if saved is not None and saved.notes["layout"] != self._layout():
-            logger.warning("%s was saved with another layout %s", folder, saved.notes["layout"])
-            saved = None
-        if saved is None:
-            if inside or self._trainer.args.max_staleness:
+        usable = saved is not None and saved.notes["layout"] == self._layout()
+        if not self._log.all_have(usable):
+            if inside or staleness:
+                why = "has rollouts" if usable else "has no rollouts, or those of another layout"
                 logger.warning(
-                    "Rank %d: %s has no rollouts for this layout %s; they are generated afresh, with newer weights "
-                    "than in the first run.", rank, folder, self._layout(),
+                    "Rank %d: %s %s, and not all ranks can go on with theirs; they are generated afresh, with newer "
+                    "weights than in the first run.", rank, folder, why,
                 )  # fmt: skip
             return
+        assert saved is not None
         if inside:
             self._trainer._buffered_inputs = unpack_block(saved)
-        if "ahead" in saved.notes and self._trainer.args.max_staleness:
+        if "ahead" in saved.notes and staleness:
             arrays = {name: saved.tensors[f"ahead/{name}"].cpu().numpy() for name in saved.notes["ahead"]["arrays"]}
             self._trainer.vllm_generation.look_ahead.restore(unpack(arrays, saved.notes["ahead"]))
 
@@ -130,6 +130,15 @@ class Resume:
         return self._trainer._step % self._trainer.steps_per_round != 0
 
     def _layout(self) -> list[int]:
-        """Saved rows belong to one rank; with another layout they would belong to another's prompts."""
+        """Saved rows belong to one rank and one place in its block; with another layout they are other rows."""
         args = self._trainer.args
-        return [self._accelerator.num_processes, args.per_device_train_batch_size, args.steps_per_generation]
+        per_rank = [args.per_device_train_batch_size, args.steps_per_generation, self._trainer.num_iterations]
+        return [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
+
+
+def num_batches(loader) -> int | None:
+    """Of one pass; `None` for a stream, whose loader has a `__len__` that raises."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

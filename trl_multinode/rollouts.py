@@ -114,7 +114,13 @@ class LookAhead:
         """What a checkpoint must save; call `wait` before."""
         return self._made
 
-    def restore(self, made: Rollouts | None) -> None:
+    def drop(self) -> None:
+        """Of a run that ended early; its completions, and what went wrong with them, are for nobody."""
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self._made = self._error = None
+
+    def restore(self, made: Rollouts) -> None:
         """What a checkpoint saved."""
         self._made = made
 

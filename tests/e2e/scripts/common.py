@@ -26,13 +26,16 @@ class Recorder:
         return [float(len(set(ids))) for ids in completion_ids]
 
 
-def make_trainer(model, reward, folder: str, prompts: list[str], **settings) -> GRPOTrainer:
+def make_trainer(
+    model, reward, folder: str, prompts: list[str], eval_prompts: list[str] | None = None, iterable: bool = False,
+    **settings,
+) -> GRPOTrainer:  # fmt: skip
     args = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
         bf16=False,
         num_generations=4,
-        max_completion_length=16,
+        max_completion_length=settings.pop("max_completion_length", 16),
         logging_steps=1,
         report_to=[],
         save_strategy=settings.pop("save_strategy", "no"),
@@ -40,7 +43,11 @@ def make_trainer(model, reward, folder: str, prompts: list[str], **settings) -> 
         disable_tqdm=True,
         **settings,
     )
-    return GRPOTrainer(model, reward, args, Dataset.from_dict({"prompt": prompts}), processing_class=tiny_tokenizer())
+    dataset = Dataset.from_dict({"prompt": prompts})
+    return GRPOTrainer(
+        model, reward, args, dataset.to_iterable_dataset() if iterable else dataset,
+        eval_dataset=eval_prompts and Dataset.from_dict({"prompt": eval_prompts}), processing_class=tiny_tokenizer(),
+    )  # fmt: skip
 
 
 def write_result(folder: str, name: str = "result", /, **values) -> None:

@@ -1,82 +1,108 @@
-"""A run that is killed and goes on, or runs through. Usage: continued.py FOLDER NAME SETTINGS_JSON
+"""Runs that are killed and go on, or run through. Usage: continued.py FOLDER JOBS_JSON
 
-Of the settings, `kill_at` (optimizer step) ends every rank by SIGKILL right after that step's checkpoint,
-`kill_inside` in the middle of writing it, `resume` goes to `train()`, `prompts` is the size of the dataset.
-Leaves NAME_rank<r>.json: per optimizer step the loss, per generation round what the reward function saw.
+A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill_at` (optimizer
+step) ends every rank by SIGKILL right after that step's checkpoint, `kill_inside` in the middle of writing it;
+`resume` goes to `train()`; `copy_of` is a checkpoint that it resumes from a copy of, `without_rollouts` (ranks)
+removes their file from the copy; `prompts` is the size of the dataset. Leaves NAME_rank<r>.json, written anew at
+every log: per optimizer step loss and norm of the gradient, per generation round what the reward function saw.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
 
-from common import Recorder, make_trainer, write_result
-from datasets import Dataset
+from common import RANK, Recorder, make_trainer, write_result
 from transformers import TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multinode.testing.models import tiny_qwen2
 
-folder, name, settings_json = sys.argv[1:]
-settings = json.loads(settings_json)
-kill_at, kill_inside = settings.pop("kill_at", None), settings.pop("kill_inside", None)
-resume = settings.pop("resume", None)
-prompts = [f"{i} + {i + 1} =" for i in range(settings.pop("prompts"))]
+folder, jobs_json = sys.argv[1:]
 
 
 class Rounds(Recorder):
-    """Which rows were scored at which optimizer step, and how old they were."""
+    """Which rows were scored at which optimizer step, how old they were, and which weights the engine had."""
 
     def __init__(self):
         super().__init__()
         self.rounds: list[dict] = []
 
     def __call__(self, prompts, completion_ids, **_):
-        if trainer.model.training:
-            lag = trainer.vllm_generation.lag
+        if self.trainer.model.training:
+            generation = self.trainer.vllm_generation
             rows = [[p, list(ids)] for p, ids in zip(prompts, completion_ids, strict=True)]
-            self.rounds.append({"step": trainer.state.global_step, "lag": lag, "rows": rows})
-        return [float(len(set(ids))) for ids in completion_ids]
+            self.rounds.append({"step": self.trainer.state.global_step, "lag": generation.lag, "rows": rows})
+        return [sum(token < 150 for token in ids) / len(ids) for ids in completion_ids]
 
 
-class KillAfterSave(TrainerCallback):
+class Record(TrainerCallback):
+    """Written at every log, because a killed run cannot write at its end."""
+
+    def __init__(self, name: str, rounds: Rounds, kill_at: int | None):
+        self.name, self.rounds, self.kill_at = name, rounds, kill_at
+
+    def on_log(self, args, state, control, **_):
+        steps = {entry["step"]: [entry["loss"], entry["grad_norm"]] for entry in state.log_history if "loss" in entry}
+        write_result(
+            folder,
+            self.name,
+            rounds=self.rounds.rounds,
+            steps=steps,
+            left_over=[thread.name for thread in threading.enumerate() if thread.name == "look-ahead"],
+            difference=self.rounds.trainer._monitor.last,
+        )
+
     def on_save(self, args, state, control, **_):
-        if state.global_step == kill_at:
+        if state.global_step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_while_saving(trainer) -> None:
+def kill_while_saving(trainer, step: int | None) -> None:
     save = trainer._save_optimizer_and_scheduler
 
     def cut_off(output_dir):
-        if trainer.state.global_step == kill_inside:
+        if trainer.state.global_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
         save(output_dir)
 
     trainer._save_optimizer_and_scheduler = cut_off
 
 
-recorder = Rounds()
-trainer = make_trainer(
-    tiny_qwen2(tied=False), recorder, folder, prompts, rollout_seed=5, learning_rate=1e-2, **settings
-)
-if settings.get("eval_strategy"):
-    trainer.eval_dataset = Dataset.from_dict({"prompt": prompts[:4]})
-trainer.add_callback(KillAfterSave())
-kill_while_saving(trainer)
-trainer.train(resume_from_checkpoint=resume)
-history = trainer.state.log_history
-write_result(
-    folder,
-    name,
-    rounds=recorder.rounds,
-    losses={entry["step"]: entry["loss"] for entry in history if "loss" in entry},
-    evals={entry["step"]: entry["eval_reward"] for entry in history if "eval_reward" in entry},
-    staleness=[entry["staleness/rounds_mean"] for entry in history if "staleness/rounds_mean" in entry],
-    metrics=[entry for entry in history if "loss" in entry][-1],
-    left_over=[thread.name for thread in threading.enumerate() if thread.name == "look-ahead"],
-    syncs=trainer.vllm_generation.version.update,
-)
+def copy(trainer, checkpoint: str, name: str, without_rollouts: list[int]) -> str:
+    """Into a folder of this job; made by the main process."""
+    target = Path(folder, f"{name}-{Path(checkpoint).name}")
+    if trainer.accelerator.is_main_process:
+        shutil.copytree(Path(folder, checkpoint), target)
+        for rank in without_rollouts:
+            (target / f"rollouts_rank{rank}.safetensors").unlink()
+    trainer.accelerator.wait_for_everyone()
+    return str(target)
+
+
+def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, resume=None, copy_of=None,
+        without_rollouts=(), **settings) -> None:  # fmt: skip
+    rounds = Rounds()
+    unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
+    trainer = make_trainer(
+        tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
+        rollout_seed=5, learning_rate=1e-2, save_strategy="steps", **settings,
+    )  # fmt: skip
+    rounds.trainer = trainer
+    trainer.add_callback(Record(name, rounds, kill_at))
+    kill_while_saving(trainer, kill_inside)
+    if copy_of is not None:
+        resume = copy(trainer, copy_of, name, without_rollouts)
+    print(f"JOB {name} on rank {RANK}", flush=True)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.host.close()
+
+
+for job in json.loads(jobs_json):
+    run(**job)

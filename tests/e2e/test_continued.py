@@ -1,0 +1,127 @@
+"""A run that was killed goes on as if it had not been: same rows, same losses, on real ZeRO-3 and two nodes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.engines import FAKE
+from trl_multinode.testing.nodes import Nodes
+
+SCRIPT = Path(__file__).parent / "scripts" / "continued.py"
+ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
+
+# Two ranks x 4 rows x 2 micro-steps = 4 prompts a round: an epoch has 2 rounds and 4 optimizer steps, a run 2 epochs.
+RUN = {
+    "prompts": 8, "num_train_epochs": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2,
+    "gradient_accumulation_steps": 1, "save_steps": 1, "save_total_limit": 20, "max_completion_length": 8,
+}  # fmt: skip
+INSIDE = 5  # optimizer steps of a checkpoint in the second epoch, inside a generation block
+LAST = 8
+
+
+def launch(nodes: Nodes, folder: Path, *jobs: dict) -> list[int]:
+    nodes.launch(SCRIPT, str(folder), json.dumps([RUN | job for job in jobs]))
+    return nodes.wait(timeout_s=300)
+
+
+def results(folder: Path, name: str) -> list[dict]:
+    return [json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("continued")
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """Uninterrupted runs, and two that resume from one of their checkpoints; 1 node x 2 ranks."""
+    with Nodes(1, 2, folder=folder / "whole", env=ENVIRONMENT) as nodes:
+        codes = launch(
+            nodes,
+            folder,
+            {"name": "full1", "output": "full1", "max_staleness": 1},
+            {"name": "full0", "output": "full0", "max_staleness": 0},
+            {"name": "resumed0", "output": "other0", "copy_of": f"full0/checkpoint-{INSIDE}", "max_staleness": 0},
+            {"name": "without", "output": "other1", "copy_of": f"full1/checkpoint-{INSIDE}", "max_staleness": 1,
+             "without_rollouts": [0, 1]},
+        )  # fmt: skip
+        assert codes == [0], nodes.rank_log(0)[-3000:]
+        return {"logs": [nodes.rank_log(rank) for rank in range(2)]}
+
+
+@pytest.fixture(scope="module")
+def killed(folder, whole):
+    """Killed after a checkpoint, continued, killed inside another one, continued; 2 nodes x 1 rank."""
+    job = {"output": "killed", "max_staleness": 1}
+    with Nodes(2, 1, folder=folder / "nodes", env=ENVIRONMENT) as nodes:
+        assert 0 not in launch(nodes, folder, job | {"name": "first", "kill_at": INSIDE})
+        assert 0 not in launch(nodes, folder, job | {"name": "second", "resume": True, "kill_inside": LAST - 1})
+        assert launch(nodes, folder, job | {"name": "third", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
+        return {"logs": [nodes.rank_log(rank) for rank in range(2)]}
+
+
+def from_step(run: dict, step: int) -> tuple[list, dict]:
+    """Rounds that began at `step` or later, and what was logged of the optimizer steps after it."""
+    rounds = [one for one in run["rounds"] if one["step"] >= step]
+    return rounds, {number: seen for number, seen in run["steps"].items() if int(number) > step}
+
+
+def same(continued: list[dict], full: list[dict], first: int, last: int) -> None:
+    """Rows, staleness, losses and gradients of the optimizer steps `first` + 1 to `last` are equal, bit by bit."""
+    for mine, whole in zip(continued, full, strict=True):
+        rounds, steps = from_step(whole, first)
+        assert from_step(mine, first) == (
+            [one for one in rounds if one["step"] < last],
+            {number: seen for number, seen in steps.items() if int(number) <= last},
+        )
+        assert str(last) in mine["steps"] and min(one["step"] for one in mine["rounds"]) >= first
+
+
+def test_the_uninterrupted_runs_are_what_the_others_are_compared_with(folder, whole):
+    for staleness in (0, 1):
+        for run in results(folder, f"full{staleness}"):
+            assert [one["step"] for one in run["rounds"]] == [0, 2, 4, 6]
+            lag = [[0, 0], [staleness, 2 * staleness]] * 2  # an epoch begins with the newest weights
+            assert [one["lag"] for one in run["rounds"]] == lag
+            assert list(map(int, run["steps"])) == list(range(1, LAST + 1)) and run["left_over"] == []
+    epochs = [[row[0] for one in run["rounds"][:2] for row in one["rows"]] for run in results(folder, "full1")]
+    later = [[row[0] for one in run["rounds"][2:] for row in one["rows"]] for run in results(folder, "full1")]
+    assert epochs != later and sorted(sum(epochs, [])) == sorted(sum(later, []))  # another order, the same prompts
+    losses = [loss for loss, _ in results(folder, "full1")[0]["steps"].values()]
+    assert len(set(losses)) == LAST  # equal numbers below mean something
+    first = [results(folder, f"full{staleness}")[0]["rounds"][0] for staleness in (0, 1)]
+    assert first[0] == first[1]
+
+
+def test_a_resume_inside_a_block_of_the_second_epoch_repeats_every_row_and_loss(folder, whole):
+    same(results(folder, "resumed0"), results(folder, "full0"), INSIDE, LAST)
+
+
+def test_without_the_rollouts_file_they_are_generated_afresh_and_that_is_logged(folder, whole):
+    for rank, run in enumerate(results(folder, "without")):
+        assert f"Rank {rank}: " in whole["logs"][rank] and "has no rollouts for this layout" in whole["logs"][rank]
+        assert [(one["step"], one["lag"]) for one in run["rounds"]] == [(INSIDE, [0, 0]), (INSIDE + 1, [1, 1])]
+        prompts = [[row[0] for row in one["rows"]] for one in results(folder, "full1")[rank]["rounds"][2:]]
+        assert [[row[0] for row in one["rows"]] for one in run["rounds"]] == prompts
+        assert str(LAST) in run["steps"]
+
+
+def test_a_killed_run_goes_on_with_the_look_ahead_it_had(folder, killed):
+    """On two nodes; the uninterrupted run had one, which may not matter either."""
+    same(results(folder, "first"), results(folder, "full1"), 0, INSIDE)
+    same(results(folder, "second"), results(folder, "full1"), INSIDE, LAST - 1)
+    assert results(folder, "second")[0]["rounds"][0]["lag"] == [1, 2]
+
+
+def test_a_checkpoint_that_was_being_written_is_skipped_and_named(folder, killed):
+    assert (folder / "killed" / f"checkpoint-{LAST - 1}").is_dir()
+    for log in killed["logs"]:
+        assert f"checkpoint-{LAST - 1} is skipped: unfinished" in log
+    same(results(folder, "third"), results(folder, "full1"), LAST - 2, LAST)
+
+
+def test_the_markers_of_finished_checkpoints_are_gone(folder, killed):
+    assert list((folder / "killed" / "_multinode" / "saving").iterdir()) == []
