@@ -22,6 +22,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 ARROWS = {
     "testing.engines": {"engine", "engine_process", "engine_settings", "faults", "protocol", "weight_source",
                         "weight_sync", "testing.faults", "testing.models"},
+    "testing.replay": {"trainer"},
     "testing.fake_engine": {"faults", "engine_main", "engine_server", "protocol"},
     "testing.nodes": {"testing.launch_files", "testing.namespaces"},
     "testing.faults": {"faults"},
@@ -40,7 +41,12 @@ ARROWS = {
     "check.reading": {"check.launch"},
     "check.launch": set(),
     "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
-    "trainer": {"config", "errors", "generation", "host", "monitor", "reporting", "text_logging"},
+    "trainer": {"config", "errors", "generation", "host", "microbatches", "monitor", "reporting", "text_logging"},
+    "microbatches": {"batching", "config", "errors", "layouts", "local_metrics", "row_exchange", "topology"},
+    "batching": set(),
+    "layouts": set(),
+    "local_metrics": set(),
+    "row_exchange": {"topology"},
     "reporting": {"config", "phases", "weight_sync"},
     "generation": {"config", "engine", "errors", "protocol", "weight_sync"},
     "monitor": {"config", "errors", "probe"},
@@ -71,24 +77,33 @@ ARROWS = {
 
 # Who may import a library, and whether only inside functions ("lazily").
 LIBRARIES = {
-    "trl": {"config": "", "trainer": "", "__init__": "lazily"},
-    "transformers": {"trainer": "", "testing.models": "", "testing.fake_engine": ""},
+    "trl": {"config": "", "trainer": "", "microbatches": "", "__init__": "lazily"},
+    "transformers": {"trainer": "", "microbatches": "", "testing.models": "", "testing.fake_engine": ""},
     "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
     "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
     "deepspeed": {"weight_source": "lazily"},
     "peft": {"peft_source": "lazily"},
-    "torch.distributed": {"blackboard": "", "watch": "", "text_logging": "", "check.reading": ""},  # torchrun's parser
+    "torch.distributed": {
+        "blackboard": "",
+        "watch": "",
+        "text_logging": "",
+        "row_exchange": "",
+        "check.reading": "",
+    },  # torchrun's parser
 }
 COLLECTIVES = {
     "text_logging": {"gather_object"},
     "weight_source": {"GatheredParameters", "full_tensor"},
     "generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "reporting": {"gather"},  # of the phases' seconds, once per log
+    "row_exchange": {"all_gather", "all_to_all_single", "new_group"},  # lengths of all ranks, rows within a node
+    "local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch
 }
 COLLECTIVE_NAMES = {
     "GatheredParameters", "full_tensor", "wait_for_everyone", "gather", "gather_object", "all_gather_object",
     "gather_for_metrics", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter",
     "broadcast", "broadcast_object_list", "scatter_object_list", "barrier", "monitored_barrier", "all_to_all",
+    "all_to_all_single",
     "new_group",
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from .config import MultiNodeGRPOConfig, check_fields, is_node_mode
 from .errors import ConfigurationError
 from .generation import NodeGeneration
 from .host import NodeHost
+from .microbatches import BalancedGRPOTrainer
 from .monitor import DivergenceMonitor
 from .reporting import StepReport, announce
 from .text_logging import TextLogging
@@ -22,7 +23,7 @@ from .text_logging import TextLogging
 logger = logging.getLogger(__name__)
 
 
-class MultiNodeGRPOTrainer(GRPOTrainer):
+class MultiNodeGRPOTrainer(BalancedGRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`] where every node generates on its own vLLM engines.
 
