@@ -6,8 +6,10 @@ bin per rank. Neighbours in the sorted order have almost the same length, so the
 little difference between the bins of a micro-step. Everything is in integers: every rank computes the same plan.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -88,7 +90,7 @@ def plan(lengths: Sequence[Sequence[int]], pools: Sequence[Sequence[int]], cap: 
     bins: list[list[list[int]]] = [[] for _ in lengths]
     for order, pool, cut in zip(orders, pools, cuts, strict=True):
         for edges in cut.steps(count):
-            for rank, start, end in zip(pool, edges, edges[1:], strict=False):
+            for rank, (start, end) in zip(pool, pairwise(edges), strict=True):
                 bins[rank].append(order[start:end].tolist())
     return Plan(bins, owners, flat, linear)
 
@@ -118,6 +120,7 @@ class Cuts:
     def __init__(self, lengths: np.ndarray, ranks: int, cap: int, linear: int):
         self.lengths, self.ranks, self._cap, self._linear = lengths, ranks, cap, linear
         self._fits = cap // lengths  # rows of a bin that begins here
+        self._units = cost(1, lengths, linear)
         self._edges, self._costs = self._all_steps()
         self.fewest = self._count_fewest()
 
@@ -126,10 +129,11 @@ class Cuts:
 
         A step that would leave the next one fewer rows than ranks costs `NEVER`.
         """
-        n, units = len(self.lengths), self.lengths * (self._linear + self.lengths)
-        budgets = np.arange(1, BUDGETS + 1)[:, None] * self._cap * (self._linear + self.lengths) // BUDGETS
-        position = np.broadcast_to(np.arange(n), (BUDGETS, n))
-        edges, costs = [position], np.zeros((BUDGETS, n), dtype=np.int64)
+        n, units = len(self.lengths), self._units
+        largest = np.minimum(self._cap * (self._linear + self.lengths), units.sum() // self.ranks + units)
+        budgets = np.arange(BUDGETS + 1)[:, None] * largest // BUDGETS
+        position = np.broadcast_to(np.arange(n), budgets.shape)
+        edges, costs = [position], np.zeros(budgets.shape, dtype=np.int64)
         for rank in range(self.ranks):
             at = np.minimum(position, n - 1)
             rows = np.minimum(self._fits[at], np.maximum(1, budgets // units[at]))
@@ -168,6 +172,19 @@ class Cuts:
         found, i = [], 0
         for left in range(count, 0, -1):
             budget = self._choice[i, left]
-            found.append((int(self._costs[budget, i]), self._edges[budget, :, i].tolist()))
-            i = found[-1][1][-1]
-        return [edges for _, edges in sorted(found, key=lambda step: -step[0])]
+            found.append(self._even(i, int(self._edges[budget, -1, i]), int(self._costs[budget, i])))
+            i = found[-1][-1]
+        return sorted(found, key=lambda edges: -max((b - a) * self._units[a] for a, b in pairwise(edges)))
+
+    def _even(self, start: int, end: int, budget: int) -> list[int]:
+        """Edges of the bins of the rows from `start` to `end`, by the smallest budget that takes them all."""
+
+        def edges(budget: int) -> list[int]:
+            found = [start]
+            for later in range(self.ranks - 1, -1, -1):
+                at = found[-1]
+                found.append(at + min(self._fits[at], max(1, budget // self._units[at]), end - at - later))
+            return found
+
+        best = bisect_left(range(budget), True, key=lambda some: edges(some)[-1] == end)
+        return [int(edge) for edge in edges(best)]
