@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from forks import on_gloo_ranks
+from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_multinode import GRPOConfig
@@ -24,7 +25,7 @@ class Gradients(TrainerCallback):
         self.steps: list[torch.Tensor] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        self.steps.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+        self.steps.append(torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad]))
 
 
 class ShortReplay(ReplayTrainer):
@@ -46,12 +47,14 @@ def reward(completion_ids, **_):
     return [float(len(set(ids))) for ids in completion_ids]
 
 
-def make(folder: Path, model=None, engine: str | None = None, tool_tokens: bool = False, prompts=PROMPTS, **settings):
+def make(folder: Path, model=None, engine=None, tool_tokens=False, prompts=PROMPTS, peft_config=None, **settings):
     """A trainer with SGD and no clipping, so that gradients of later steps can be compared too.
 
     Args:
         engine (`str`, *optional*):
             A `vllm_importance_sampling_mode`: the trainer corrects as if an engine had sampled.
+        peft_config (`str`, *optional*):
+            `"lora"`.
     """
     defaults = {
         "use_cpu": True, "bf16": False, "use_vllm": False, "num_generations": 4, "max_completion_length": 64,
@@ -65,7 +68,10 @@ def make(folder: Path, model=None, engine: str | None = None, tool_tokens: bool 
         model.config._name_or_path = str(folder / "reference")  # from where TRL loads the reference model
     args = GRPOConfig(**(defaults | settings))
     gradients = Gradients()
-    trainer = ShortReplay(model, reward, args, dataset, processing_class=tiny_tokenizer(), callbacks=[gradients])
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if peft_config else None
+    trainer = ShortReplay(
+        model, reward, args, dataset, processing_class=tiny_tokenizer(), callbacks=[gradients], peft_config=lora
+    )
     trainer.gradients, trainer.tool_tokens = gradients.steps, tool_tokens
     if engine:
         trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, engine

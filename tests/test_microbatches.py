@@ -5,8 +5,9 @@ import torch
 from forks import forked
 from replays import PROMPTS, Gradients, logged, make, on_ranks
 
+from trl_multinode import GRPOConfig
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.microbatches import Balance
+from trl_multinode.microbatches import Balance, reason_against
 from trl_multinode.testing.launch_files import ZERO3
 
 CAP = 200  # the longest row has 84 tokens, TRL's micro-batch of 4 rows up to 336 slots
@@ -28,6 +29,7 @@ CASES = {
     "many windows a block": {"steps_per_generation": 4, "max_steps": 2},
     "multiple of 8": {"pad_to_multiple_of": 8, "beta": 0.05},
     "no accumulation": {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+    "lora": {"peft_config": "lora", "beta": 0.05},
     "checkpointing": {"gradient_checkpointing": True, "beta": 0.05},
 }  # fmt: skip
 
@@ -47,6 +49,7 @@ def compare(folder, settings) -> dict:
         "entropy": entropy,
         "steps": [theirs._step, ours._step],
         "moved": min(logged(ours, "balance/moved_mib"), default=-1.0),
+        "crossed": max(logged(ours, "balance/moved_between_nodes_mib"), default=-1.0),
         "share": min(logged(ours, "balance/real_token_share"), default=-1.0),
         "step_times": [len(logged(trainer, "step_time")) for trainer in (theirs, ours)],
     }
@@ -90,6 +93,7 @@ def test_on_two_nodes_rows_stay_on_theirs_unless_told_otherwise(across, tmp_path
         node = {0, 1} if rank < 2 else {2, 3}
         seen = {owner for owners in result["owners"] for owner in owners}
         assert seen <= node if across == "node" else seen - node, (rank, seen)
+        assert (result["crossed"] > 0) == (across == "world") and result["crossed"] < result["moved"]
 
 
 def test_a_single_process_needs_no_process_group(tmp_path):
@@ -146,7 +150,18 @@ def gpt2():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+def mixture_of_experts():
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
+        head_dim=16, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 FALLBACKS = {
+    "router": ({"model": mixture_of_experts, "router_aux_loss_coef": 0.01}, "router's auxiliary loss"),
     "bnpo": ({"loss_type": "bnpo"}, "loss_type='bnpo'"),
     "entropy": ({"entropy_coef": 0.01}, "entropy bonus"),
     "quantile": ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
@@ -168,6 +183,44 @@ def test_what_cannot_be_cut_anew_keeps_trls_cut_and_one_line_says_why(case, tmp_
     lines = [line for rank in (0, 1) for line in (tmp_path / f"rank{rank}.log").read_text().splitlines()
              if "micro_batch_tokens" in line]  # fmt: skip
     assert len(lines) == 1 and why in lines[0]
+
+
+def test_what_a_run_cannot_have_in_a_test_is_refused_too(tmp_path):
+    """Images, and positions or layers for which it matters where a row begins."""
+
+    def body(rank: int) -> list:
+        trainer = make(tmp_path, micro_batch_tokens=CAP)
+        config, found = trainer.model.config, [reason_against(trainer)]
+        for thing, name, value in [
+            (trainer, "_is_vlm", True),
+            (config, "layer_types", ["full_attention", "linear_attention"]),
+            (config, "layer_types", ["chunked_attention"]),
+            (config, "rope_parameters", {"rope_type": "dynamic", "factor": 2.0}),
+            (trainer.accelerator.state, "parallelism_config", object()),
+        ]:
+            before = getattr(thing, name, None)
+            setattr(thing, name, value)
+            found.append(reason_against(trainer))
+            setattr(thing, name, before)
+        return [*found, reason_against(trainer)]
+
+    with forked(body, 1, tmp_path) as (one,):
+        before, images, linear, chunked, dynamic, parallel, after = one.result
+    assert before is None and after is None
+    assert "images" in images and "linear_attention" in linear and "chunked_attention" in chunked
+    assert "dynamic" in dynamic and "parallelism" in parallel
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"micro_batch_tokens": 256}, "must hold the longest row: a prompt and `max_completion_length` 256 tokens"),
+        ({"balance_across": "rack"}, "must be 'node' or 'world', got 'rack'"),
+    ],
+)
+def test_fields_are_checked(settings, words):
+    with pytest.raises(ConfigurationError, match=words):
+        GRPOConfig("out", use_cpu=True, bf16=False, max_completion_length=256, **settings)
 
 
 @pytest.mark.zero3

@@ -141,7 +141,7 @@ class Balance:
         self.metrics = LocalMetrics()
         self.inside = False  # a micro-step
         self._slice_rows = 0
-        self._moved_bytes = 0
+        self._moved_bytes, self._crossed_bytes = 0, 0  # by all ranks; between nodes
 
     def scale(self, rows: int) -> float:
         """What makes the loss of a micro-batch its part of TRL's: see docs/balance.md."""
@@ -201,7 +201,7 @@ class Balance:
             found |= {n: row[: share.sizes[n, 1]] for n, row in zip(rows, logps, strict=True)}
         records = {number: pack({"logps": row}) for number, row in found.items()}
         back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.plan.owners)
-        self._moved_bytes += 4 * int(share.sizes[share.targets != share.plan.owners, 1].sum())
+        self._count(share.sizes[:, 1], share)
         result = logps.new_zeros(len(input_ids), keep)
         for row, number in zip(result, share.own, strict=True):
             values_of_row = back[number].view(torch.float32) if number in back else found[number]
@@ -222,10 +222,16 @@ class Balance:
         record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
         leaving = {number: pack(row) for number, row in mine.items() if share.targets[number] != self._exchange.rank}
         arrived = self._exchange.move(leaving, record_sizes, cut.owners, share.targets)
-        self._moved_bytes += 4 * int(record_sizes[share.targets != cut.owners].sum())
+        self._count(record_sizes, share)
         mine |= {n: unpack(record, like, share.sizes[n], self._per_token) for n, record in arrived.items()}
         share.steps = [{number: mine[number] for number in numbers} for numbers in cut.bins[self._exchange.rank]]
         return share
+
+    def _count(self, sizes: np.ndarray, share: "Share") -> None:
+        """Bytes of the records that left their rank; all ranks know those of all."""
+        per_node, owners = self._topology.ranks_per_node, share.plan.owners
+        self._moved_bytes += 4 * int(sizes[share.targets != owners].sum())
+        self._crossed_bytes += 4 * int(sizes[share.targets // per_node != owners // per_node].sum())
 
     def _join(self, rows: dict[int, Row]) -> Tensors:
         return join_rows(list(rows.values()), self._per_token, self._trainer._tokenizer.pad_token_id)
@@ -252,9 +258,10 @@ class Balance:
             "mean_rows": rows / costs.size,
             "micro_steps": costs.shape[1],
             "moved_mib": self._moved_bytes / 2**20,
+            "moved_between_nodes_mib": self._crossed_bytes / 2**20,
             "lost_s": seconds * float(1 - costs.sum(axis=1).min() / costs.max(axis=0).sum()),
         }
-        self._moved_bytes = 0
+        self._moved_bytes, self._crossed_bytes = 0, 0
         for name, value in values.items():
             self._trainer._metrics["train"][f"balance/{name}"].append(value)
 
