@@ -86,21 +86,28 @@ def plan(lengths: Sequence[Sequence[int]], pools: Sequence[Sequence[int]], cap: 
     members = [np.flatnonzero(np.isin(owners, pool)) for pool in pools]
     orders = [rows[np.argsort(-flat[rows], kind="stable")] for rows in members]
     cuts = [Cuts(flat[order], len(pool), cap, linear) for order, pool in zip(orders, pools, strict=True)]
-    count = best_count(cuts, cap * linear // OVERHEAD)
-    bins: list[list[list[int]]] = [[] for _ in lengths]
-    for order, pool, cut in zip(orders, pools, cuts, strict=True):
-        for edges in cut.steps(count):
-            for rank, (start, end) in zip(pool, pairwise(edges), strict=True):
-                bins[rank].append(order[start:end].tolist())
-    return Plan(bins, owners, flat, linear)
+    count, slowest = best_count(cuts, cap * linear // OVERHEAD)
+    plans = []
+    for least in sorted(
+        {0, 0 if len(pools) == 1 else slowest // count}
+    ):  # several pools wait for each other: see `curve`
+        bins: list[list[list[int]]] = [[] for _ in lengths]
+        for order, pool, cut in zip(orders, pools, cuts, strict=True):
+            for edges in cut.steps(count, least):
+                for rank, (start, end) in zip(pool, pairwise(edges), strict=True):
+                    bins[rank].append(order[start:end].tolist())
+        plans.append(Plan(bins, owners, flat, linear))
+    return max(plans, key=Plan.lock_step_efficiency)
 
 
-def best_count(cuts: "Sequence[Cuts]", overhead: int) -> int:
-    """The number of micro-steps with the least cost, that of the slowest pool plus `overhead` for each."""
+def best_count(cuts: "Sequence[Cuts]", overhead: int) -> tuple[int, int]:
+    """The number of micro-steps with the least cost, the slowest pool's plus `overhead` for each; and that pool's."""
     fewest, most = max(cut.fewest for cut in cuts), min(len(cut.lengths) // cut.ranks for cut in cuts)
     tried = range(fewest, max(fewest, min(most, MORE_STEPS * fewest)) + 1)
     curves = [cut.curve(tried[-1]) for cut in cuts]
-    return min(tried, key=lambda count: max(int(curve[count]) for curve in curves) + overhead * count)
+    slowest = {count: max(int(curve[count]) for curve in curves) for count in tried}
+    count = min(tried, key=lambda count: slowest[count] + overhead * count)
+    return count, slowest[count]
 
 
 class Cuts:
@@ -155,20 +162,29 @@ class Cuts:
             fewest[i] = min(NEVER, 1 + fewest[self._edges[possible, -1, i]].min(initial=NEVER))
         return int(fewest[0])
 
-    def curve(self, most: int) -> np.ndarray:
-        """The least cost with exactly k micro-steps, for k up to `most`: dynamic programming from the last row."""
+    def curve(self, most: int, least: int = 0) -> np.ndarray:
+        """The least cost with exactly k micro-steps, for k up to `most`: dynamic programming from the last row.
+
+        Args:
+            most (`int`):
+                Largest k.
+            least (`int`, defaults to 0):
+                A cheaper micro-step costs so much: other pools are not done sooner.
+        """
+        costs = np.maximum(self._costs, least)
         n = len(self.lengths)
         best = np.full((n + 1, most + 1), NEVER, dtype=np.int64)
         best[n, 0] = 0
         self._choice = np.zeros((n, most + 1), dtype=np.int64)
         for i in range(n - 1, -1, -1):
-            total = self._costs[:, i, None] + best[self._edges[:, -1, i], :-1]
+            total = costs[:, i, None] + best[self._edges[:, -1, i], :-1]
             self._choice[i, 1:] = total.argmin(axis=0)
             best[i, 1:] = np.minimum(total.min(axis=0), NEVER)
         return best[0]
 
-    def steps(self, count: int) -> list[list[int]]:
-        """The edges of the bins of each of `count` micro-steps, the most expensive first; after [`curve`]."""
+    def steps(self, count: int, least: int) -> list[list[int]]:
+        """The edges of the bins of each of `count` micro-steps, the most expensive first."""
+        self.curve(count, least)
         found, i = [], 0
         for left in range(count, 0, -1):
             budget = self._choice[i, left]
