@@ -271,10 +271,11 @@ def main() -> None:
             (folder / f"{ranks}x{rows}").mkdir()
             repeats = 1 if args.quick else args.repeats - (rows < 256)
             runs.append(compare(rows, ranks, repeats, folder / f"{ranks}x{rows}"))
+            found = report(runs, load, time.time() - started)
+            args.output.write_text(json.dumps(found, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    args.output.write_text(json.dumps(report(runs, load, time.time() - started), indent=1) + "\n")
-    print(json.dumps({k: v for k, v in json.loads(args.output.read_text()).items() if k != "runs"}, indent=1))
+    print(json.dumps({key: value for key, value in found.items() if key != "runs"}, indent=1))
 
 
 def report(runs: list[dict], load: float, seconds: float) -> dict:
@@ -287,7 +288,8 @@ def report(runs: list[dict], load: float, seconds: float) -> dict:
         "train_phase_speedup": min(run["train_phase_speedup"]["median"] for run in main_runs),
         "gradient_rel_diff": max(run["gradient_rel_diff"] for run in runs),
         "control_ratio": max((run["control_ratio"]["median"] for run in main_runs), key=lambda ratio: abs(ratio - 1)),
-        "machine": {"cores": os.cpu_count(), "load_before": load, "benchmark_seconds": seconds,
+        "machine": {"cores": os.cpu_count(), "load_before": load, "load_after": os.getloadavg()[0],
+                    "benchmark_seconds": seconds,
                     "note": "single-threaded ranks; 4 ranks share the cores, so a waiting rank lends its core"},
         "lengths": {"median": 120, "longest_row": LONGEST, "generations": GENERATIONS, "cap": CAP},
         "runs": runs,

@@ -1,12 +1,19 @@
 """Balanced micro-batches give TRL's gradient: real trainers on forked gloo ranks, the same rollouts in both."""
 
+import ast
+import inspect
+import textwrap
+
 import pytest
 import torch
+import trl
 from forks import forked
 from replays import PROMPTS, Gradients, logged, make, on_ranks
+from trl import GRPOTrainer
 
 from trl_multinode import GRPOConfig
 from trl_multinode.errors import ConfigurationError
+from trl_multinode.layouts import MASKS, PER_TOKEN
 from trl_multinode.microbatches import Balance, reason_against
 from trl_multinode.testing.launch_files import ZERO3
 
@@ -183,6 +190,25 @@ def test_what_cannot_be_cut_anew_keeps_trls_cut_and_one_line_says_why(case, tmp_
     lines = [line for rank in (0, 1) for line in (tmp_path / f"rank{rank}.log").read_text().splitlines()
              if "micro_batch_tokens" in line]  # fmt: skip
     assert len(lines) == 1 and why in lines[0]
+
+
+IMAGES = {
+    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
+    "mm_token_type_ids", "image_position_ids", "num_images", "num_tiles",
+}  # fmt: skip
+
+
+def test_the_fields_of_a_row_are_pinned():
+    """A field that a new TRL adds is per token, per row or a scalar: layouts.py has to know."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions)))
+    found = {
+        n.slice.value for n in ast.walk(tree) if isinstance(n, ast.Subscript) and ast.unparse(n.value) == "output"
+    }
+    (literal,) = [
+        n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "output"
+    ]
+    found |= {key.value for key in literal.keys}
+    assert found == {*PER_TOKEN, *MASKS, "prompt_ids", "advantages", "num_items_in_batch", *IMAGES}, trl.__version__
 
 
 def test_what_a_run_cannot_have_in_a_test_is_refused_too(tmp_path):
