@@ -162,7 +162,7 @@ class Balance:
                     loss += Trainer.training_step(self._trainer, model, batch, num_items_in_batch)
         finally:
             self.inside = False
-        self._log([share.plan for share in shares], time.perf_counter() - start)
+        self._log(shares, time.perf_counter() - start)
         return loss
 
     def _blocks(self, slices: list[Tensors]) -> list[list[Tensors]]:
@@ -199,7 +199,8 @@ class Balance:
             ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
             logps = compact(ids, masks, batch["completion_ids"].shape[1])[0]
             found |= {n: row[: share.sizes[n, 1]] for n, row in zip(rows, logps, strict=True)}
-        records = {number: pack({"logps": row}) for number, row in found.items()}
+        guests = [number for number in found if share.plan.owners[number] != self._exchange.rank]
+        records = {number: pack({"logps": found[number]}) for number in guests}
         back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.plan.owners)
         self._count(share.sizes[:, 1], share)
         result = logps.new_zeros(len(input_ids), keep)
@@ -247,15 +248,14 @@ class Balance:
                 f"`max_completion_length` {self._args.max_completion_length}, or shorten prompts."
             )
 
-    def _log(self, plans: list[Plan], seconds: float) -> None:
+    def _log(self, shares: "list[Share]", seconds: float) -> None:
         """A collective of all ranks, for TRL's metrics; ours are the same on every rank without one."""
         self.metrics.finish(self._trainer)
-        costs = np.concatenate([one.costs() for one in plans], axis=1)
-        slots = sum(one.slots().sum() for one in plans)
-        rows = sum(len(one.lengths) for one in plans)
+        costs = np.concatenate([share.plan.costs() for share in shares], axis=1)
+        slots = np.concatenate([share.plan.slots() for share in shares], axis=1)
         values = {
-            "real_token_share": float(sum(one.lengths.sum() for one in plans) / slots),
-            "mean_rows": rows / costs.size,
+            "real_token_share": float(sum(share.sizes.sum() for share in shares) / slots.sum()),
+            "mean_rows": sum(len(share.sizes) for share in shares) / costs.size,
             "micro_steps": costs.shape[1],
             "moved_mib": self._moved_bytes / 2**20,
             "moved_between_nodes_mib": self._crossed_bytes / 2**20,
