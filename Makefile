@@ -1,16 +1,19 @@
 # Two commands do everything: `make demo` and `make test`. Both set up what they need first.
 VENV ?= .venv
 PYTHON ?= python3.11
+MODE ?= sync
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo check test test-e2e lock clean
+.PHONY: help setup demo bench check test test-e2e lock clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
+	@echo "make demo MODE=overlap      the same with rollouts one round ahead and balanced micro-batches"
+	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (15 minutes at most)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
 	@echo "make check     ruff, types, architecture"
@@ -23,7 +26,13 @@ $(VENV)/.installed: requirements/cpu.txt requirements/install.py pyproject.toml
 	@touch $@
 
 demo: setup
-	python examples/demo/run.py
+	python examples/demo/run.py --mode $(MODE)
+
+bench: setup
+	python benchmarks/overlap.py
+	python benchmarks/balance.py
+	python benchmarks/learning.py
+	python benchmarks/table.py
 
 check: setup
 	ruff check .

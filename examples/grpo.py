@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
-import torch
 from datasets import DatasetDict, load_dataset, load_from_disk
-from transformers.trainer_utils import sort_checkpoints
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
 
@@ -102,40 +100,6 @@ def with_prompts(dataset, column: str | None):
     return dataset.map(lambda row: {"prompt": [{"role": "user", "content": row[column]}]})
 
 
-def missing_part(checkpoint: Path, deepspeed: bool) -> str | None:
-    """What a run that was stopped while it saved did not get to: `latest` and the trainer's state come last."""
-    latest = checkpoint / "latest"
-    if deepspeed and not latest.is_file():
-        return latest.name
-    if deepspeed and not (checkpoint / latest.read_text().strip()).is_dir():
-        return latest.read_text().strip()
-    return None if (checkpoint / "trainer_state.json").is_file() else "trainer_state.json"
-
-
-def last_complete_checkpoint(trainer: GRPOTrainer) -> str | None:
-    """The newest complete checkpoint that this node sees in `output_dir`; all ranks must see the same one.
-
-    Raises:
-        `ValueError`: on every rank, if nodes see different ones.
-    """
-    found = None
-    for path in reversed(sort_checkpoints(trainer.args.output_dir)):
-        missing = missing_part(Path(path), trainer.is_deepspeed_enabled)
-        if missing is None:
-            found = path
-            break
-        trainer.accelerator.print(f"[grpo] skipping {path}: it is incomplete, {missing} is missing")
-    step = int(found.rpartition("-")[2]) if found else -1
-    steps = trainer.accelerator.gather(torch.tensor([step], device=trainer.accelerator.device)).tolist()
-    if len(set(steps)) > 1:
-        raise ValueError(
-            f"The last complete checkpoint in {trainer.args.output_dir} differs: step {steps} by rank (-1: none). Use "
-            "an `output_dir` that all nodes share, or `--save_on_each_node`, or say `--resume_from_checkpoint PATH`."
-        )
-    trainer.accelerator.print(f"[grpo] resuming from {found}" if found else "[grpo] no checkpoint, starting anew")
-    return found
-
-
 def main() -> None:
     parser = StrictParser((GRPOScriptArguments, GRPOConfig, ModelConfig))
     script_args, training_args, model_args = parser.parse_args_and_config()
@@ -160,7 +124,7 @@ def main() -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or last_complete_checkpoint(trainer))
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or trainer.last_checkpoint())
     trainer.save_model()  # every rank: ZeRO-3 gathers the weights
     if training_args.push_to_hub:
         is_local = Path(script_args.dataset_name).exists()  # its path is nothing for a model card

@@ -41,15 +41,21 @@ ARROWS = {
     "check.reading": {"check.launch"},
     "check.launch": set(),
     "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
-    "trainer": {"config", "errors", "generation", "host", "microbatches", "monitor", "reporting", "text_logging"},
+    "trainer": {"checkpoints", "config", "errors", "generation", "host", "microbatches", "monitor", "reporting",
+                "resume", "rollouts", "staleness", "text_logging"},
     "microbatches": {"batching", "config", "errors", "layouts", "local_metrics", "row_exchange", "topology"},
     "batching": set(),
     "layouts": set(),
     "local_metrics": set(),
     "row_exchange": {"topology"},
-    "reporting": {"config", "phases", "weight_sync"},
-    "generation": {"config", "engine", "errors", "protocol", "weight_sync"},
-    "monitor": {"config", "errors", "probe"},
+    "monitor": {"config", "errors", "probe", "rollouts"},
+    "reporting": {"config", "phases", "staleness", "weight_sync"},
+    "resume": {"checkpoints", "errors", "rollouts"},
+    "checkpoints": {"errors"},
+    "staleness": set(),
+    "generation": {"config", "engine", "errors", "protocol", "rollouts", "rows", "weight_sync"},
+    "rollouts": {"engine", "protocol"},
+    "rows": {"protocol"},
     "text_logging": set(),
     "host": {"blackboard", "config", "engine", "engine_process", "engine_settings", "errors", "faults", "peft_source",
              "phases", "probe", "protocol", "topology", "watch", "weight_source", "weight_sync"},
@@ -95,6 +101,7 @@ COLLECTIVES = {
     "text_logging": {"gather_object"},
     "weight_source": {"GatheredParameters", "full_tensor"},
     "generation": {"wait_for_everyone"},  # before a sync; `generate` has none
+    "checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting": {"gather"},  # of the phases' seconds, once per log
     "row_exchange": {"all_gather", "all_to_all_single", "new_group"},  # lengths of all ranks, rows within a node
     "local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch

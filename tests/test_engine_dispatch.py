@@ -112,14 +112,9 @@ def test_what_another_rank_has_outstanding_counts(engines):
 
 
 def test_a_slow_engine_leaves_most_of_the_later_requests_to_the_other(engines):
-    engines.take_stats()
     groups = engines.generate(requests(30), 4, SAMPLING, 1)
     later = places(groups)[4:]  # the first fill both windows
     assert later.count(0) >= 0.7 * len(later)
-    stats = engines.take_stats()
-    assert stats.requests == [places(groups).count(0), places(groups).count(1)]
-    assert stats.busy_s[1] >= SLOW_S
-    assert engines.take_stats().requests == [0, 0]
 
 
 def test_answers_come_in_the_order_of_the_requests_from_whichever_engine(engines):

@@ -8,9 +8,10 @@ import pytest
 
 from trl_multinode.engine import Rollout
 from trl_multinode.errors import ConfigurationError, PromptTooLongError, WeightVersionError
-from trl_multinode.generation import NodeGeneration, RowSeeds
+from trl_multinode.generation import NodeGeneration
 from trl_multinode.phases import Phases
 from trl_multinode.protocol import WeightVersion
+from trl_multinode.rows import RowSeeds
 from trl_multinode.weight_sync import SyncTimings
 
 A, B, C = [1, 2], [1, 3], [4]
@@ -186,7 +187,7 @@ def row_seeds(ranks: int, rows: int, seed: int | None = 5, call: int = 0, round_
     seeds = []
     for rank in range(ranks):
         generation = build(rank, rollout_seed=seed)
-        generation.seeds.begin_round(*round_)
+        generation.begin_round(*round_)
         for _ in range(call + 1):
             generation.generate(([A] * 3 + [B] * 3 + [C] * 18)[rank * rows : (rank + 1) * rows], None, 4)
         for request in generation.engines.calls[-1].requests:

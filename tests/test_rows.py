@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trl_multinode.generation import FloatRow, TokenRow
+from trl_multinode.rows import FloatRow, TokenRow
 
 
 @pytest.fixture

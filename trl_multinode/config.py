@@ -45,6 +45,11 @@ class MultiNodeGRPOConfig(GRPOConfig):
         rollout_seed (`int`, *optional*):
             With it every row samples with a seed of its own, so that a run does not depend on how its rows are spread
             over ranks and nodes (bitwise on a CPU in fp32; on a GPU batch-dependent rounding can flip a token).
+        max_staleness (`int`, *optional*, defaults to `0`):
+            Generation rounds by which completions may lag behind the weights they train. `0`: every round is generated
+            with the newest weights, while the ranks wait. `1`: while a round trains, the engines generate the next
+            one's completions with the weights from before; prompts, their order and the number of optimizer steps
+            stay the same. Needs TRL's importance-sampling correction, which becomes the off-policy correction.
         logprob_divergence_limit (`float`, *optional*):
             Mean |engine log-prob - trainer log-prob| per token of a rank's batch above which the run stops, because
             some weights of the engine must be stale. Default: 0.02 if both sides are float32, else 0.3. `0` turns the
@@ -95,6 +100,13 @@ class MultiNodeGRPOConfig(GRPOConfig):
     )
     rollout_seed: int | None = field(
         default=None, metadata={"help": "Makes rollouts independent of how rows are spread over ranks and nodes."}
+    )
+    max_staleness: int = field(
+        default=0,
+        metadata={
+            "help": "Generation rounds by which completions may lag behind the weights they train: 0 or 1. With 1 the "
+            "engines generate the next round while the ranks train."
+        },
     )
     logprob_divergence_limit: float | None = field(
         default=None,
@@ -151,6 +163,7 @@ def check_fields(args: GRPOConfig) -> None:
         raise ConfigurationError(
             f"`logprob_divergence_limit` must not be negative, got {args.logprob_divergence_limit}; 0 turns it off."
         )
+    check_staleness(args)
     check_balance(args)
     if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
         raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
@@ -165,6 +178,20 @@ def check_balance(args: GRPOConfig) -> None:
         raise ConfigurationError(
             f"`micro_batch_tokens` must hold the longest row: a prompt and `max_completion_length` {longest} tokens, "
             f"got {cap}. Raise it to {longest} + the longest prompt at least; 4 times that is a good start."
+        )
+
+
+def check_staleness(args: GRPOConfig) -> None:
+    """Raises `ConfigurationError` if completions may not be generated ahead."""
+    staleness = field_or_default(args, "max_staleness")
+    if staleness not in (0, 1):
+        raise ConfigurationError(f"`max_staleness` must be 0 or 1, got {staleness}.")
+    if staleness and not is_node_mode(args):
+        raise ConfigurationError("`max_staleness=1` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
+    if staleness and not args.vllm_importance_sampling_correction:
+        raise ConfigurationError(
+            "`max_staleness=1` needs `vllm_importance_sampling_correction=True` (TRL's default): it corrects for "
+            "completions that older weights made. Set it, or `max_staleness=0`."
         )
 
 

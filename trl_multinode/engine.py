@@ -11,7 +11,7 @@ import selectors
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +56,6 @@ class Rollout:
     logprobs: np.ndarray  # float32 (T,), of the sampled tokens, after temperature and other processing
     version: WeightVersion  # of the weights that made it
     engine: int  # index on the node
-
-
-@dataclass
-class EngineStats:
-    """Sums over this rank's requests since they were last taken."""
-
-    busy_s: list[float] = field(default_factory=list)  # per engine: time with at least one request of this rank
-    requests: list[int] = field(default_factory=list)  # per engine
 
 
 class LoadBoard:
@@ -146,8 +138,8 @@ class NodeEngines:
             Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
             for i, path in enumerate(sockets)
         ]
+        self._unclaimed: dict[tuple[int, int], Message] = {}  # answers that came while another was waited for
         self.ready = [self._hello(i, rank) for i in range(len(sockets))]
-        self.stats = self._no_stats()
 
     def _hello(self, engine: int, rank: int) -> Ready:
         reply = self.ask(engine, Hello(rank=rank))
@@ -159,13 +151,6 @@ class NodeEngines:
         """Context of the engines, in tokens."""
         return min(ready.max_model_len for ready in self.ready)
 
-    def _no_stats(self) -> EngineStats:
-        return EngineStats([0.0] * len(self.connections), [0] * len(self.connections))
-
-    def take_stats(self) -> EngineStats:
-        stats, self.stats = self.stats, self._no_stats()
-        return stats
-
     # ---- one message, one answer ------------------------------------------------------------------------------------
 
     def post(self, engine: int, message: Message) -> int:
@@ -175,18 +160,21 @@ class NodeEngines:
         return request_id
 
     def wait(self, engine: int, request_id: int) -> Message:
-        """The answer to `request_id`, the oldest one open on that engine.
+        """The answer to `request_id`.
 
         Raises:
             `EngineError` (or the subclass that the engine names): if it failed.
         """
-        while True:
-            reply = self.connections[engine].receive(self._stall_timeout_s)
-            if isinstance(reply, Progress) or reply.request_id != request_id:
-                continue  # a sign of work, or an answer to an earlier call that failed half-way
-            if isinstance(reply, Failure):
-                raise self._error(engine, reply)
-            return reply
+        while (reply := self._unclaimed.pop((engine, request_id), None)) is None:
+            self.keep(engine, self.connections[engine].receive(self._stall_timeout_s))
+        if isinstance(reply, Failure):
+            raise self._error(engine, reply)
+        return reply
+
+    def keep(self, engine: int, reply: Message) -> None:
+        """For whoever waits for it later; a sign of work is for nobody."""
+        if not isinstance(reply, Progress):
+            self._unclaimed[engine, reply.request_id] = reply
 
     def ask(self, engine: int, message: Message) -> Message:
         return self.wait(engine, self.post(engine, message))
@@ -238,7 +226,15 @@ class NodeEngines:
 
     def score(self, tokens: Sequence[int], engine: int) -> Rollout:
         """Log-probs of `tokens[1:]` under the present weights of one engine."""
-        return _rows(self.ask(engine, Score(prompt=pack_ids(tokens))), engine)[0]
+        return self.scored(engine, self.post_score(tokens, engine))
+
+    def post_score(self, tokens: Sequence[int], engine: int) -> int:
+        """Ask for a score without waiting; the request's id."""
+        return self.post(engine, Score(prompt=pack_ids(tokens)))
+
+    def scored(self, engine: int, request_id: int) -> Rollout:
+        """The answer to a `post_score`."""
+        return _rows(self.wait(engine, request_id), engine)[0]
 
     def close(self) -> None:
         for connection in self.connections:
@@ -256,7 +252,6 @@ class _Dispatch:
             prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling, min_update=min_update
         )
         self._open: list[dict[int, int]] = [{} for _ in engines.connections]  # per engine: request id -> index
-        self._sent = [0.0] * len(engines.connections)  # per engine: since when it has work of this call
         self._heard = [0.0] * len(engines.connections)  # per engine: its last sign of work
         self._selector = selectors.DefaultSelector()
 
@@ -281,8 +276,6 @@ class _Dispatch:
                 index = self._open[engine].pop(reply.request_id)
                 self._engines._board.give_back(engine, self._cost(index))
                 results[index] = _rows(reply, engine)
-                if not self._open[engine]:
-                    self._engines.stats.busy_s[engine] += time.monotonic() - self._sent[engine]
         return results
 
     def _cost(self, index: int) -> int:
@@ -303,11 +296,9 @@ class _Dispatch:
             self._message, prompt=pack_ids(request.prompt), num_completions=request.num_completions,
             seed=request.seed, images=request.images,
         )  # fmt: skip
-        now = time.monotonic()
         if not self._open[engine]:
-            self._sent[engine] = self._heard[engine] = now
+            self._heard[engine] = time.monotonic()
         self._open[engine][self._engines.post(engine, message)] = index
-        self._engines.stats.requests[engine] += 1
 
     def _replies(self) -> Iterator[tuple[int, Completions]]:
         """Whatever is there, waiting at most a second; every frame is a sign of work."""
@@ -316,9 +307,11 @@ class _Dispatch:
             while True:
                 reply = connection.receive(self._engines._stall_timeout_s)
                 self._heard[engine] = time.monotonic()
-                if reply.request_id in self._open[engine]:  # not an answer to an earlier call that failed half-way
-                    if isinstance(reply, Failure):
-                        raise self._engines._error(engine, reply)
+                if reply.request_id not in self._open[engine]:
+                    self._engines.keep(engine, reply)
+                elif isinstance(reply, Failure):
+                    raise self._engines._error(engine, reply)
+                else:
                     yield engine, reply
                 if not connection.has_buffered():
                     break

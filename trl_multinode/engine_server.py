@@ -7,6 +7,8 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -160,6 +162,32 @@ class Weights:
             self._changed.notify_all()
 
 
+class BusyClock:
+    """Time with at least one request, by this engine's own clock."""
+
+    def __init__(self):
+        self._start = self._since = time.perf_counter()
+        self._running = 0
+        self._busy_s = 0.0
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        if self._running == 0:
+            self._since = time.perf_counter()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._busy_s += time.perf_counter() - self._since
+
+    def read(self) -> tuple[float, float]:
+        """Busy seconds, and all seconds, since the start."""
+        now = time.perf_counter()
+        return self._busy_s + (now - self._since if self._running else 0.0), now - self._start
+
+
 class EngineServer:
     """Serves the ranks of one node until told to shut down."""
 
@@ -169,6 +197,7 @@ class EngineServer:
         self._weights = Weights()
         self._update: WeightVersion | None = None
         self._closing = asyncio.Event()
+        self._clock = BusyClock()
 
     async def serve(self) -> None:
         old_mask = os.umask(0o177)  # the socket is for this user only, in a folder that is too
@@ -242,7 +271,14 @@ class EngineServer:
                 await self._backend.load_bucket(request.bucket, request.slot)
             case CommitUpdate():
                 await self._commit()
-        return Done(request_id=request.request_id, version=self._weights.version, seconds=time.perf_counter() - start)
+        seconds, (busy_s, clock_s) = time.perf_counter() - start, self._clock.read()
+        return Done(
+            request_id=request.request_id,
+            version=self._weights.version,
+            seconds=seconds,
+            busy_s=busy_s,
+            clock_s=clock_s,
+        )
 
     async def _commit(self) -> None:
         assert self._update is not None
@@ -255,14 +291,8 @@ class EngineServer:
         await self._weights.acquire(request.min_update if isinstance(request, Generate) else 0)
         try:
             version = self._weights.version
-            prompt = unpack_ids(request.prompt).tolist()
-            if isinstance(request, Generate):
-                await asyncio.sleep(self._spec.delay_s)
-                rows = await self._backend.generate(
-                    prompt, request.num_completions, request.max_tokens, request.sampling, request.seed, request.images
-                )
-            else:
-                rows = await self._backend.score(prompt)
+            with self._clock.request():
+                rows = await self._made(request)
         finally:
             await self._weights.release()
         return Completions(
@@ -272,4 +302,13 @@ class EngineServer:
             logprobs=np.asarray([value for row in rows for value in row.logprobs], dtype=np.float32).tobytes(),
             version=version,
             seconds=time.perf_counter() - start,
+        )
+
+    async def _made(self, request: Generate | Score) -> list[Generated]:
+        prompt = unpack_ids(request.prompt).tolist()
+        if isinstance(request, Score):
+            return await self._backend.score(prompt)
+        await asyncio.sleep(self._spec.delay_s)
+        return await self._backend.generate(
+            prompt, request.num_completions, request.max_tokens, request.sampling, request.seed, request.images
         )

@@ -4,54 +4,21 @@ TRL's `GRPOTrainer` builds one `VLLMGeneration` with 25 keywords and afterwards 
 class takes its place; a contract test pins the keywords and the shape of what is returned.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any
-
-import numpy as np
 
 from .config import REFUSED_GENERATION_KEYS
 from .engine import NodeEngines, PromptRequest, Rollout
 from .errors import ConfigurationError, PromptTooLongError
-from .protocol import Image, WeightVersion
+from .protocol import WeightVersion
+from .rollouts import LookAhead, Rollouts
+from .rows import FloatRow, RowSeeds, TokenRow, raw_image
 from .weight_sync import SyncTimings, check_version
 
-
-class FloatRow(Sequence):
-    """Log-probs of one completion: behaves like `list[list[float | None]]` of shape `(T, 1)` over a float32 array.
-
-    Real nested lists cost 0.48 s per million tokens. NaN reads as `None`, as in TRL.
-    """
-
-    def __init__(self, values: np.ndarray):
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return FloatRow(self.values[index])
-        return [_none_if_nan(float(self.values[index]))]
-
-    def __iter__(self) -> Iterator:
-        return ([_none_if_nan(value)] for value in self.values.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-
-def _none_if_nan(value: float) -> float | None:
-    return None if value != value else value
-
-
-class TokenRow(FloatRow):
-    """Token ids of one completion, shape `(T, 1)`, in the same manner."""
-
-    def __getitem__(self, index):
-        return TokenRow(self.values[index]) if isinstance(index, slice) else [int(self.values[index])]
+Prompts = list[list[int]]  # token ids, a row per completion wanted
 
 
 class NodeGeneration:
@@ -109,6 +76,33 @@ class NodeGeneration:
         self._phases = host.phases
         self.engines: NodeEngines = host.start_engines(model, processing_class, engine_keywords)
         self.last_sync = SyncTimings()
+        self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
+        self.used = Rollouts(0, [], [], self.version)  # first turn of the present round
+        self.on_stale: Callable[[Rollouts], None] = lambda made: None  # called before the engines get busy again
+        self.begin_round("train", 0)
+
+    def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
+        """A new batch of prompts; every rank calls it, with the same `mode` and `number`.
+
+        Args:
+            mode (`str`):
+                `"train"` or `"eval"`.
+            number (`int`):
+                Of the round, counted by the mode.
+            following (`Callable`, *optional*):
+                Asked in the first `generate` of the round for the prompts of the next one, which are then generated
+                ahead; `None`, or an answer of `None`: nothing runs ahead.
+        """
+        self.seeds.begin_round(mode, number)
+        self._number = number
+        self._following = following
+        self._takes_ahead = mode == "train"
+
+    @property
+    def lag(self) -> tuple[int, int]:
+        """How old the present round's completions are: generation rounds, optimizer steps."""
+        version = self.used.version
+        return int(version != self.version), self._host.step() - version.step
 
     def sync_weights(self) -> None:
         """Bring the trainer's weights into this node's engines. A collective of all training ranks.
@@ -116,6 +110,8 @@ class NodeGeneration:
         Raises:
             `WeightVersionError`, `WeightSyncError`: see [`WeightSync.run`].
         """
+        with self._phases("generate"):
+            self.look_ahead.wait()  # before the barrier: an engine takes no weights while it generates
         with self._phases("wait"):
             self.accelerator.wait_for_everyone()  # nobody generates any more, and nobody gathers ahead of the others
         with self._phases("sync"):
@@ -124,7 +120,7 @@ class NodeGeneration:
 
     def generate(
         self,
-        prompts: list[list[int]],
+        prompts: Prompts,
         images: list[list | None] | None,
         num_generations: int,
         profiler=None,
@@ -151,11 +147,8 @@ class NodeGeneration:
             `EngineError`: if the engine failed or stalled.
         """
         self._check_lengths(prompts)
-        requests = self._requests(prompts, images)
         with self._phases("generate"), profiler or nullcontext():
-            groups = self.engines.generate(requests, self.max_tokens, self.sampling, self.version.update)
-        rows = [row for group in groups for row in group]
-        self._check_versions(rows)
+            rows = self._first_turn(prompts, images) if self._takes_ahead else self._fresh(prompts, images)
         return (
             prompts,
             [row.tokens.tolist() for row in rows],
@@ -163,19 +156,53 @@ class NodeGeneration:
             [TokenRow(row.tokens) for row in rows],
         )
 
-    def _requests(self, prompts: list[list[int]], images: list[list | None] | None) -> list[PromptRequest]:
+    def _first_turn(self, prompts: Prompts, images) -> list[Rollout]:
+        """This round's completions, made ahead if they were; then the next round's begin."""
+        self._takes_ahead = False
+        made = self.look_ahead.take(self._number, prompts)
+        if made is None or images is not None:
+            made = Rollouts(self._number, prompts, self._fresh(prompts, images), self.version)
+        else:
+            self.seeds.of_call(len(prompts))  # counts as the round's first call
+            self.on_stale(made)
+        self.used = made
+        if self._following is not None and (following := self._following()) is not None:
+            self._submit(self._number + 1, following)
+        return made.rows
+
+    def _submit(self, number: int, prompts: Prompts) -> None:
+        if max(map(len, prompts)) >= self.engines.max_model_len:
+            return  # the round itself will say so, with the row
+        requests = self._requests(prompts, None, self.seeds.of_round("train", number, len(prompts)))
+        self.look_ahead.submit(
+            number, prompts, self.version, partial(self._ask, self._host.ahead_engines, requests, self.version)
+        )
+
+    def _fresh(self, prompts: Prompts, images) -> list[Rollout]:
+        requests = self._requests(prompts, images, self.seeds.of_call(len(prompts)))
+        return self._ask(self.engines, requests, self.version)
+
+    def _ask(self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion) -> list[Rollout]:
+        """Completions of exactly these weights, in the order of the rows; also called by the look-ahead's thread."""
+        groups = engines.generate(requests, self.max_tokens, self.sampling, version.update)
+        rows = [row for group in groups for row in group]
+        for row in rows:
+            check_version(row.version, version, engines.connections[row.engine].name)
+        return rows
+
+    @staticmethod
+    def _requests(prompts: Prompts, images: list[list | None] | None, seed: int | None) -> list[PromptRequest]:
         """One request per run of equal rows. Never a stride: a group may straddle ranks and nodes."""
-        seeds = self.seeds.of_call(len(prompts))
         rows = list(zip(prompts, images or [None] * len(prompts), strict=True))
         requests, start = [], 0
         for (prompt, pictures), run in groupby(rows):
             count = len(list(run))
-            seed = None if seeds is None else seeds + start
-            requests.append(PromptRequest(prompt, count, seed, tuple(map(_raw_image, pictures or ()))))
+            first = None if seed is None else seed + start
+            requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, pictures or ()))))
             start += count
         return requests
 
-    def _check_lengths(self, prompts: list[list[int]]) -> None:
+    def _check_lengths(self, prompts: Prompts) -> None:
         limit = self.engines.max_model_len
         for row, prompt in enumerate(prompts):
             if len(prompt) >= limit:
@@ -184,48 +211,3 @@ class NodeGeneration:
                     f"engine's context is {limit} and must hold at least one more. Filter long prompts out of the "
                     "dataset, or raise `vllm_max_model_length`."
                 )
-
-    def _check_versions(self, rows: list[Rollout]) -> None:
-        for row in rows:
-            if row.version.update != self.version.update:
-                check_version(row.version, self.version, self.engines.connections[row.engine].name)
-
-
-class RowSeeds:
-    """Seeds that depend on the row, not on where it is generated.
-
-    seed(row) = hash(seed, mode, round, call of this rank in the round) + global row: affine in the row, because vLLM
-    gives completion i of a request seed + i.
-
-    Args:
-        seed (`int`, *optional*):
-            `rollout_seed`; `None` leaves the engines to their own random streams.
-        rank (`int`):
-            Its rows come after those of the lower ranks.
-    """
-
-    def __init__(self, seed: int | None, rank: int):
-        self._seed = seed
-        self._rank = rank
-        self.begin_round("train", 0)
-
-    def begin_round(self, mode: str, number: int) -> None:
-        """A new batch of prompts; every rank calls it with the same arguments."""
-        self._round = (mode, number)
-        self._call = 0
-        self._rows_per_rank: int | None = None
-
-    def of_call(self, num_rows: int) -> int | None:
-        """Seed of this rank's first row in the next `generate` call."""
-        if self._seed is None:
-            return None
-        if self._rows_per_rank is None:
-            self._rows_per_rank = num_rows  # later calls of a tool loop have fewer rows; keep the ranks apart
-        text = f"{self._seed}/{self._round}/{self._call}".encode()
-        self._call += 1
-        base = int.from_bytes(hashlib.blake2b(text, digest_size=5).digest(), "little")
-        return base + self._rank * self._rows_per_rank
-
-
-def _raw_image(picture) -> Image:
-    return Image(data=picture.tobytes(), mode=picture.mode, size=picture.size)

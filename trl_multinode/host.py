@@ -21,7 +21,7 @@ from .errors import ConfigurationError, EngineError
 from .peft_source import PeftSource
 from .phases import Phases
 from .probe import probe_engines
-from .protocol import Await, WeightVersion
+from .protocol import Await, Done, WeightVersion
 from .topology import EngineDevices, Topology, assign_engines
 from .watch import Watch
 from .weight_source import ModuleSource, keep_head_during_backward
@@ -56,6 +56,8 @@ class NodeHost:
         self._folder: RunFolder | None = None
         self._sync: WeightSync | None = None
         self.engines: NodeEngines | None = None
+        self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead's thread, if there is one
+        self.engine_clocks: list[tuple[float, float]] = []  # per engine at the last sync: busy seconds, all seconds
         with self.watch.guard():
             self._store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
@@ -112,18 +114,22 @@ class NodeHost:
             if self.topology.is_local_main:
                 self._launch(base, processing_class)
             folder = self._exchange_folder()
-            sockets = [folder / f"engine{index}.sock" for index in range(len(self.devices.per_engine))]
-            self.engines = NodeEngines(
-                sockets,
-                self.topology.node,
-                self.topology.rank,
-                folder / "load",
-                field_or_default(self.args, "engine_stall_timeout"),
-                window=self._settings.window,
-                log_folder=self._logs,
-            )
+            self.engines = self._connect(folder)
+            if field_or_default(self.args, "max_staleness"):
+                self.ahead_engines = self._connect(folder)
             self._build_sync(base)
         return self.engines
+
+    def _connect(self, folder: Path) -> NodeEngines:
+        return NodeEngines(
+            [folder / f"engine{index}.sock" for index in range(len(self.devices.per_engine))],
+            self.topology.node,
+            self.topology.rank,
+            folder / "load",
+            field_or_default(self.args, "engine_stall_timeout"),
+            window=self._settings.window,
+            log_folder=self._logs,
+        )
 
     def _launch(self, model, processing_class) -> None:
         self._folder = RunFolder(self.topology.node)
@@ -182,7 +188,8 @@ class NodeHost:
         if version.update == 1:
             keep_head_during_backward(self._model)  # only now has DeepSpeed sharded the model
         timings = self._sync.run(version)
-        self.engines.ask_all(Await(min_update=version.update))  # so that waiting for the engines counts as sync
+        done = self.engines.ask_all(Await(min_update=version.update))  # so that waiting for the engines counts as sync
+        self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
             probe_engines(self._model, engines, self.dtype, self.topology)

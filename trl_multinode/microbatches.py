@@ -169,9 +169,9 @@ class Balance:
         """Slices that may be mixed. A sum over tokens is divided by the tokens of its generation block."""
         if self._trainer.loss_type in MEAN_OVER_ROWS:
             return [slices]
-        blocks: dict[int, list[Tensors]] = {}
+        blocks: dict[float, list[Tensors]] = {}
         for part in slices:
-            blocks.setdefault(id(part["num_items_in_batch"]), []).append(part)
+            blocks.setdefault(part["num_items_in_batch"].item(), []).append(part)
         return list(blocks.values())
 
     @contextlib.contextmanager

@@ -84,23 +84,27 @@ def summarize(per_rank: list[list[float]], ranks_per_node: int) -> dict[str, flo
     return metrics
 
 
-def split_advice(generate_s: float, train_s: float, training: int, reserved: int) -> str:
-    """Which split of a node's GPUs its own measured seconds ask for, synchronous loop.
+def split_advice(generate_s: float, train_s: float, training: int, reserved: int, overlapped: bool = False) -> str:
+    """Which split of a node's GPUs its own measured seconds ask for.
 
-    With g and t GPU-seconds of generation and training per step, R reserved of M GPUs give g/R + t/(M-R); colocation
-    on all M would take about (g+t)/M.
+    With g and t GPU-seconds of generation and training per step, R reserved of M GPUs take g/R + t/(M-R), overlapped
+    max(g/R, t/(M-R)); colocation on all M would take about (g+t)/M.
 
     Args:
         generate_s (`float`), train_s (`float`):
             Measured seconds of a step.
         training (`int`), reserved (`int`):
             GPUs of a node now.
+        overlapped (`bool`, *optional*, defaults to `False`):
+            Whether engines generate while ranks train (`max_staleness=1`).
     """
     total = training + reserved
     g, t = generate_s * reserved, train_s * training
-    times = {r: g / r + t / (total - r) for r in range(1, total)}
+    combine = max if overlapped else sum
+    times = {r: combine((g / r, t / (total - r))) for r in range(1, total)}
     best = min(times, key=lambda r: times[r])
-    now = f"{training}+{reserved} takes {times[reserved]:.1f} s of generation and training a step"
+    how = "beside" if overlapped else "and"
+    now = f"{training}+{reserved} takes {times[reserved]:.1f} s of generation {how} training a step"
     colocated = f"colocation on all {total} would take about {(g + t) / total:.1f} s if it fits in memory"
     if times[best] > 0.95 * times[reserved]:
         return f"Split: {now}, which is the best or within 5 % of it; {colocated}."

@@ -142,6 +142,8 @@ class Completions(Message, frozen=True):
 class Done(Message, frozen=True):
     version: WeightVersion
     seconds: float
+    busy_s: float = 0.0  # since the engine's start: time with at least one request that makes tokens
+    clock_s: float = 0.0  # since the engine's start
 
 
 class Failure(Message, frozen=True):

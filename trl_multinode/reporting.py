@@ -4,6 +4,7 @@ import torch
 
 from .config import field_or_default
 from .phases import PHASES, split_advice, summarize
+from .staleness import RoundSums, StalenessMeter, summarize_rounds
 from .weight_sync import SyncTimings
 
 ADVICE_AT_STEP = 5
@@ -23,50 +24,74 @@ def announce(args, host) -> None:
     ]
     if share == 0.3 and not host.devices.shared_with_training and host.devices.per_engine[0]:
         lines.append("warning: vllm_gpu_memory_utilization=0.3 leaves most of a reserved GPU idle; unset, it is 0.9")
+    if field_or_default(args, "max_staleness"):
+        lines.append("max_staleness=1: completions are made one generation round before they train")
+        if args.vllm_importance_sampling_mode == "sequence_mask":
+            lines.append(
+                "warning: vllm_importance_sampling_mode='sequence_mask' drops whole completions that older weights "
+                "made; recommended: 'token_truncate' with vllm_importance_sampling_clip_max=2.0"
+            )
     for line in lines:
         print(f"[trl_multinode] {line}", flush=True)
 
 
 class StepReport:
-    """Phase and sync seconds for `Trainer.log`, and once the better split from this run's own seconds.
+    """Phase and sync seconds, staleness and busy shares for `Trainer.log`, and once the better split of the GPUs.
 
     Args:
-        host ([`NodeHost`]), accelerator (`Accelerator`):
+        host ([`NodeHost`]), accelerator (`Accelerator`), meter ([`StalenessMeter`]), generation ([`NodeGeneration`]):
             Of the calling rank.
     """
 
-    def __init__(self, host, accelerator):
+    def __init__(self, host, accelerator, meter: StalenessMeter, generation):
         self._host = host
         self._accelerator = accelerator
+        self._meter = meter
+        self._generation = generation
         self._logged_step = 0
-        self._intervals: list[list[float]] | None = []  # seconds a step by phase, of the slowest rank; then `None`
+        self._intervals: list[dict[str, float]] | None = []  # seconds a step of the slowest rank; then `None`
 
     def metrics(self, sync: SyncTimings) -> dict[str, float]:
-        """A collective of all training ranks: one gather of five numbers per log."""
-        mine = torch.tensor(self._host.phases.take_sums(), device=self._accelerator.device).unsqueeze(0)
+        """A collective of all training ranks: one gather of a few numbers per log."""
+        rounds = self._meter.take(self._generation.look_ahead.take_seconds(), self._host.engine_clocks)
+        mine = torch.tensor(self._host.phases.take_sums() + rounds, device=self._accelerator.device).unsqueeze(0)
         per_rank = self._accelerator.gather(mine).tolist()
-        self._advise(per_rank)
-        return summarize(per_rank, self._host.topology.ranks_per_node) | {
-            "sync/mib": sync.num_bytes / 2**20,
-            "sync/buckets": sync.num_buckets,
-            "sync/gather_s": sync.gather_s,
-            "sync/copy_s": sync.copy_s,
-            "sync/load_s": sync.load_s,
-            "sync/commit_s": sync.commit_s,
-        }
+        phases = [row[: len(PHASES)] for row in per_rank]
+        sums = [row[len(PHASES) :] for row in per_rank]
+        self._advise(phases, [RoundSums(*row) for row in sums])
+        idle = [row[PHASES.index("generate")] + row[PHASES.index("wait")] for row in phases]
+        return (
+            summarize(phases, self._host.topology.ranks_per_node) | summarize_rounds(sums, idle) | sync_metrics(sync)
+        )
 
-    def _advise(self, per_rank: list[list[float]]) -> None:
+    def _advise(self, phases: list[list[float]], sums: list[RoundSums]) -> None:
         """Once; the first interval is left out, because the warm-up is in it."""
         if self._intervals is None:
             return
-        steps, self._logged_step = self._host.step() - self._logged_step, self._host.step()
-        self._intervals.append([max(column) / max(1, steps) for column in zip(*per_rank, strict=True)])
-        if self._host.step() < ADVICE_AT_STEP or len(self._intervals) < 2 or self._host.devices.shared_with_training:
+        host, per_engine = self._host, self._host.devices.per_engine
+        steps, self._logged_step = max(1, host.step() - self._logged_step), host.step()
+        seconds = {name: max(row[i] for row in phases) / steps for i, name in enumerate(PHASES)}
+        overlapped = bool(field_or_default(host.args, "max_staleness"))
+        if overlapped:  # the ranks see little of it; the engines' own clocks do
+            seconds["generate"] = max(row.engine_busy_s for row in sums) / len(per_engine) / steps
+        self._intervals.append(seconds)
+        if host.step() < ADVICE_AT_STEP or len(self._intervals) < 2 or host.devices.shared_with_training:
             return
         rows, self._intervals = self._intervals[1:], None
-        mean = {name: sum(row[i] for row in rows) / len(rows) for i, name in enumerate(PHASES)}
-        topology, per_engine = self._host.topology, self._host.devices.per_engine
+        generate_s, train_s = (sum(row[name] for row in rows) / len(rows) for name in ("generate", "train"))
         reserved = sum(map(len, per_engine)) or len(per_engine)  # on a CPU an engine counts as one device
-        if topology.rank == 0:
-            advice = split_advice(mean["generate"], mean["train"], topology.ranks_per_node, reserved)
+        if host.topology.rank == 0:
+            advice = split_advice(generate_s, train_s, host.topology.ranks_per_node, reserved, overlapped)
             print(f"[trl_multinode] {advice}", flush=True)
+
+
+def sync_metrics(sync: SyncTimings) -> dict[str, float]:
+    """The last weight sync, for `Trainer.log`."""
+    return {
+        "sync/mib": sync.num_bytes / 2**20,
+        "sync/buckets": sync.num_buckets,
+        "sync/gather_s": sync.gather_s,
+        "sync/copy_s": sync.copy_s,
+        "sync/load_s": sync.load_s,
+        "sync/commit_s": sync.commit_s,
+    }

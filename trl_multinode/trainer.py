@@ -1,5 +1,6 @@
 """`MultiNodeGRPOTrainer`: TRL's `GRPOTrainer` with the engines of every node wired in. Wiring only."""
 
+import copy
 import logging
 from contextlib import contextmanager
 from functools import partial
@@ -11,13 +12,17 @@ from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from .config import MultiNodeGRPOConfig, check_fields, is_node_mode
+from .checkpoints import fast_forward
+from .config import MultiNodeGRPOConfig, check_fields, field_or_default, is_node_mode
 from .errors import ConfigurationError
-from .generation import NodeGeneration
+from .generation import NodeGeneration, Prompts
 from .host import NodeHost
 from .microbatches import BalancedGRPOTrainer
 from .monitor import DivergenceMonitor
 from .reporting import StepReport, announce
+from .resume import Resume
+from .rollouts import UpcomingBatches
+from .staleness import StalenessMeter
 from .text_logging import TextLogging
 
 logger = logging.getLogger(__name__)
@@ -76,16 +81,43 @@ class MultiNodeGRPOTrainer(BalancedGRPOTrainer):
         host.step = lambda: self.state.global_step
         self._monitor = DivergenceMonitor(host, self.args, self.model, self.vllm_generation)
         self._texts = TextLogging(grpo_trainer, keep=self.args.log_completions)
-        self._rounds = {"train": 0, "eval": 0}
-        self._report = StepReport(host, self.accelerator)
+        self._eval_rounds = 0
+        self._meter = StalenessMeter(self.args)
+        self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation)
+        self._resume = Resume(self)
+        self._upcoming: UpcomingBatches | None = None
+
+    @property
+    def steps_per_round(self) -> int:
+        """Calls of `training_step` that one generation round serves."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def max_staleness(self) -> int:
+        return field_or_default(self.args, "max_staleness") if self.host is not None else 0
+
+    def last_checkpoint(self) -> str | None:
+        """
+        The newest checkpoint in `output_dir` that was written to its end, for `train(resume_from_checkpoint=...)`;
+        `None` if there is none. Unfinished ones are named in the log. In node mode only. All training ranks call it.
+
+        Raises:
+            `ConfigurationError`: on every rank, if nodes see finished checkpoints and have none in common.
+        """
+        assert self.host is not None, "outside node mode use transformers' get_last_checkpoint"
+        with self.host.watch.guard():
+            return self._resume.newest()
 
     # ---- seams ------------------------------------------------------------------------------------------------------
 
-    def train(self, *args: Any, **kwargs: Any):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         with self._guarded():
-            return super().train(*args, **kwargs)
+            if self.host is not None:
+                resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any):
+        self._eval_rounds = 0  # every evaluation samples with the same seeds, wherever a run was resumed
         with self._guarded():
             return super().evaluate(*args, **kwargs)
 
@@ -97,23 +129,66 @@ class MultiNodeGRPOTrainer(BalancedGRPOTrainer):
             with self.host.watch.guard():
                 yield
 
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        return sampler if self.host is None else fast_forward(sampler, self._resume.epochs)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        if self.max_staleness:
+            if self._upcoming is None or self._upcoming.source is not epoch_iterator:
+                self._upcoming = UpcomingBatches(epoch_iterator, self.steps_per_round)
+            epoch_iterator = self._upcoming.open_window()
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.host is None:
             return super().training_step(*args, **kwargs)
+        self._resume.place()
         self.host.phases.step = self.state.global_step
         with self.host.phases("train"):
             return super().training_step(*args, **kwargs)
 
+    def _save_checkpoint(self, model, trial):
+        if self.host is None:
+            return super()._save_checkpoint(model, trial)
+        with self._resume.saving():
+            super()._save_checkpoint(model, trial)
+
     def _generate_and_score_completions(self, inputs):
         if self.host is None:
             return super()._generate_and_score_completions(inputs)
-        mode = "train" if self.model.training else "eval"
-        self.vllm_generation.seeds.begin_round(mode, self._rounds[mode])
-        self._rounds[mode] += 1
+        if not self.model.training:
+            self.vllm_generation.begin_round("eval", self._eval_rounds)
+            self._eval_rounds += 1
+            return self._scored(inputs)
+        number = self._step // self.steps_per_round
+        following = partial(self._prompts_after, inputs) if self.max_staleness else None
+        self.vllm_generation.begin_round("train", number, following)
+        output = self._scored(inputs)
+        self._meter.add_weights(output)
+        self._meter.add_round(*self.vllm_generation.lag)
+        return output
+
+    def _scored(self, inputs):
         with self._texts.during_scoring():
             output = super()._generate_and_score_completions(inputs)
-        self._monitor.check(output)
+        stale = self.model.training and self.vllm_generation.lag[0] > 0
+        self._monitor.check(output, stale)
         return output
+
+    def _prompts_after(self, inputs) -> Prompts | None:
+        """Token ids of the next round's prompts; `None` if there is no such round, or one that cannot be foreseen."""
+        if self._upcoming is None:
+            return None
+        ahead = self.steps_per_round - self._step % self.steps_per_round
+        left = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+        batch = self._upcoming.after(inputs, ahead)
+        if batch is None or ahead >= left - self._upcoming.place_in_window(inputs):
+            return None
+        if "image" in batch[0] or "images" in batch[0]:  # TRL builds the prompts of pictures while it scores
+            return None
+        prompt_ids, images, _ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
+        return prompt_ids if images is None else None
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         if self.host is None:
@@ -132,11 +207,22 @@ def check_call(host: NodeHost, model, args: GRPOConfig, dataset, kwargs: dict) -
     """Checks that need the trainer's arguments but no weights; raises `ConfigurationError`."""
     check_fields(args)
     check_dataset(dataset, args)
+    check_foreseeable(args, kwargs)
     if kwargs.get("tools") or kwargs.get("environment_factory"):
         config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
         host.check_context(getattr(config.get_text_config(), "max_position_embeddings", 0))
     if host.topology.rank == 0:
         announce(args, host)
+
+
+def check_foreseeable(args: GRPOConfig, kwargs: dict) -> None:
+    """Raises `ConfigurationError` for completions that depend on more than the dataset row, if they run ahead."""
+    for name in ("rollout_func", "environment_factory"):
+        if kwargs.get(name) and field_or_default(args, "max_staleness"):
+            raise ConfigurationError(
+                f"`max_staleness=1` generates from the dataset's prompts before `{name}` is called. Use "
+                "`max_staleness=0` with it."
+            )
 
 
 def check_dataset(dataset, args: GRPOConfig) -> None:

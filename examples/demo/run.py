@@ -187,6 +187,7 @@ def main() -> int:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", default="sync", help="sync, overlap, overlap-only, balance-only: see train.py")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
     options = parser.parse_args()
@@ -196,6 +197,7 @@ def main() -> int:
     shutil.rmtree(options.output_dir, ignore_errors=True)
     options.output_dir.mkdir(parents=True)
     arguments = [f"--output_dir={options.output_dir}", f"--steps={options.steps}", f"--seed={options.seed}"]
+    arguments.append(f"--mode={options.mode}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the context below is left in good order
     start = time.monotonic()
     try:

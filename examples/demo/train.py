@@ -16,6 +16,12 @@ from transformers import PrinterCallback, TrainerCallback
 
 from trl_multinode import GRPOConfig, GRPOTrainer
 
+MODES = {  # settings on top of `make_config`
+    "sync": {},
+    "overlap-only": {"max_staleness": 1},
+    "balance-only": {"micro_batch_tokens": 1024},
+    "overlap": {"max_staleness": 1, "micro_batch_tokens": 1024},
+}
 NUM_GENERATIONS = 8
 ROWS_PER_RANK = 64  # 32 prompts a step on 4 ranks; with half as many one seed in three got stuck below 0.7
 
@@ -25,6 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=MODES, default="sync", help="see MODES; overlap is both")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     return parser.parse_args()
 
@@ -57,6 +64,10 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        # of TRL's corrections the one for completions that older weights made; the same in every mode
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
+        **MODES[options.mode],
     )
 
 

@@ -35,7 +35,7 @@ def make_trainer(model, reward, folder: str, prompts: list[str], **settings) -> 
         max_completion_length=16,
         logging_steps=1,
         report_to=[],
-        save_strategy="no",
+        save_strategy=settings.pop("save_strategy", "no"),
         gradient_checkpointing=False,
         disable_tqdm=True,
         **settings,

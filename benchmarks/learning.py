@@ -1,0 +1,191 @@
+"""Does a run learn as well on completions that are one round old? The demo's task, five seeds and a control.
+
+    python benchmarks/learning.py [--seeds 5] [--steps 60] [--arms ...]
+
+    staleness_0    max_staleness=0
+    staleness_1    max_staleness=1
+    control        completions of weights 8 rounds old, importance-sampling correction off: must do worse,
+                   or this measurement could not see harm
+
+One rank and one vLLM engine per run; every run is a process of its own. The figures are mean rewards over ten steps,
+in the middle of learning and at the end; the picture shows every step.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from pathlib import Path
+from statistics import mean
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "demo"))
+RESULTS = Path(__file__).parent / "results"
+PICTURE = ROOT / "docs" / "staleness-learning.png"
+ARMS = ("staleness_0", "staleness_1", "control")
+NUM_GENERATIONS, NUM_ROWS = 8, 256
+CHECKPOINTS = (40, 60)  # optimizer steps after which runs are compared
+LAST_STEPS = 10  # over which a reward is averaged
+CONTROL_LAG = 8  # generation rounds
+RUN_LIMIT_S = 1800.0
+
+
+def lag_weights(trainer, rounds: int) -> None:
+    """The engine gets the weights of `rounds` syncs ago, and is none the wiser."""
+    sync, history = trainer.host.sync, deque(maxlen=rounds + 1)
+
+    def lagged(version):
+        parameters = list(trainer.model.parameters())
+        history.append([parameter.detach().clone() for parameter in parameters])
+        copy_into(parameters, history[0])
+        timings = sync(version)
+        copy_into(parameters, history[-1])
+        return timings
+
+    trainer.host.sync = lagged
+
+
+def copy_into(parameters, values) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)
+
+
+def train(arm: str, seed: int, steps: int, output: Path) -> None:
+    """One run; leaves its rewards in `output`."""
+    import torch
+    from task import ANSWER_LENGTH, make_datasets, make_model, make_tokenizer, successor_reward
+    from transformers import PrinterCallback
+
+    from trl_multinode import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
+    control = arm == "control"
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            max_steps=steps,
+            per_device_train_batch_size=NUM_ROWS,
+            num_generations=NUM_GENERATIONS,
+            max_completion_length=ANSWER_LENGTH,
+            learning_rate=2e-3,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            temperature=1.0,
+            seed=seed,
+            rollout_seed=seed,
+            max_staleness=int(arm == "staleness_1"),
+            vllm_importance_sampling_correction=not control,
+            vllm_importance_sampling_mode="token_truncate",
+            vllm_importance_sampling_clip_max=2.0,
+            logprob_divergence_limit=0 if control else None,  # the alarm would stop it
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        train_set, _ = make_datasets(num_train=2048, num_held_out=1)
+        trainer = GRPOTrainer(make_model(seed), successor_reward, config, train_set, processing_class=make_tokenizer())
+        trainer.remove_callback(PrinterCallback)
+        if control:
+            lag_weights(trainer, CONTROL_LAG)
+        trainer.train()
+        trainer.host.close()
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    keys = ("staleness/rounds_mean", "staleness/effective_sample_size", "staleness/clipped_share")
+    found = {key: [entry[key] for entry in logs if key in entry] for key in keys}
+    output.write_text(json.dumps({"rewards": [entry["reward"] for entry in logs], **found}))
+
+
+def run_all(arms: list[str], seeds: int, steps: int, folder: Path) -> dict[str, list[dict]]:
+    """Arms take turns within a seed; a run that exists already in `folder` is not repeated."""
+    for seed in range(seeds):
+        for arm in arms:
+            output = folder / f"{arm}-{seed}-{steps}.json"
+            if output.exists():
+                continue
+            command = [sys.executable, __file__, "--one", arm, "--seed", str(seed), "--steps", str(steps)]
+            with open(output.with_suffix(".log"), "w") as log:
+                subprocess.run(
+                    [*command, "--output", str(output)], check=True, timeout=RUN_LIMIT_S, stdout=log, stderr=log
+                )
+            print(f"{arm} seed {seed}: {score(json.loads(output.read_text())):.3f}", flush=True)
+    return {
+        arm: [json.loads((folder / f"{arm}-{seed}-{steps}.json").read_text()) for seed in range(seeds)] for arm in arms
+    }
+
+
+def score(run: dict, step: int | None = None) -> float:
+    """Mean reward of the `LAST_STEPS` steps up to `step`, default the last."""
+    return mean(run["rewards"][:step][-LAST_STEPS:])
+
+
+def summarize(runs: dict[str, list[dict]], steps: int) -> dict:
+    summary: dict = {"steps": steps, "averaged_over": LAST_STEPS, "rows_per_step": NUM_ROWS, "after": {}}
+    for step in [step for step in CHECKPOINTS if step <= steps] or [steps]:
+        summary["after"][step] = compare({arm: [round(score(run, step), 4) for run in runs[arm]] for arm in runs})
+    for arm, of_arm in runs.items():
+        sizes = [value for run in of_arm for value in run["staleness/effective_sample_size"]]
+        summary.setdefault("effective_sample_size", {})[arm] = round(mean(sizes), 4) if sizes else None
+    return summary
+
+
+def compare(scores: dict[str, list[float]]) -> dict:
+    """Inside the spread: the arm's mean lies between the worst and the best seed of `staleness_0`."""
+    found: dict = {"reward": scores, "mean": {arm: round(mean(values), 4) for arm, values in scores.items()}}
+    base = scores.get("staleness_0", [])
+    if base and "staleness_1" in scores:
+        found["staleness_1_inside_spread"] = min(base) <= found["mean"]["staleness_1"] <= max(base)
+    if base and "control" in scores:
+        found["control_fails"] = max(scores["control"]) < min(base)
+    return found
+
+
+def draw(runs: dict[str, list[dict]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colors = dict(zip(ARMS, ("tab:blue", "tab:orange", "tab:gray"), strict=True))
+    labels = dict(zip(ARMS, ("max_staleness=0", "max_staleness=1", "8 rounds old, uncorrected"), strict=True))
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for arm, of_arm in runs.items():
+        curves = [run["rewards"] for run in of_arm]
+        for curve in curves:
+            axes.plot(range(1, len(curve) + 1), curve, color=colors[arm], alpha=0.25, linewidth=0.8)
+        middle = [mean(values) for values in zip(*curves, strict=True)]
+        axes.plot(range(1, len(middle) + 1), middle, color=colors[arm], linewidth=2, label=labels[arm])
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("mean reward")
+    axes.set_title(f"Demo task, {len(next(iter(runs.values())))} seeds: thin lines are runs, thick ones their means")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "learning", help="of the single runs")
+    for name, kind in [("--one", str), ("--seed", int), ("--output", Path)]:
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        return train(options.one, options.seed, options.steps, options.output)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    runs = run_all(options.arms, options.seeds, options.steps, options.folder)
+    summary = summarize(runs, options.steps)
+    print(json.dumps(summary, indent=1))
+    (RESULTS / "learning.json").write_text(json.dumps(summary, indent=1) + "\n")
+    draw(runs, PICTURE)
+
+
+if __name__ == "__main__":
+    main()

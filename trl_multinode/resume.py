@@ -1,0 +1,135 @@
+"""`Resume`: a run that was stopped goes on as if it had not been. Wired to one trainer."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from .checkpoints import (
+    CheckpointLog,
+    SavedRollouts,
+    epochs_behind,
+    load_rollouts,
+    micro_steps_done,
+    pack_block,
+    save_rollouts,
+    unpack_block,
+)
+from .errors import ConfigurationError
+from .rollouts import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+
+class Resume:
+    """
+    Saves and restores what transformers and TRL leave out: TRL's position in its generation block, the block itself
+    if a checkpoint falls inside it, the look-ahead, and the epoch's permutation.
+
+    Args:
+        trainer ([`MultiNodeGRPOTrainer`]):
+            Its `_step`, `_buffered_inputs` and look-ahead are read and set.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._accelerator = trainer.accelerator
+        self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
+        self._folder: Path | None = None
+        self._to_place = False
+        self.epochs = 0  # whole epochs that the resumed run has behind it
+
+    def choose(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint that `train(resume_from_checkpoint=wanted)` means. A collective if `wanted` is `True`.
+
+        Raises:
+            `ConfigurationError`: if it means the newest, and there is none that is finished.
+        """
+        if wanted is True:
+            wanted = self.newest()
+            if wanted is None:
+                raise ConfigurationError(
+                    f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint. "
+                    "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())` starts anew in that case."
+                )
+        self._folder = Path(wanted) if wanted else None
+        if self._folder is not None and self._accelerator.is_local_main_process:
+            print(f"[trl_multinode] resuming from {self._folder}", flush=True)
+        self._to_place = True
+        self.epochs = epochs_behind(self._folder) if self._folder else 0
+        return str(self._folder) if self._folder else None
+
+    def newest(self) -> str | None:
+        """See [`MultiNodeGRPOTrainer.last_checkpoint`]."""
+        folder = self._log.last_whole()
+        return str(folder) if folder else None
+
+    # ---- at the first step ------------------------------------------------------------------------------------------
+
+    def place(self) -> None:
+        """Put the trainer where its checkpoint left it; called at every step, does something at the first."""
+        if not self._to_place:
+            return
+        self._to_place = False
+        trainer = self._trainer
+        loader = trainer.callback_handler.train_dataloader
+        trainer._step = micro_steps_done(
+            trainer.state.global_step,
+            len(loader) if hasattr(loader, "__len__") else None,
+            trainer.args.gradient_accumulation_steps,
+        )
+        trainer._buffered_inputs = None
+        trainer.vllm_generation.look_ahead.restore(None)
+        if self._folder is not None:
+            trainer._last_loaded_step = -1  # the engines may hold another run's weights of the same step
+            self._restore(self._folder)
+
+    def _restore(self, folder: Path) -> None:
+        inside, rank = self._inside_block(), self._accelerator.process_index
+        saved = load_rollouts(folder, rank, self._accelerator.device)
+        if saved is not None and saved.notes["layout"] != self._layout():
+            logger.warning("%s was saved with another layout %s", folder, saved.notes["layout"])
+            saved = None
+        if saved is None:
+            if inside or self._trainer.args.max_staleness:
+                logger.warning(
+                    "Rank %d: %s has no rollouts for this layout %s; they are generated afresh, with newer weights "
+                    "than in the first run.", rank, folder, self._layout(),
+                )  # fmt: skip
+            return
+        if inside:
+            self._trainer._buffered_inputs = unpack_block(saved)
+        if "ahead" in saved.notes and self._trainer.args.max_staleness:
+            arrays = {name: saved.tensors[f"ahead/{name}"].cpu().numpy() for name in saved.notes["ahead"]["arrays"]}
+            self._trainer.vllm_generation.look_ahead.restore(unpack(arrays, saved.notes["ahead"]))
+
+    # ---- at every checkpoint ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around transformers' own saving, on all training ranks; waits for the look-ahead under way."""
+        with self._log.saving(self._trainer.state.global_step) as folder:
+            if not self._trainer.args.save_only_model:
+                save_rollouts(folder, self._accelerator.process_index, self._collect())
+            yield
+
+    def _collect(self) -> SavedRollouts:
+        trainer, look_ahead = self._trainer, self._trainer.vllm_generation.look_ahead
+        saved = pack_block(trainer._buffered_inputs if self._inside_block() else [])
+        saved.notes["layout"] = self._layout()
+        look_ahead.wait()
+        if look_ahead.made is not None:
+            arrays, notes = pack(look_ahead.made)
+            saved.tensors.update({f"ahead/{name}": torch.from_numpy(array) for name, array in arrays.items()})
+            saved.notes["ahead"] = notes | {"arrays": sorted(arrays)}
+        return saved
+
+    def _inside_block(self) -> bool:
+        return self._trainer._step % self._trainer.steps_per_round != 0
+
+    def _layout(self) -> list[int]:
+        """Saved rows belong to one rank; with another layout they would belong to another's prompts."""
+        args = self._trainer.args
+        return [self._accelerator.num_processes, args.per_device_train_batch_size, args.steps_per_generation]

@@ -1,0 +1,124 @@
+"""How stale a run's completions are, what the correction does about it, and who was busy meanwhile.
+
+Effective sample size of importance weights `w` over `n` tokens: `(sum w)^2 / (n sum w^2)`, 1 when all are equal (Kong,
+1992). The weights are `exp(trainer log-prob - sampler log-prob)` before any clipping.
+"""
+
+import time
+from dataclasses import astuple, dataclass, fields
+
+import torch
+
+
+@dataclass
+class RoundSums:
+    """What one rank adds up between two logs."""
+
+    rounds: float = 0.0  # generation rounds that began
+    lag_rounds: float = 0.0  # summed over rounds
+    lag_rounds_max: float = 0.0
+    lag_steps: float = 0.0  # optimizer steps, summed over rounds
+    lag_steps_max: float = 0.0
+    weights: float = 0.0  # sum over tokens (or sequences)
+    weights_squared: float = 0.0
+    clipped: float = 0.0  # tokens (or sequences) that the correction clips or masks
+    tokens: float = 0.0
+    ahead_s: float = 0.0  # generated ahead
+    waited_s: float = 0.0  # of these, waited for
+    wall_s: float = 0.0
+    engine_busy_s: float = 0.0  # of all engines of the node, by their own clocks
+    engine_clock_s: float = 0.0
+
+
+NUM_SUMS = len(fields(RoundSums))
+
+
+class StalenessMeter:
+    """Adds up what [`summarize_rounds`] reports. No collective.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            For the limits of the importance-sampling correction.
+    """
+
+    def __init__(self, args):
+        self._per_sequence = args.vllm_importance_sampling_mode.startswith("sequence")
+        self._low = args.vllm_importance_sampling_clip_min
+        self._high = args.vllm_importance_sampling_clip_max
+        self._sums = RoundSums()
+        self._since = time.monotonic()
+        self._clocks: list[tuple[float, float]] = []
+
+    def add_round(self, lag_rounds: int, lag_steps: int) -> None:
+        """A training round's completions are `lag_rounds` generation rounds and `lag_steps` optimizer steps old."""
+        sums = self._sums
+        sums.rounds += 1
+        sums.lag_rounds += lag_rounds
+        sums.lag_steps += lag_steps
+        sums.lag_rounds_max = max(sums.lag_rounds_max, lag_rounds)
+        sums.lag_steps_max = max(sums.lag_steps_max, lag_steps)
+
+    def add_weights(self, output: dict) -> None:
+        """Importance weights of TRL's `_generate_and_score_completions` output."""
+        if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
+            return
+        mask = output["completion_mask"] * output.get("tool_mask", output["completion_mask"])
+        difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(nan=0.0) * mask
+        weights = difference.sum(-1).exp() if self._per_sequence else difference.exp()[mask.bool()]
+        low = -1.0 if self._low is None else self._low
+        high = float("inf") if self._high is None else self._high
+        parts = [weights.sum(), weights.square().sum(), ((weights < low) | (weights > high)).sum()]
+        total, squared, clipped = torch.stack([part.double() for part in parts]).tolist()
+        sums = self._sums
+        sums.weights, sums.weights_squared = sums.weights + total, sums.weights_squared + squared
+        sums.clipped, sums.tokens = sums.clipped + clipped, sums.tokens + weights.numel()
+
+    def take(self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float]]) -> list[float]:
+        """`NUM_SUMS` numbers since the last call, for [`summarize_rounds`].
+
+        Args:
+            ahead (`tuple[float, float]`):
+                Seconds generated ahead, and waited for.
+            engine_clocks (`list[tuple[float, float]]`):
+                Busy and all seconds of every engine of the node, since its start.
+        """
+        sums, self._sums = self._sums, RoundSums()
+        now, (sums.ahead_s, sums.waited_s) = time.monotonic(), ahead
+        sums.wall_s, self._since = now - self._since, now
+        before = self._clocks or [(0.0, 0.0)] * len(engine_clocks)
+        for (busy, clock), (busy_before, clock_before) in zip(engine_clocks, before, strict=True):
+            sums.engine_busy_s += busy - busy_before
+            sums.engine_clock_s += clock - clock_before
+        self._clocks = engine_clocks
+        return list(astuple(sums))
+
+
+def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[str, float]:
+    """For `Trainer.log`.
+
+    Args:
+        per_rank (`list[list[float]]` of shape `(world_size, NUM_SUMS)`):
+            Of [`StalenessMeter.take`].
+        idle_s (`list[float]` of shape `(world_size,)`):
+            Seconds in which a rank waited for completions or for other ranks before a sync.
+    """
+    ranks = [RoundSums(*row) for row in per_rank]
+    total = RoundSums(*map(sum, zip(*per_rank, strict=True)))
+    wall = total.wall_s or 1.0
+    metrics = {
+        "overlap/hidden_share": max(0.0, total.ahead_s - total.waited_s) / wall,
+        "busy/ranks": max(0.0, 1.0 - sum(idle_s) / wall),
+    }
+    if total.engine_clock_s:
+        metrics["busy/engines"] = total.engine_busy_s / total.engine_clock_s
+    if total.rounds:
+        metrics |= {
+            "staleness/rounds_mean": total.lag_rounds / total.rounds,
+            "staleness/rounds_max": max(rank.lag_rounds_max for rank in ranks),
+            "staleness/steps_mean": total.lag_steps / total.rounds,
+            "staleness/steps_max": max(rank.lag_steps_max for rank in ranks),
+        }
+    if total.tokens and total.weights_squared:
+        metrics["staleness/effective_sample_size"] = total.weights**2 / (total.tokens * total.weights_squared)
+        metrics["staleness/clipped_share"] = total.clipped / total.tokens
+    return metrics
