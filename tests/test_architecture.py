@@ -22,6 +22,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 ARROWS = {
     "testing.engines": {"engine", "engine_process", "engine_settings", "faults", "protocol", "weight_source",
                         "weight_sync", "testing.faults", "testing.models"},
+    "testing.replay": {"trainer"},
     "testing.fake_engine": {"faults", "engine_main", "engine_server", "protocol"},
     "testing.nodes": {"testing.launch_files", "testing.namespaces"},
     "testing.faults": {"faults"},
@@ -40,8 +41,13 @@ ARROWS = {
     "check.reading": {"check.launch"},
     "check.launch": set(),
     "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
-    "trainer": {"checkpoints", "config", "errors", "generation", "host", "monitor", "reporting", "resume", "rollouts",
-                "staleness", "text_logging"},
+    "trainer": {"checkpoints", "config", "errors", "generation", "host", "microbatches", "monitor", "reporting",
+                "resume", "rollouts", "staleness", "text_logging"},
+    "microbatches": {"batching", "config", "errors", "layouts", "local_metrics", "row_exchange", "topology"},
+    "batching": set(),
+    "layouts": set(),
+    "local_metrics": set(),
+    "row_exchange": {"topology"},
     "monitor": {"config", "errors", "probe", "rollouts"},
     "reporting": {"config", "phases", "staleness", "weight_sync"},
     "resume": {"checkpoints", "errors", "rollouts"},
@@ -77,13 +83,19 @@ ARROWS = {
 
 # Who may import a library, and whether only inside functions ("lazily").
 LIBRARIES = {
-    "trl": {"config": "", "trainer": "", "__init__": "lazily"},
-    "transformers": {"trainer": "", "testing.models": "", "testing.fake_engine": ""},
+    "trl": {"config": "", "trainer": "", "microbatches": "", "__init__": "lazily"},
+    "transformers": {"trainer": "", "microbatches": "", "testing.models": "", "testing.fake_engine": ""},
     "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
     "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
     "deepspeed": {"weight_source": "lazily"},
     "peft": {"peft_source": "lazily"},
-    "torch.distributed": {"blackboard": "", "watch": "", "text_logging": "", "check.reading": ""},  # torchrun's parser
+    "torch.distributed": {
+        "blackboard": "",
+        "watch": "",
+        "text_logging": "",
+        "row_exchange": "",
+        "check.reading": "",
+    },  # torchrun's parser
 }
 COLLECTIVES = {
     "text_logging": {"gather_object"},
@@ -91,11 +103,14 @@ COLLECTIVES = {
     "generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting": {"gather"},  # of the phases' seconds, once per log
+    "row_exchange": {"all_gather", "all_to_all_single", "new_group"},  # lengths of all ranks, rows within a node
+    "local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch
 }
 COLLECTIVE_NAMES = {
     "GatheredParameters", "full_tensor", "wait_for_everyone", "gather", "gather_object", "all_gather_object",
     "gather_for_metrics", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter",
     "broadcast", "broadcast_object_list", "scatter_object_list", "barrier", "monitored_barrier", "all_to_all",
+    "all_to_all_single",
     "new_group",
 }  # fmt: skip
 

@@ -54,6 +54,12 @@ class MultiNodeGRPOConfig(GRPOConfig):
             Mean |engine log-prob - trainer log-prob| per token of a rank's batch above which the run stops, because
             some weights of the engine must be stale. Default: 0.02 if both sides are float32, else 0.3. `0` turns the
             check off.
+        micro_batch_tokens (`int`, *optional*):
+            Cuts the rows of every optimizer step anew into micro-batches of similar cost, each of at most so many
+            slots (rows x padded length). A row, its prompt included, must fit. Default: TRL's micro-batches of
+            `per_device_train_batch_size` rows. See docs/balance.md.
+        balance_across (`str`, *optional*, defaults to `"node"`):
+            Among which ranks rows may move for it: those of one node, or `"world"`, over the network too.
     """
 
     use_vllm: bool = field(
@@ -106,6 +112,13 @@ class MultiNodeGRPOConfig(GRPOConfig):
         default=None,
         metadata={"help": "Mean |engine - trainer| log-prob per token above which the run stops; 0 turns it off."},
     )
+    micro_batch_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Most rows x padded length of a balanced micro-batch. Default: TRL's micro-batches."},
+    )
+    balance_across: str = field(
+        default="node", metadata={"help": "Rows move between the ranks of a 'node', or of the 'world'."}
+    )
 
     _VALID_DICT_FIELDS = [*getattr(GRPOConfig, "_VALID_DICT_FIELDS", []), "engine_kwargs"]
 
@@ -151,8 +164,21 @@ def check_fields(args: GRPOConfig) -> None:
             f"`logprob_divergence_limit` must not be negative, got {args.logprob_divergence_limit}; 0 turns it off."
         )
     check_staleness(args)
+    check_balance(args)
     if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
         raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
+
+
+def check_balance(args: GRPOConfig) -> None:
+    """The settings of docs/balance.md; raises `ConfigurationError`."""
+    if (across := field_or_default(args, "balance_across")) not in ("node", "world"):
+        raise ConfigurationError(f"`balance_across` must be 'node' or 'world', got {across!r}.")
+    cap, longest = field_or_default(args, "micro_batch_tokens"), args.max_completion_length
+    if cap is not None and cap < (longest or 0) + 1:
+        raise ConfigurationError(
+            f"`micro_batch_tokens` must hold the longest row: a prompt and `max_completion_length` {longest} tokens, "
+            f"got {cap}. Raise it to {longest} + the longest prompt at least; 4 times that is a good start."
+        )
 
 
 def check_staleness(args: GRPOConfig) -> None:

@@ -41,6 +41,19 @@ def owned(path: Path) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in owners)
 
 
+def test_balanced_micro_batches_give_the_same_gradients_in_a_real_launch(tmp_path):
+    found = {}
+    for config in ("ours", "balanced"):
+        folder = tmp_path / config
+        with Nodes(1, 2, folder=folder, env=ENVIRONMENT, deepspeed=ZERO3) as nodes:
+            nodes.launch(SCRIPT, str(folder), config)
+            assert nodes.wait(timeout_s=200) == [0], nodes.rank_log(0)[-3000:]
+        found[config] = result(folder)
+    assert found["balanced"]["world"] == 2 and found["ours"]["micro_steps"] == []
+    assert len(found["balanced"]["micro_steps"]) == 2 and min(found["balanced"]["micro_steps"]) > 1
+    assert found["balanced"]["losses"][0] == pytest.approx(found["ours"]["losses"][0], rel=1e-4)
+
+
 def test_zero_2_and_zero_3_give_the_same_gradients_with_an_untied_head(tmp_path):
     """TRL 1.16 alone fails here under ZeRO-3: see docs/notes.md."""
     found = []

@@ -1,4 +1,6 @@
-"""Two steps. Usage: small_run.py FOLDER ours|plain: with our config, or TRL's own with `vllm_mode="node"` in it."""
+"""Two steps. Usage: small_run.py FOLDER ours|plain|balanced: with our config, TRL's own with `vllm_mode="node"` in it,
+or our config with balanced micro-batches.
+"""
 
 import os
 import sys
@@ -21,6 +23,7 @@ if config == "plain":
     settings |= {"use_vllm": True, "vllm_mode": "node"}
 else:
     settings["rollout_seed"] = 5
+    settings["micro_batch_tokens"] = 50 if config == "balanced" else None  # 2 of the longest rows
 recorder = Recorder()
 trainer = make_trainer(tiny_qwen2(tied=False), recorder, folder, [f"{i} =" for i in range(32)], **settings)
 trainer.train()
@@ -31,5 +34,8 @@ write_result(
     version=trainer.vllm_generation.version.update,
     difference=trainer._monitor.last,
     rows=len(recorder.rows),
+    micro_steps=[
+        entry["balance/micro_steps"] for entry in trainer.state.log_history if "balance/micro_steps" in entry
+    ],
     losses=[entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
 )

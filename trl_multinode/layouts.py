@@ -1,0 +1,151 @@
+"""Rows without padding, and the two padded layouts: TRL's (prompt | completion), and the model's (rows from column 0).
+
+TRL pads prompts left and completions right, each to its longest, so a batch is as wide as the longest prompt plus the
+longest completion. The model gets rows that all begin in column 0: as wide as the longest row. Attention with
+relative positions cannot tell the two apart.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+Row = dict[str, torch.Tensor]  # prompt_ids (prompt,), per-token fields (completion,), others () or (1,)
+
+# Fields with a value per completion token, and what TRL pads them with. The importance sampling ratio is one of them
+# or not, by its mode; VESPO sums its logarithm over the padding too.
+PER_TOKEN = {
+    "completion_ids": 0,
+    "tool_mask": 1,
+    "old_per_token_logps": 0,
+    "ref_per_token_logps": 0,
+    "sampling_per_token_logps": 0,
+    "importance_sampling_ratio": 1,
+}
+MASKS = ("prompt_mask", "completion_mask")  # say what the lengths say
+
+
+def lengths(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Tokens of prompt and completion, shape `(rows, 2)`. A completion masked out as truncated has none."""
+    return torch.stack([inputs[name].sum(1) for name in MASKS], dim=1)
+
+
+def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> list[Row]:
+    """The rows of one of TRL's batches, as views; scalars and masks are left out.
+
+    Args:
+        inputs (`Mapping[str, torch.Tensor]`):
+            What TRL's `_prepare_inputs` returns.
+        per_token (`frozenset[str]`):
+            Fields of shape `(rows, completion)`; all others have one value per row.
+
+    Raises:
+        `ValueError`: for a field that is neither.
+    """
+    sizes = lengths(inputs).tolist()
+    width = inputs["prompt_ids"].shape[1]
+    rows: list[Row] = [
+        {"prompt_ids": ids[width - p :]} for ids, (p, _) in zip(inputs["prompt_ids"], sizes, strict=True)
+    ]
+    for name, values in inputs.items():
+        if name == "prompt_ids" or name in MASKS or values is None or values.ndim == 0:
+            continue
+        if name not in per_token and values[0].numel() != 1:
+            raise ValueError(
+                f"`micro_batch_tokens` cannot cut the field {name!r} of shape {tuple(values.shape)} into rows: "
+                f"expected one value per row, or one of {sorted(per_token)}. Unset `micro_batch_tokens`."
+            )
+        for row, value, (_, c) in zip(rows, values, sizes, strict=True):
+            row[name] = value[:c] if name in per_token else value
+    return rows
+
+
+def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """A batch in TRL's layout, as wide as these rows need: the inverse of [`cut_rows`].
+
+    It has at least one completion column, because to TRL `[:, -0:]` would be all columns.
+    """
+    batch = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if name == "prompt_ids":
+            batch[name] = pad_sequence(values, True, pad_token_id, padding_side="left")
+            batch["prompt_mask"] = pad_sequence([torch.ones_like(v) for v in values], True, 0, padding_side="left")
+        elif name in per_token:
+            fill = pad_token_id if name == "completion_ids" else PER_TOKEN.get(name, 0)
+            batch[name] = _one_column(pad_sequence(values, True, fill), fill)
+        else:
+            batch[name] = torch.stack(values)
+    ones = [torch.ones_like(row["completion_ids"]) for row in rows]
+    batch["completion_mask"] = _one_column(pad_sequence(ones, True, 0), 0)
+    return batch
+
+
+def _one_column(values: torch.Tensor, fill: float) -> torch.Tensor:
+    return values if values.shape[1] else values.new_full((len(values), 1), fill)
+
+
+def pack(row: Row) -> torch.Tensor:
+    """A row as one int32 vector; floats keep their bits."""
+    flat = [value.reshape(-1) for value in row.values()]
+    return torch.cat([v.float().view(torch.int32) if v.is_floating_point() else v.to(torch.int32) for v in flat])
+
+
+def unpack(record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: frozenset[str]) -> Row:
+    """The inverse of [`pack`].
+
+    Args:
+        record (`torch.Tensor`):
+            Of a row that another rank packed.
+        like (`Row`):
+            Any row of this rank: it has the same fields and types.
+        sizes (`Sequence[int]`):
+            The row's prompt and completion tokens.
+        per_token (`frozenset[str]`):
+            As in [`cut_rows`].
+    """
+    prompt, completion = sizes
+    row, start = {}, 0
+    for name, example in like.items():
+        size = prompt if name == "prompt_ids" else completion if name in per_token else example.numel()
+        part = record[start : start + size]
+        part = part.view(torch.float32) if example.is_floating_point() else part
+        row[name] = part.to(example.dtype).reshape(-1 if name == "prompt_ids" or name in per_token else example.shape)
+        start += size
+    return row
+
+
+class Compact:
+    """A batch in TRL's layout, moved to column 0 for the model, and the way back for what the model says.
+
+    Args:
+        attention_mask (`torch.Tensor` of shape `(rows, prompt + completion)`):
+            Contiguous ones in every row.
+        logits_to_keep (`int`):
+            Completion columns.
+        multiple (`int`):
+            The width is rounded up to it (`pad_to_multiple_of`).
+    """
+
+    def __init__(self, attention_mask: torch.Tensor, logits_to_keep: int, multiple: int):
+        self._prompts = attention_mask[:, :-logits_to_keep].sum(1)
+        ends = attention_mask.sum(1)
+        width = -(-max(int(ends.max()), 2) // multiple) * multiple
+        columns = torch.arange(width, device=attention_mask.device)
+        self._source = (columns + attention_mask.argmax(1)[:, None]).clamp(max=attention_mask.shape[1] - 1)
+        self.attention_mask = (columns < ends[:, None]).to(attention_mask.dtype)
+        self.logits_to_keep = max(1, width - max(1, int(self._prompts.min())))
+        self._first = width - self.logits_to_keep  # column of the first logit that is kept
+        self._columns = torch.arange(logits_to_keep, device=attention_mask.device)
+        self._real = self._columns < (ends - self._prompts)[:, None]
+
+    def ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Shape `(rows, width)`; what stands behind a row's end is masked."""
+        return input_ids.gather(1, self._source)
+
+    def restore(self, values: torch.Tensor | None) -> torch.Tensor | None:
+        """From `(rows, self.logits_to_keep)` to `(rows, completion)`; zero beyond the end, as in TRL."""
+        if values is None:
+            return None
+        index = (self._prompts - self._first)[:, None] + self._columns
+        return values.gather(1, index.clamp(0, values.shape[1] - 1)).masked_fill(~self._real, 0.0)

@@ -1,0 +1,86 @@
+"""TRL's metrics over the micro-steps of one optimizer step: kept on the rank, one gather at the end.
+
+TRL's loss calls about seven collectives per micro-batch for its log, two of them with one value per row, which ranks
+with different numbers of rows cannot do. Here a mean is over all tokens of the optimizer step and a minimum or maximum
+over all its rows: what TRL logs for a step of a single micro-batch.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+EXTREMES = ("min", "max")  # how the names of such metrics end
+
+
+class LocalMetrics:
+    """The metrics of one optimizer step of one rank."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[torch.Tensor]] = defaultdict(list)  # (sum, count), or an extreme twice
+        self._reduced: torch.Tensor | None = None  # the (sum, count) of the value that TRL appends next
+
+    @contextmanager
+    def kept_local(self, trainer) -> Iterator[None]:
+        """While TRL computes the loss of one micro-batch: its collectives return the rank's own part."""
+        with (
+            mock.patch.object(trainer.accelerator, "reduce", self._reduce),
+            mock.patch.object(trainer.accelerator, "gather", lambda tensor: tensor),
+            mock.patch.dict(trainer._metrics, {"train": _Lists(self._append)}),
+        ):
+            yield
+
+    def _reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+        self._reduced = tensor.detach().double()
+        return tensor
+
+    def _append(self, name: str, value: float) -> None:
+        pair, self._reduced = self._reduced, None
+        if name.endswith(EXTREMES):
+            pair = torch.tensor([value, value], dtype=torch.float64)
+        elif pair is None:
+            pair = torch.tensor([value, 1.0], dtype=torch.float64)
+        self._values[name].append(pair)
+
+    def finish(self, trainer) -> None:
+        """Log the optimizer step. A collective of all training ranks: one gather of two numbers per metric."""
+        if not self._values:
+            return
+        names = sorted(self._values)
+        device = trainer.accelerator.device
+        mine = torch.stack([_combine(name, torch.stack(self._values[name]).to(device)) for name in names])
+        every = trainer.accelerator.gather(mine.unsqueeze(0))
+        for index, name in enumerate(names):
+            first, count = _combine(name, every[:, index]).tolist()
+            trainer._metrics["train"][name].append(first if name.endswith(EXTREMES) else first / max(count, 1.0))
+        self._values.clear()
+
+
+def _combine(name: str, pairs: torch.Tensor) -> torch.Tensor:
+    """Shape `(parts, 2)` to `(2,)`. NaN is an extreme of no rows at all."""
+    if name.endswith("min"):
+        return pairs.nan_to_num(nan=torch.inf).amin(0)
+    if name.endswith("max"):
+        return pairs.nan_to_num(nan=-torch.inf).amax(0)
+    return pairs.sum(0)
+
+
+class _Lists(dict):
+    """Stands in for `trainer._metrics["train"]`: every key has an `append`."""
+
+    def __init__(self, append):
+        super().__init__()
+        self._append = append
+
+    def __missing__(self, name: str) -> "_List":
+        return _List(name, self._append)
+
+
+class _List:
+    def __init__(self, name: str, append):
+        self._name, self._append = name, append
+
+    def append(self, value: float) -> None:
+        self._append(self._name, value)

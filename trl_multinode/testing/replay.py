@@ -1,0 +1,35 @@
+"""A trainer whose completions are made up from its prompts: the same rollouts, however its rows are spread and cut."""
+
+import hashlib
+
+import numpy as np
+
+from ..trainer import MultiNodeGRPOTrainer
+
+
+def seeded(*parts) -> np.random.Generator:
+    """A generator that depends on `parts` alone."""
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big"))
+
+
+def log_normal_length(prompt: list[int], generation: int, median: float = 120.0, longest: int = 768) -> int:
+    """A completion's length: half of the spread is the prompt's, so groups are correlated, as those of real models."""
+    spread = 0.6 * seeded("group", *prompt).normal() + 0.6 * seeded("row", *prompt, generation).normal()
+    return int(np.clip(median * np.exp(spread), 4, longest))
+
+
+class ReplayTrainer(MultiNodeGRPOTrainer):
+    """[`MultiNodeGRPOTrainer`] without an engine. Sampling log-probs are those of a uniform model, with some noise."""
+
+    length_of = staticmethod(log_normal_length)
+    vocabulary = 258
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **_):
+        completions, logprobs = [], []
+        first = self.accelerator.process_index * len(prompt_ids)
+        for row, prompt in enumerate(prompt_ids, start=first):
+            random = seeded("tokens", *prompt, row % num_generations)
+            ids = random.integers(2, self.vocabulary, self.length_of(prompt, row % num_generations))
+            completions.append([*ids[:-1].tolist(), self._tokenizer.eos_token_id])
+            logprobs.append((random.normal(0, 0.02, len(ids)) - np.log(self.vocabulary)).tolist())
+        return completions, logprobs
