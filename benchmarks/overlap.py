@@ -63,9 +63,9 @@ class Mix:
 
 
 MIXES = {
-    "balanced": Mix(),
+    "balanced": Mix(num_iterations=2),
     "generation_heavy": Mix(num_rows=16, num_tokens=96),
-    "training_heavy": Mix(num_iterations=3),
+    "training_heavy": Mix(num_iterations=5),
     "slow_reward": Mix(layers=4, reward_s=0.5),
 }
 
@@ -96,7 +96,7 @@ class Schedule(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **_):
         arm, _, _ = self.arm_of(state.global_step)
-        args.max_staleness = int(arm == "overlap")
+        self.trainer.runs_ahead = arm == "overlap"
         self.trainer.bare(arm == "bare")
 
     def on_log(self, args, state, control, logs, **_):
@@ -104,11 +104,8 @@ class Schedule(TrainerCallback):
             return
         now = time.perf_counter()
         arm, index, inside = self.arm_of(state.global_step - 1)
-        keys = ("overlap/hidden_share", "busy/ranks", "busy/engines", "staleness/rounds_mean")
-        self.steps.append(
-            {"arm": arm, "segment": index, "round": inside, "step_s": now - self._since, **self.seconds}
-            | {key: logs[key] for key in keys if key in logs}
-        )
+        step = {"arm": arm, "segment": index, "round": inside, "step_s": now - self._since, **self.seconds}
+        self.steps.append(step | {"busy/engines": logs.get("busy/engines", 0.0)})
         self.seconds.clear()
         self._since = now
 
@@ -117,6 +114,11 @@ class TimedTrainer(GRPOTrainer):
     """Knows how long its generation object took, and can do without the feature's own code."""
 
     schedule: Schedule
+    runs_ahead = False
+
+    def _prompts_after(self, inputs):
+        """Nothing is foreseen in the other arms: that is `max_staleness=0`, and batches keep their order."""
+        return super()._prompts_after(inputs) if self.runs_ahead else None
 
     def time_generation(self) -> None:
         for name in ("generate", "sync_weights"):
@@ -216,8 +218,10 @@ def rounds_of(steps: list[dict], mix: Mix) -> dict[tuple[str, int], list[dict]]:
         part = steps[start : start + mix.num_iterations]
         if part[0]["arm"] and part[0]["round"] > 0:
             total = {key: sum(step.get(key, 0.0) for step in part) for key in KEYS}
-            shares = {key: part[0][key] for key in part[0] if "/" in key}
-            segments[part[0]["arm"], part[0]["segment"]].append(total | shares)
+            total["hidden"] = (total["ahead_s"] - total["waited_s"]) / total["step_s"]
+            total["busy_ranks"] = 1 - (total["generate"] + total["waited_s"]) / total["step_s"]
+            total["busy_engines"] = part[0]["busy/engines"]  # since the last sync, that is of a whole round
+            segments[part[0]["arm"], part[0]["segment"]].append(total)
     return segments
 
 
@@ -249,7 +253,7 @@ def summarize(steps: list[dict], mix: Mix, repeats: int, segment: int) -> dict:
         return spread([a / b for a, b in zip(above, below, strict=True)])
 
     def share(arm: str, key: str) -> float:
-        return round(median(row[key] for rows in by_arm[arm] for row in rows if key in row), 3)
+        return round(median(row[key] for rows in by_arm[arm] for row in rows), 3)
 
     return {
         "mix": asdict(mix),
@@ -266,9 +270,9 @@ def summarize(steps: list[dict], mix: Mix, repeats: int, segment: int) -> dict:
         "best_possible_speedup": ratio(step["sync"], ideal),
         "control_ratio": ratio(step["control"], step["sync"]),
         "cost_when_off": ratio(step["sync"], step["bare"]),
-        "hidden_share": share("overlap", "overlap/hidden_share"),
+        "hidden_share": share("overlap", "hidden"),
         "busy_share": {
-            arm: {"ranks": share(arm, "busy/ranks"), "engines": share(arm, "busy/engines")}
+            arm: {"ranks": share(arm, "busy_ranks"), "engines": share(arm, "busy_engines")}
             for arm in ("sync", "overlap")
         },
     }
@@ -287,7 +291,7 @@ def busy_process(core: int, matrices: bool, seconds: float, results) -> None:
 
 def contention(seconds: float = 1.0) -> dict[str, float]:
     """Speed of one core when the other is busy as well, as a share of its speed alone."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # nothing has used torch yet; spawning would import all of it again
 
     def speed(cores: list[int], matrices: bool) -> float:
         results = context.Queue()
