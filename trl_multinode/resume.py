@@ -48,23 +48,19 @@ class Resume:
             `ConfigurationError`: if it means the newest, and there is none that is finished.
         """
         if wanted is True:
-            wanted = self.newest()
-            if wanted is None:
+            self._folder = self._log.last_whole()
+            if self._folder is None:
                 raise ConfigurationError(
                     f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint. "
                     "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())` starts anew in that case."
                 )
-        self._folder = Path(wanted) if wanted else None
+        else:
+            self._folder = Path(wanted) if wanted else None
         if self._folder is not None and self._accelerator.is_local_main_process:
             print(f"[trl_multinode] resuming from {self._folder}", flush=True)
         self._to_place = True
         self.epochs = epochs_behind(self._folder) if self._folder else 0
         return str(self._folder) if self._folder else None
-
-    def newest(self) -> str | None:
-        """See [`MultiNodeGRPOTrainer.last_checkpoint`]."""
-        folder = self._log.last_whole()
-        return str(folder) if folder else None
 
     # ---- at the first step ------------------------------------------------------------------------------------------
 

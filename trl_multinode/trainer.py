@@ -4,6 +4,7 @@ import copy
 import logging
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from .checkpoints import fast_forward
+from .checkpoints import CheckpointLog, fast_forward
 from .config import MultiNodeGRPOConfig, check_fields, field_or_default, is_node_mode
 from .errors import ConfigurationError
 from .generation import NodeGeneration, Prompts
@@ -99,14 +100,14 @@ class MultiNodeGRPOTrainer(BalancedGRPOTrainer):
     def last_checkpoint(self) -> str | None:
         """
         The newest checkpoint in `output_dir` that was written to its end, for `train(resume_from_checkpoint=...)`;
-        `None` if there is none. Unfinished ones are named in the log. In node mode only. All training ranks call it.
+        `None` if there is none. Unfinished ones are named in the log. All training ranks call it.
 
         Raises:
             `ConfigurationError`: on every rank, if nodes see finished checkpoints and have none in common.
         """
-        assert self.host is not None, "outside node mode use transformers' get_last_checkpoint"
-        with self.host.watch.guard():
-            return self._resume.newest()
+        with self._guarded():
+            folder = CheckpointLog(Path(self.args.output_dir), self.accelerator).last_whole()
+            return str(folder) if folder else None
 
     # ---- seams ------------------------------------------------------------------------------------------------------
 
