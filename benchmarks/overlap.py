@@ -12,10 +12,11 @@ after the other, so that drift of the machine meets all of them:
 
 T_gen, T_sync are the seconds inside `generate` and `sync_weights` in `sync`; T_train is the rest of the step.
 
-Two cores of one machine share more than two devices do (power, cache, often the floating-point units), so both halves
-slow down when they run at once, whoever schedules them. `contention` says by how much: two processes that multiply
-matrices, one alone against both at once; the same in pure Python. `step_ratio_vs_max_side_by_side` divides by
-max(T_gen, T_train) + T_sync as measured while both run, which is what the loop itself answers for.
+Two cores of one machine share more than two devices do (power, cache, memory, often the floating-point units), so both
+halves slow down when they run at once, whoever schedules them. `contention` says by how much: the speed of a process
+that multiplies matrices, walks through memory, or runs Python, with its like on the other core.
+`step_ratio_vs_max_side_by_side` divides by max(T_gen, T_train) + T_sync as measured while both run, which is what the
+loop itself answers for.
 """
 
 import argparse
@@ -278,13 +279,20 @@ def summarize(steps: list[dict], mix: Mix, repeats: int, segment: int) -> dict:
     }
 
 
-def busy_process(core: int, matrices: bool, seconds: float, results) -> None:
+WORK = {  # each a few milliseconds
+    "matrices": lambda square, _: square @ square,
+    "memory": lambda _, large: large.add_(1.0),
+    "python": lambda *_: sum(range(20_000)),
+}
+
+
+def busy_process(core: int, kind: str, seconds: float, results) -> None:
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    square = torch.randn(384, 384)
+    square, large = torch.randn(384, 384), torch.randn(8 * 2**20)  # in a cache; far beyond it
     end, count = time.perf_counter() + seconds, 0
     while time.perf_counter() < end:
-        square @ square if matrices else sum(range(20_000))
+        WORK[kind](square, large)
         count += 1
     results.put(count)
 
@@ -293,9 +301,9 @@ def contention(seconds: float = 1.0) -> dict[str, float]:
     """Speed of one core when the other is busy as well, as a share of its speed alone."""
     context = multiprocessing.get_context("fork")  # nothing has used torch yet; spawning would import all of it again
 
-    def speed(cores: list[int], matrices: bool) -> float:
+    def speed(cores: list[int], kind: str) -> float:
         results = context.Queue()
-        arguments = [(core, matrices, seconds, results) for core in cores]
+        arguments = [(core, kind, seconds, results) for core in cores]
         processes = [context.Process(target=busy_process, args=each) for each in arguments]
         for process in processes:
             process.start()
@@ -305,10 +313,7 @@ def contention(seconds: float = 1.0) -> dict[str, float]:
         return sum(counts) / len(counts)
 
     both = [RANK_CORE, ENGINE_CORE]
-    return {
-        name: round(median(speed(both, kind) / speed(both[:1], kind) for _ in range(3)), 3)
-        for name, kind in [("matrices", True), ("python", False)]
-    }
+    return {kind: round(median(speed(both, kind) / speed(both[:1], kind) for _ in range(3)), 3) for kind in WORK}
 
 
 def main() -> None:

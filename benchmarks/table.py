@@ -42,8 +42,8 @@ def overlap(found: dict) -> str:
     ]
     return (
         "## Overlap\n\nOne rank and one vLLM engine, a core each (`benchmarks/overlap.py`). Speed of a core when the "
-        f"other is busy too: {found['contention']['matrices']:.2f} (matrices), "
-        f"{found['contention']['python']:.2f} (Python).\n\n" + table(["", *mixes], rows)
+        f"other is busy too: {', '.join(f'{speed:.2f} ({kind})' for kind, speed in found['contention'].items())}.\n\n"
+        + table(["", *mixes], rows)
     )
 
 
