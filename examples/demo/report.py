@@ -25,7 +25,6 @@ class Span:
 
     step: int  # from 1
     phase: str
-    start: float  # Unix time
     seconds: float  # own time, without the phases inside
 
 
@@ -45,22 +44,12 @@ def read_rank(folder: Path, rank: int) -> RankRecord:
     """A phase belongs to the training step that it started in, by the clock of its own rank."""
     steps = read_lines(folder / "steps" / f"rank{rank}.jsonl")
     spans = [
-        Span(step["step"], line["phase"], line["start"], line["seconds"])
+        Span(step["step"], line["phase"], line["seconds"])
         for line in read_lines(folder / "_multinode" / "phases" / f"rank{rank}.jsonl")
         for step in steps
         if step["begin"] - 1e-3 <= line["start"] <= step["end"]  # starts are rounded to a millisecond
     ]
     return RankRecord(spans, {step["step"]: step["end"] - step["begin"] for step in steps})
-
-
-def covered_s(spans: list[Span]) -> float:
-    """Seconds in which at least one of `spans` was running."""
-    total, end = 0.0, 0.0
-    for span in sorted(spans, key=lambda span: span.start):
-        stop = span.start + span.seconds
-        total += max(0.0, stop - max(end, span.start))
-        end = max(end, stop)
-    return total
 
 
 class Report:
@@ -94,15 +83,10 @@ class Report:
         """Seconds inside training steps, mean over ranks."""
         return sum(sum(rank.step_s.values()) for rank in self._ranks) / len(self._ranks)
 
-    def engines_busy(self) -> float | None:
-        """Share of the stepping time in which a node's engine had a request; `None` with several engines a node."""
-        nodes = self.run["nodes"]
-        if self.run["engines"] != nodes:
-            return None
-        per_node = len(self._ranks) // nodes
-        groups = [self._ranks[node * per_node : (node + 1) * per_node] for node in range(nodes)]
-        spans = [[s for rank in group for s in rank.spans if s.phase == "generate"] for group in groups]
-        return sum(map(covered_s, spans)) / nodes / self.stepping_s
+    def engines_busy(self) -> float:
+        """Share of the steps in which an engine had a request, by the engines' own clocks."""
+        shares = [entry["busy/engines"] for entry in self.steps if "busy/engines" in entry]
+        return sum(shares) / len(shares)
 
     def rewards(self) -> tuple[float, float]:
         """Mean reward of the first and of the last fifth of the steps."""
@@ -144,8 +128,6 @@ class Report:
         reasons = {key: REASONS[key] for key in REASONS if summary[key] is None}
         if summary["wall_s"] is None:
             reasons["wall_s"] = "the report was made without the run that timed its launchers"
-        if summary["busy_share"]["engines"] is None:
-            reasons["busy_share.engines"] = "phase records do not say which of a node's engines a request went to"
         return reasons
 
     def table(self) -> Table:
