@@ -74,14 +74,14 @@ def learning(found: dict) -> str:
     )
 
 
-def main() -> None:
+def render() -> str:
     sections = [HEAD]
     for name, section in (("overlap", overlap), ("balance", balance), ("learning", learning)):
         path = FOLDER / "results" / f"{name}.json"
         if path.exists():
             sections.append(section(json.loads(path.read_text())))
-    (FOLDER / "RESULTS.md").write_text("\n".join(sections))
+    return "\n".join(sections)
 
 
 if __name__ == "__main__":
-    main()
+    (FOLDER / "RESULTS.md").write_text(render())

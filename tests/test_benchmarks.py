@@ -1,0 +1,35 @@
+"""The table of results is what the recorded figures say, and every figure has its control and its spread beside it."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+KEYS = {
+    "overlap": {"step_ratio_vs_max", "hidden_share", "busy_share", "control_ratio", "repeats"},
+    "balance": {"real_token_share", "mean_rows", "train_phase_speedup", "gradient_rel_diff", "control_ratio"},
+}
+
+
+def recorded(name: str) -> dict:
+    return json.loads((FOLDER / "results" / f"{name}.json").read_text())
+
+
+def test_the_table_was_written_from_these_results():
+    assert runpy.run_path(str(FOLDER / "table.py"))["render"]() == (FOLDER / "RESULTS.md").read_text()
+
+
+def test_each_mix_of_the_overlap_has_its_control():
+    mixes = {name: value for name, value in recorded("overlap").items() if name != "contention"}
+    assert len(mixes) == 4
+    for mix in mixes.values():
+        assert KEYS["overlap"] <= mix.keys() and {"median", "low", "high"} == mix["control_ratio"].keys()
+
+
+def test_the_balance_has_its_control_and_trls_gradient():
+    found = recorded("balance")
+    assert KEYS["balance"] <= found.keys()
+    assert found["gradient_rel_diff"] < 1e-5
+    assert found["control_ratio"] == pytest.approx(1.0, abs=0.05)
