@@ -101,12 +101,12 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
     output.write_text(json.dumps({"rewards": [entry["reward"] for entry in logs], **found}))
 
 
-def run_all(arms: list[str], seeds: int, steps: int, folder: Path) -> dict[str, list[dict]]:
-    """Arms take turns within a seed; a run that exists already in `folder` is not repeated."""
+def run_all(arms: list[str], seeds: int, steps: int, folder: Path, keep: bool) -> dict[str, list[dict]]:
+    """Arms take turns within a seed; with `keep` a run that exists already in `folder` is not repeated."""
     for seed in range(seeds):
         for arm in arms:
             output = folder / f"{arm}-{seed}-{steps}.json"
-            if output.exists():
+            if keep and output.exists():
                 continue
             command = [sys.executable, __file__, "--one", arm, "--seed", str(seed), "--steps", str(steps)]
             with open(output.with_suffix(".log"), "w") as log:
@@ -174,13 +174,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "learning", help="of the single runs")
+    parser.add_argument("--keep", action="store_true", help="use the runs that are there, whatever code made them")
     for name, kind in [("--one", str), ("--seed", int), ("--output", Path)]:
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         return train(options.one, options.seed, options.steps, options.output)
     options.folder.mkdir(parents=True, exist_ok=True)
-    runs = run_all(options.arms, options.seeds, options.steps, options.folder)
+    runs = run_all(options.arms, options.seeds, options.steps, options.folder, options.keep)
     summary = summarize(runs, options.steps)
     print(json.dumps(summary, indent=1))
     (RESULTS / "learning.json").write_text(json.dumps(summary, indent=1) + "\n")

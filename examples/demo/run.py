@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from modes import MODES
 from report import Report
 from rich.console import Console
 
@@ -187,7 +188,7 @@ def main() -> int:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", default="sync", help="sync, overlap, overlap-only, balance-only: see train.py")
+    parser.add_argument("--mode", choices=MODES, default="sync", help="overlap is overlap-only and balance-only")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
     options = parser.parse_args()

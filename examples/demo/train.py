@@ -11,17 +11,12 @@ import os
 import time
 from pathlib import Path
 
+from modes import MODES
 from task import ANSWER_LENGTH, best_constant_score, make_datasets, make_model, make_tokenizer, successor_reward
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_multinode import GRPOConfig, GRPOTrainer
 
-MODES = {  # settings on top of `make_config`
-    "sync": {},
-    "overlap-only": {"max_staleness": 1},
-    "balance-only": {"micro_batch_tokens": 1024},
-    "overlap": {"max_staleness": 1, "micro_batch_tokens": 1024},
-}
 NUM_GENERATIONS = 8
 ROWS_PER_RANK = 64  # 32 prompts a step on 4 ranks; with half as many one seed in three got stuck below 0.7
 
@@ -31,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=MODES, default="sync", help="see MODES; overlap is both")
+    parser.add_argument("--mode", choices=MODES, default="sync", help="see modes.py")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     return parser.parse_args()
 
