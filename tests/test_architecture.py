@@ -20,10 +20,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 # From top to bottom: a module may import what stands in its row, and only rows further down can stand there.
 ARROWS = {
-    "testing.engines": {"engine", "engine_process", "engine_settings", "faults", "protocol", "weight_source",
-                        "weight_sync", "testing.faults", "testing.models"},
+    "testing.engines": {"engine", "engine_process", "engine_settings", "faults", "protocol", "transports",
+                        "weight_source", "weight_sync", "testing.faults", "testing.models"},
     "testing.replay": {"trainer"},
-    "testing.fake_engine": {"faults", "engine_main", "engine_server", "protocol"},
+    "testing.fake_engine": {"faults", "engine_main", "engine_server", "process_group", "protocol", "receiving"},
     "testing.nodes": {"testing.launch_files", "testing.namespaces"},
     "testing.faults": {"faults"},
     "testing.hub": set(),
@@ -58,17 +58,23 @@ ARROWS = {
     "rows": {"protocol"},
     "text_logging": set(),
     "host": {"blackboard", "config", "engine", "engine_process", "engine_settings", "errors", "faults", "peft_source",
-             "phases", "probe", "protocol", "topology", "watch", "weight_source", "weight_sync"},
+             "phases", "probe", "protocol", "shards", "topology", "transports", "watch", "weight_source",
+             "weight_sync"},
     "engine_settings": {"config", "errors", "faults", "topology"},
     "probe": {"engine", "errors", "topology"},
-    "weight_sync": {"engine", "errors", "protocol", "weight_source"},
-    "peft_source": {"errors", "weight_source"},
-    "weight_source": {"protocol"},
+    "weight_sync": {"engine", "errors", "protocol", "shards", "slots", "transports", "weight_source"},
+    "transports": {"engine", "errors", "process_group", "protocol", "slots", "topology"},
+    "slots": {"errors", "process_group", "protocol", "shards"},
+    "peft_source": {"errors", "shards", "weight_source"},
+    "weight_source": {"protocol", "shards"},
+    "shards": set(),
     "engine": {"errors", "protocol"},
     "engine_process": {"engine_server", "errors", "protocol", "supervisor"},
     "engine_main": {"engine_plugin", "engine_server", "protocol", "supervisor"},
     "engine_server": {"protocol"},
-    "engine_worker": {"faults"},
+    "engine_worker": {"faults", "process_group", "protocol", "receiving"},
+    "receiving": {"process_group", "protocol"},
+    "process_group": set(),
     "engine_plugin": set(),
     "watch": {"blackboard", "errors", "topology"},
     "blackboard": {"topology"},
@@ -94,12 +100,21 @@ LIBRARIES = {
         "watch": "",
         "text_logging": "",
         "row_exchange": "",
+        "shards": "",
+        "process_group": "",
         "check.reading": "",
     },  # torchrun's parser
 }
 COLLECTIVES = {
     "text_logging": {"gather_object"},
     "weight_source": {"GatheredParameters", "full_tensor"},
+    "shards": {
+        "all_gather_into_tensor",
+        "gather",
+        "new_group",
+    },  # of the weights' pieces, two groups of each rank's own
+    "slots": {"broadcast"},  # with the node's workers, in a group that no other rank is in
+    "receiving": {"broadcast"},
     "generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting": {"gather"},  # of the phases' seconds, once per log
@@ -202,7 +217,8 @@ def test_collectives_are_called_where_the_table_says():
     for module in MODULES:
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                on_a_tensor = node.func.attr == "gather" and "accelerator" not in ast.unparse(node.func)
+                of = ast.unparse(node.func)
+                on_a_tensor = node.func.attr == "gather" and "accelerator" not in of and not of.startswith("dist.")
                 if node.func.attr in COLLECTIVE_NAMES and not on_a_tensor:
                     found.setdefault(module, set()).add(node.func.attr)
     assert found == COLLECTIVES

@@ -164,12 +164,32 @@ def test_every_sync_is_a_new_version_that_generation_waits_for():
         yield
 
     for update in (1, 2):
+        generation.weights_changed()
         generation.sync_weights()
         generation.generate([A], None, 1, profiler())
         assert generation.engines.calls[-1].min_update == update
     assert generation._host.synced == [WeightVersion(1, 17), WeightVersion(2, 17)]
     assert generation.last_sync.num_buckets == 2 and entered == ["profiled"] * 2
     assert generation._phases.take_sums()[0] > 0
+
+
+def test_the_weights_of_a_step_are_sent_once_and_again_only_if_they_changed_or_the_sync_failed():
+    generation = build()
+    collectives = []
+    generation.accelerator.wait_for_everyone = lambda: collectives.append("barrier")
+    for _ in range(3):
+        generation.sync_weights()
+    assert collectives == ["barrier"] and generation._host.synced == [WeightVersion(1, 17)]
+    sync, generation._host.step = generation._host.sync, lambda: 18
+    generation._host.sync = lambda version: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        generation.sync_weights()
+    generation._host.sync = sync
+    generation.sync_weights()
+    assert generation._host.synced[1:] == [WeightVersion(3, 18)]
+    generation.weights_changed()
+    generation.sync_weights()
+    assert generation._host.synced[2:] == [WeightVersion(4, 18)] and len(collectives) == 4
 
 
 def test_a_row_that_other_weights_made_is_an_error_that_names_engine_and_versions():
@@ -238,6 +258,7 @@ class Ahead:
         """As the trainer and TRL do it."""
         self.generation.begin_round("train", number, lambda: following)
         if sync:
+            self.generation.weights_changed()
             self.generation.sync_weights()
         return self.generation.generate(prompts, images, 2)
 
@@ -299,6 +320,7 @@ def test_evaluation_in_between_neither_takes_nor_drops_the_look_ahead():
     ahead = Ahead()
     ahead.round(0, [A], following=[B])
     ahead.generation.begin_round("eval", 0)
+    ahead.generation.weights_changed()
     ahead.generation.sync_weights()
     ahead.generation.generate([B], None, 1)  # the very prompts that were foreseen
     assert ahead.fresh == [[A], [B]] and ahead.made_ahead == [[B]]
@@ -311,6 +333,7 @@ def test_rows_of_another_version_in_the_look_ahead_are_an_error_where_the_rank_w
     ahead.host.ahead_engines.version = WeightVersion(7, 3)
     ahead.round(0, [A], following=[B])
     with pytest.raises(WeightVersionError, match="has the weights of update 7 .* expected update 1"):
+        ahead.generation.weights_changed()
         ahead.generation.sync_weights()
     assert ahead.events == ["barrier"]  # the second sync did not begin
 

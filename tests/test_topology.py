@@ -79,11 +79,20 @@ def test_gpus_are_named_as_cuda_visible_devices_names_them(listed, num_gpus, nam
     ],
 )
 def test_engines_get_the_gpus_that_no_local_rank_trains_on(choice, expected):
-    assert assign(**choice) == EngineDevices(expected, shared_with_training=False)
+    devices = assign(**choice)
+    assert (devices.per_engine, devices.shared_with_training) == (expected, False)
 
 
 def test_a_training_gpu_may_be_named_so_that_a_machine_with_one_gpu_works():
-    assert assign(gpus=1, ranks=1, devices=[0]) == EngineDevices((("0",),), shared_with_training=True)
+    assert assign(gpus=1, ranks=1, devices=[0]) == EngineDevices((("0",),), shared_with_training=True, sender="0")
+
+
+def test_an_engine_sees_its_own_gpus_and_behind_them_the_senders_if_it_is_to_open_memory_there():
+    devices = assign(gpus=8, ranks=6, environ={"CUDA_VISIBLE_DEVICES": "7,6,5,4,3,2,1,0"})
+    assert devices.sender == "7"
+    assert [devices.seen_by(i) for i in range(2)] == [("1",), ("0",)]
+    assert [devices.seen_by(i, with_sender=True) for i in range(2)] == [("1", "7"), ("0", "7")]
+    assert assign(gpus=1, ranks=1, devices=[0]).seen_by(0, with_sender=True) == ("0",)
 
 
 @pytest.mark.parametrize(("engines", "expected"), [(None, ((),)), (2, ((), ()))])

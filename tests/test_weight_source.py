@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from trl_multinode.errors import WeightSyncError
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weight_source import (
     ALIGNMENT,
@@ -16,7 +15,6 @@ from trl_multinode.weight_source import (
     plan_buckets,
     slot_bytes,
 )
-from trl_multinode.weight_sync import StagingSlots
 
 
 class Router(nn.Module):
@@ -91,10 +89,22 @@ def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
     model = Router()
     source = ModuleSource(model, torch.bfloat16)
     bucket = tuple(reversed(source.metadata()))
-    with source.gathered(bucket) as tensors:
+    with source.gathered(bucket) as pieces:
+        tensors = [piece.full() for piece in pieces]
         assert [tuple(tensor.shape) for tensor in tensors] == [meta.shape for meta in bucket]
         assert tensors[-1].data_ptr() == model.embed.weight.data_ptr()  # no copy where nothing is sharded
         assert tensors[-1].dtype == torch.float32 and not tensors[-1].requires_grad
+    assert source.collectives(bucket) == (0, 0)
+
+
+def test_a_parameter_that_a_wrapper_replaced_is_sent_as_it_is_now():
+    """FSDP2 puts other parameters into the modules when training begins; the source was built before."""
+    model = Router()
+    source = ModuleSource(model, torch.float32)
+    model.inner.weight = nn.Parameter(torch.full((2, 4), 7.0))
+    (meta,) = [meta for meta in source.metadata() if meta.name == "inner.weight"]
+    with source.gathered((meta,)) as (pieces,):
+        assert torch.equal(pieces.full(), torch.full((2, 4), 7.0))
 
 
 # ---- buckets
@@ -152,33 +162,3 @@ def test_tensors_of_a_bucket_lie_aligned_and_apart():
         ("c", "int64", (), 192, 8),
     ]
     assert slot_bytes([bucket]) == 256
-
-
-# ---- slots
-
-
-@pytest.fixture
-def slots():
-    slots = StagingSlots(256, pin=False)
-    yield slots
-    slots.unlink()
-
-
-def test_a_slot_holds_every_tensor_in_its_own_dtype(slots):
-    bucket = (WeightMeta("w", torch.bfloat16, (2, 3)), WeightMeta("b", torch.float32, (2,)))
-    weights, bias = torch.randn(2, 3), torch.randn(2)
-    specs = place(bucket)
-    slots.write(1, specs, [weights, bias])
-    engine = torch.from_file(slots.paths[1], shared=True, size=256, dtype=torch.uint8)  # as a worker maps it
-    got = [engine[s.offset : s.offset + s.num_bytes].view(getattr(torch, s.dtype)).view(s.shape) for s in specs]
-    assert torch.equal(got[0], weights.bfloat16()) and torch.equal(got[1], bias)
-
-
-def test_a_tensor_of_another_shape_is_never_written(slots):
-    with pytest.raises(WeightSyncError, match=r"w was gathered with shape \(3, 2\), expected \(2, 3\)"):
-        slots.write(0, place((float_meta("w", 2, 3),)), [torch.zeros(3, 2)])
-
-
-def test_a_full_shared_memory_is_named_with_the_cure():
-    with pytest.raises(WeightSyncError, match="Lower `sync_bucket_mb`.*--shm-size"):
-        StagingSlots(1 << 60, pin=False)

@@ -13,6 +13,7 @@ REFUSED_GENERATION_KEYS = {
     "seed": "use `rollout_seed`, which gives every row its own seed",
     "logprobs": "the trainer needs exactly the sampled token's log-prob",
 }
+WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; vLLM's own default
 GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
@@ -42,6 +43,10 @@ class MultiNodeGRPOConfig(GRPOConfig):
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
             Largest piece, in MiB, in which weights are gathered and sent. Peak extra memory is twice that on every
             rank, and two such slots of host memory per node.
+        weight_transport (`str`, *optional*, defaults to `"auto"`):
+            Memory through which weights reach the engines of a node: `"host"` (shared, page-locked with GPUs),
+            `"ipc"` (the local main process's GPU, opened by the engines), `"nccl"` (broadcast to the engines' GPUs).
+            `"auto"` takes what has been executed on such a machine, and logs the reason. See docs/weight-sync.md.
         rollout_seed (`int`, *optional*):
             With it every row samples with a seed of its own, so that a run does not depend on how its rows are spread
             over ranks and nodes (bitwise on a CPU in fp32; on a GPU batch-dependent rounding can flip a token).
@@ -97,6 +102,9 @@ class MultiNodeGRPOConfig(GRPOConfig):
     )
     sync_bucket_mb: float = field(
         default=512.0, metadata={"help": "Largest piece, in MiB, in which weights are gathered and sent."}
+    )
+    weight_transport: str = field(
+        default="auto", metadata={"help": "How weights reach a node's engines: 'auto', 'host', 'ipc' or 'nccl'."}
     )
     rollout_seed: int | None = field(
         default=None, metadata={"help": "Makes rollouts independent of how rows are spread over ranks and nodes."}
@@ -159,6 +167,8 @@ def check_fields(args: GRPOConfig) -> None:
             raise ConfigurationError(f"`{name}` must be at least 1, got {value}.")
     if field_or_default(args, "engine_dtype") not in ENGINE_DTYPES:
         raise ConfigurationError(f"`engine_dtype` must be one of {ENGINE_DTYPES}, got {args.engine_dtype!r}.")
+    if (transport := field_or_default(args, "weight_transport")) not in WEIGHT_TRANSPORTS:
+        raise ConfigurationError(f"`weight_transport` must be one of {WEIGHT_TRANSPORTS}, got {transport!r}.")
     if (field_or_default(args, "logprob_divergence_limit") or 0.0) < 0.0:
         raise ConfigurationError(
             f"`logprob_divergence_limit` must not be negative, got {args.logprob_divergence_limit}; 0 turns it off."

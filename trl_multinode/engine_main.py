@@ -134,9 +134,11 @@ class VllmBackend(Backend):
         return output
 
     async def open_slots(self, request: OpenSlots) -> None:
-        buckets = [[[t.name, t.dtype, list(t.shape), t.offset, t.num_bytes] for t in b] for b in request.buckets]
-        info = {"paths": list(request.paths), "slot_bytes": request.slot_bytes, "buckets": buckets}
+        info = {"request": msgspec.msgpack.encode(request)}
         await self._llm.collective_rpc("init_weight_transfer_engine", args=(info,))
+
+    async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        return await self._llm.collective_rpc("crc_of_slot", args=(slot, num_bytes))
 
     async def begin_update(self, version: WeightVersion) -> None:
         self._version = version

@@ -26,7 +26,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, "trl_multinode.engine_worker", "HostMemoryReceiver")
+        WeightTransferEngineFactory.register_engine(BACKEND, "trl_multinode.engine_worker", "BucketReceiver")
 
 
 def _die_with_parent() -> None:

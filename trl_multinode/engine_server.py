@@ -17,6 +17,7 @@ import numpy as np
 from .protocol import (
     Await,
     BeginUpdate,
+    CheckSlot,
     CommitUpdate,
     Completions,
     Done,
@@ -100,7 +101,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def open_slots(self, request: OpenSlots) -> None:
-        """On return the slot files are mapped by every worker."""
+        """On return every worker has opened the slots."""
+
+    @abstractmethod
+    async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        """Per worker: CRC-32 of the slot's first bytes."""
 
     @abstractmethod
     async def begin_update(self, version: WeightVersion) -> None: ...
@@ -263,6 +268,9 @@ class EngineServer:
                 await self._weights.attempt(request.min_update)
             case OpenSlots():
                 await self._backend.open_slots(request)
+            case CheckSlot():
+                if set(found := await self._backend.check_slot(request.slot, request.num_bytes)) != {request.crc}:
+                    raise Refused("WeightSyncError", f"a slot arrived with checksums {found}, sent {request.crc}")
             case BeginUpdate():
                 await self._weights.begin()
                 self._update = request.version

@@ -78,10 +78,10 @@ class EngineSettings:
             share = GPU_SHARE_OF_TRAINING if self._devices.shared_with_training else GPU_SHARE_OF_RESERVED
         return {"gpu_memory_utilization": share}
 
-    def environment(self, index: int) -> dict[str, str]:
+    def environment(self, index: int, transport: str = "host") -> dict[str, str]:
         """Variables on top of the allow-listed environment."""
         test_only = {name: os.environ[name] for name in TEST_VARIABLES if name in os.environ}
-        gpus = self._devices.per_engine[index]
+        gpus = self._devices.seen_by(index, with_sender=transport == "ipc")
         if gpus:
             return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **test_only}
         return {**CPU_ENVIRONMENT, **cores_per_worker(self._args.vllm_tensor_parallel_size), **test_only}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-import torch
+import msgspec
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -12,13 +12,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from . import faults
+from .process_group import SELF_TEST_S, within
+from .protocol import OpenSlots
+from .receiving import OpenedSlots
 
 
 @dataclass
 class SlotsInfo(WeightTransferInitInfo):
-    paths: list[str]
-    slot_bytes: int
-    buckets: list[list[list]]  # per tensor: name, dtype, shape, offset, number of bytes
+    request: bytes  # `OpenSlots` as msgpack
 
 
 @dataclass
@@ -28,13 +29,13 @@ class BucketInfo(WeightTransferUpdateInfo):
     version: list[int]  # update, step
 
 
-class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
-    """Loads weights that the local main process wrote into host shared memory.
+class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
+    """Loads weights that the local main process wrote into staging slots, wherever those are.
 
     A usage loop, as vLLM calls it in every worker:
 
     ```python
-    receiver.init_transfer_engine(slots)      # map the files; the sender unlinks them afterwards
+    receiver.init_transfer_engine(slots)      # open them
     receiver.start_weight_update()            # the first bucket begins vLLM's layer-wise reload
     for bucket in buckets:
         receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
@@ -53,11 +54,10 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         self._skip = False
 
     def init_transfer_engine(self, init_info: SlotsInfo) -> None:
-        self._buckets = init_info.buckets
-        self._slots = [
-            torch.from_file(path, shared=True, size=init_info.slot_bytes, dtype=torch.uint8)
-            for path in init_info.paths
-        ]
+        request = msgspec.msgpack.decode(init_info.request, type=OpenSlots)
+        self._buckets = request.buckets
+        worker = self.parallel_config.rank
+        self.slots: OpenedSlots | None = OpenedSlots(request.memory, request.slot_bytes, self.device, worker)
 
     def start_weight_update(self) -> None:
         self._next_bucket = 0
@@ -69,8 +69,10 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         if update_info.bucket == 0:
             self._begin(list(update_info.version))
         self._next_bucket += 1
+        assert self.slots is not None
+        tensors = self.slots.take(update_info.slot, self._buckets[update_info.bucket])
         if not self._skip:
-            self.model.load_weights(self._copy_out(update_info))
+            self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         if self._next_bucket != len(self._buckets):
@@ -83,22 +85,13 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
             self.committed = self._version
 
     def shutdown(self) -> None:
-        self._slots = []
+        self.slots = None
 
     def _begin(self, version: list[int]) -> None:
         self._version = version
         self._skip = faults.is_active("skip_load", version[0]) or faults.is_active("skip_load_silently", version[0])
         if not self._skip:
             initialize_layerwise_reload(self.model)
-
-    def _copy_out(self, info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
-        """Clones, always: vLLM's loaders keep what they are given until a module is full, and a padded vocabulary
-        never is before the end, so a view would be overwritten by a later bucket (log-prob error 7.2 measured)."""
-        slot = self._slots[info.slot]
-        return [
-            (name, _view(slot[offset : offset + size], dtype, shape).to(self.device, copy=True))
-            for name, dtype, shape, offset, size in self._buckets[info.bucket]
-        ]
 
     def _repack_vocabulary_layers(self) -> None:
         """On CPU a head tied to the embedding has a packed copy that vLLM's reload does not rebuild (log-probs -5.16
@@ -115,6 +108,7 @@ class WorkerExtension:
         """`[update, step]` of the last update that this worker loaded to the end."""
         return self.weight_transfer_engine.committed  # type: ignore[attr-defined]
 
-
-def _view(data: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:
-    return data.view(getattr(torch, dtype)).view(shape)
+    def crc_of_slot(self, slot: int, num_bytes: int) -> int:
+        """Raises `TimeoutError` if the slot's bytes do not arrive, so that the sender can try another transport."""
+        slots = self.weight_transfer_engine.slots  # type: ignore[attr-defined]
+        return within(SELF_TEST_S, lambda: slots.crc(slot, num_bytes))

@@ -71,6 +71,7 @@ class NodeGeneration:
         if structured_outputs_regex is not None:
             self.sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         self.version = WeightVersion()
+        self._weights_changed = True  # since the last sync that went well
         self.seeds = RowSeeds(host.rollout_seed, accelerator.process_index)
         self._host = host
         self._phases = host.phases
@@ -104,12 +105,20 @@ class NodeGeneration:
         version = self.used.version
         return int(version != self.version), self._host.step() - version.step
 
+    def weights_changed(self) -> None:
+        """The weights became others without an optimizer step; all training ranks call it, before a sync."""
+        self._weights_changed = True
+
     def sync_weights(self) -> None:
-        """Bring the trainer's weights into this node's engines. A collective of all training ranks.
+        """Bring the trainer's weights into this node's engines: a collective of all training ranks, unless the engines
+        have the weights of this optimizer step already.
 
         Raises:
             `WeightVersionError`, `WeightSyncError`: see [`WeightSync.run`].
         """
+        if self.version.step == self._host.step() and not self._weights_changed:
+            return
+        self._weights_changed = True  # until it went well
         with self._phases("generate"):
             self.look_ahead.wait()  # before the barrier: an engine takes no weights while it generates
         with self._phases("wait"):
@@ -117,6 +126,7 @@ class NodeGeneration:
         with self._phases("sync"):
             self.version = WeightVersion(self.version.update + 1, self._host.step())
             self.last_sync = self._host.sync(self.version)
+        self._weights_changed = False
 
     def generate(
         self,

@@ -22,7 +22,9 @@ from .peft_source import PeftSource
 from .phases import Phases
 from .probe import probe_engines
 from .protocol import Await, Done, WeightVersion
+from .shards import ShardGather
 from .topology import EngineDevices, Topology, assign_engines
+from .transports import Transport, choose, machine_of
 from .watch import Watch
 from .weight_source import ModuleSource, keep_head_during_backward
 from .weight_sync import SyncTimings, WeightSync
@@ -61,6 +63,7 @@ class NodeHost:
         with self.watch.guard():
             self._store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
+            self.transport = choose(field_or_default(args, "weight_transport"), machine_of(self.devices))
             if self._store is not None:
                 self.watch.watch_local_ranks(self._store)
         atexit.register(self.close)
@@ -144,7 +147,7 @@ class NodeHost:
                 self._folder,
                 self._logs / f"engine{index}.log",
                 self._settings.arguments(model_folder, index),
-                self._settings.environment(index),
+                self._settings.environment(index, self.transport[0]),
                 module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_main"),
                 delay_s=faults.delay_of_engine(index),
             )
@@ -177,10 +180,24 @@ class NodeHost:
 
     def _build_sync(self, model) -> None:
         limit = int(field_or_default(self.args, "sync_bucket_mb") * 2**20)
-        source = PeftSource(model, self.dtype) if self._has_adapters else ModuleSource(model, self.dtype)
+        gather = ShardGather(self.topology.ranks_per_node, self.args.device)
+        kind = PeftSource if self._has_adapters else ModuleSource
         sender = self.engines if self.topology.is_local_main else None
-        self._sync = WeightSync(source, sender, limit, pin=bool(self.devices.per_engine[0]))
+        self._sync = WeightSync(kind(model, self.dtype, gather), sender, limit, self._transport())
         self._model = model
+
+    def _transport(self) -> Transport:
+        count, with_sender = len(self.devices.per_engine), self.transport[0] == "ipc"
+        seen = [self.devices.seen_by(index, with_sender) for index in range(count)]
+        return Transport(
+            self.transport[0],
+            self.args.device,
+            pin=self.devices.sender is not None,
+            seen_as=[gpus.index(self.devices.sender) for gpus in seen] if with_sender else [],
+            workers=[self.args.vllm_tensor_parallel_size] * count,
+            folder=self._folder.path if self._folder else Path(),
+            say=self._say,
+        )
 
     def sync(self, version: WeightVersion) -> SyncTimings:
         """Send the weights; after the first time, prove that none stayed dummy. A collective of all ranks."""

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from .errors import ConfigurationError
-from .weight_source import Bucket, ModuleSource, full, gather_zero3
+from .shards import Pieces, ShardGather
+from .weight_source import Bucket, ModuleSource, count_collectives, full, gather_pieces, gather_zero3, is_zero3
 
 
 class PeftSource(ModuleSource):
@@ -21,12 +22,14 @@ class PeftSource(ModuleSource):
             The base model that PEFT put its layers into (`peft_model.get_base_model()`).
         dtype (`torch.dtype`):
             The engine's.
+        gather (`ShardGather`, *optional*):
+            Of this rank; default: for a world of one.
 
     Raises:
         `ConfigurationError`: for adapters that are not LoRA, and for DoRA.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         from peft.tuners.lora import LoraLayer
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -35,9 +38,9 @@ class PeftSource(ModuleSource):
             if isinstance(module, BaseTunerLayer):
                 check_layer(name, module, LoraLayer)
                 self._layers[f"{name}.weight"] = module
-        super().__init__(model, dtype)
-        adapters = [name for name in self._tensors if is_adapter(name)]
-        self._tensors = {base_name(name): t for name, t in self._tensors.items() if name not in adapters}
+        super().__init__(model, dtype, gather)
+        adapters = {name for name in self._places if is_adapter(name)}
+        self._places = {base_name(name): place for name, place in self._places.items() if name not in adapters}
         self._metadata = [
             type(meta)(base_name(meta.name), meta.dtype, meta.shape)
             for meta in self._metadata
@@ -45,12 +48,35 @@ class PeftSource(ModuleSource):
         ]
 
     @contextmanager
-    def gathered(self, bucket: Bucket) -> Iterator[Sequence[torch.Tensor]]:
-        tensors = [self._tensors[meta.name] for meta in bucket]
-        layers = [self._layers.get(meta.name) for meta in bucket]
-        adapters = [p for layer in layers if layer is not None for p in adapter_parameters(layer)]
-        with torch.no_grad(), gather_zero3([*tensors, *adapters]):
-            yield [merged(layer, full(tensor)) for layer, tensor in zip(layers, tensors, strict=True)]
+    def gathered(self, bucket: Bucket) -> Iterator[Sequence[Pieces]]:
+        tensors = self.tensors(bucket)
+        dtypes = [tensor.dtype for tensor in tensors]  # the sum is made in the trainer's own, before any cast
+        with gather_pieces(self._gather, tensors, dtypes) as pieces, gather_zero3(self._adapters(bucket)):
+            yield [self._merged(meta.name, piece) for meta, piece in zip(bucket, pieces, strict=True)]
+
+    def collectives(self, bucket: Bucket) -> tuple[int, int]:
+        across, within = count_collectives(self._gather, self.tensors(bucket))
+        return across + sum(map(is_zero3, self._adapters(bucket))), within
+
+    def _adapters(self, bucket: Bucket) -> list[nn.Parameter]:
+        layers = [self._layers[meta.name] for meta in bucket if meta.name in self._layers]
+        return [parameter for layer in layers for parameter in adapter_parameters(layer)]
+
+    @torch.no_grad()
+    def _merged(self, name: str, pieces: Pieces) -> Pieces:
+        """With the layer's active adapters added, as PEFT would merge them, on a copy; FSDP2 makes it a collective."""
+        layer = self._layers.get(name)
+        if layer is None or layer.disable_adapters or layer.merged:
+            return pieces
+        deltas = [
+            full(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters if adapter in layer.scaling
+        ]
+        if pieces.data.numel() == 0:
+            return pieces
+        weight = pieces.full()
+        for delta in deltas:
+            weight = weight + delta.to(weight.dtype)
+        return Pieces.whole(weight)
 
 
 def check_layer(name: str, module: nn.Module, lora_layer: type) -> None:
@@ -72,13 +98,3 @@ def base_name(name: str) -> str:
 
 def adapter_parameters(layer: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in layer.named_parameters() if "lora_" in name]
-
-
-def merged(layer, weight: torch.Tensor) -> torch.Tensor:
-    """`weight` plus the sum of the layer's active adapters, as PEFT would merge them, on a copy."""
-    if layer is None or layer.disable_adapters or layer.merged:
-        return weight
-    for adapter in layer.active_adapters:
-        if adapter in layer.scaling:
-            weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
-    return weight

@@ -46,6 +46,32 @@ class TensorSpec(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
+class HostMemory(msgspec.Struct, frozen=True, tag=True):
+    """Slots are files in shared memory, which the sender unlinks once they are mapped."""
+
+    paths: tuple[str, ...]  # one per slot
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, tag=True):
+    """Slots are memory of the sender's GPU, opened by CUDA IPC."""
+
+    handles: tuple[tuple, ...]  # per slot: what `torch.UntypedStorage._new_shared_cuda` takes after the device
+    device: int  # the sender's GPU among those that the engine sees
+
+
+class Broadcast(msgspec.Struct, frozen=True, tag=True):
+    """Slots are memory of each worker's own device; a bucket arrives as a broadcast from rank 0 of a process group."""
+
+    backend: str  # "nccl" or "gloo"
+    store: str  # file by which the group's processes find each other, in the run's private folder
+    size: int  # sender and all workers of the node's engines
+    first_rank: int  # of this engine's workers
+    timeout_s: float  # for every broadcast
+
+
+SlotMemory = HostMemory | DeviceMemory | Broadcast
+
+
 class Image(msgspec.Struct, frozen=True):
     """An image as PIL holds it."""
 
@@ -88,9 +114,9 @@ class Score(Message, frozen=True):
 
 
 class OpenSlots(Message, frozen=True):
-    """Map the staging slots, once; the sender unlinks the files after `Done`."""
+    """Open the staging slots, once per transport that is tried."""
 
-    paths: tuple[str, ...]  # one file per slot
+    memory: SlotMemory
     slot_bytes: int
     buckets: tuple[tuple[TensorSpec, ...], ...]
 
@@ -104,6 +130,14 @@ class LoadBucket(Message, frozen=True):
 
     bucket: int
     slot: int
+
+
+class CheckSlot(Message, frozen=True):
+    """Self test of a transport: every worker takes the slot's first bytes; another checksum is a `Failure`."""
+
+    slot: int
+    num_bytes: int
+    crc: int  # zlib.crc32 of the bytes
 
 
 class CommitUpdate(Message, frozen=True):
@@ -153,7 +187,7 @@ class Failure(Message, frozen=True):
     message: str
 
 
-Request = Hello | Await | Generate | Score | OpenSlots | BeginUpdate | LoadBucket | CommitUpdate | Shutdown
+Request = Hello | Await | Generate | Score | OpenSlots | CheckSlot | BeginUpdate | LoadBucket | CommitUpdate | Shutdown
 Reply = Ready | Progress | Completions | Done | Failure
 
 _encoder = msgspec.msgpack.Encoder()

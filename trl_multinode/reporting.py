@@ -5,7 +5,7 @@ import torch
 from .config import field_or_default
 from .phases import PHASES, split_advice, summarize
 from .staleness import RoundSums, StalenessMeter, summarize_rounds
-from .weight_sync import SyncTimings
+from .weight_sync import STAGES, SyncTimings, sync_metrics
 
 ADVICE_AT_STEP = 5
 
@@ -22,6 +22,7 @@ def announce(args, host) -> None:
         f"vllm_gpu_memory_utilization={share if share is not None else '0.9 on a reserved GPU, else 0.3'}",
         f"rollout_seed={seed}" + ("" if seed is not None else " (rollouts depend on the layout of the run)"),
     ]
+    lines.append(f"weight_transport={host.transport[0]!r}: {host.transport[1]}")
     if share == 0.3 and not host.devices.shared_with_training and host.devices.per_engine[0]:
         lines.append("warning: vllm_gpu_memory_utilization=0.3 leaves most of a reserved GPU idle; unset, it is 0.9")
     if field_or_default(args, "max_staleness"):
@@ -54,15 +55,16 @@ class StepReport:
     def metrics(self, sync: SyncTimings) -> dict[str, float]:
         """A collective of all training ranks: one gather of a few numbers per log."""
         rounds = self._meter.take(self._generation.look_ahead.take_seconds(), self._host.engine_clocks)
-        mine = torch.tensor(self._host.phases.take_sums() + rounds, device=self._accelerator.device).unsqueeze(0)
-        per_rank = self._accelerator.gather(mine).tolist()
+        mine = self._host.phases.take_sums() + sync.stages() + rounds
+        per_rank = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
+        rounds_from = len(PHASES) + len(STAGES)
         phases = [row[: len(PHASES)] for row in per_rank]
-        sums = [row[len(PHASES) :] for row in per_rank]
+        stages = [row[len(PHASES) : rounds_from] for row in per_rank]
+        sums = [row[rounds_from:] for row in per_rank]
         self._advise(phases, [RoundSums(*row) for row in sums])
         idle = [row[PHASES.index("generate")] + row[PHASES.index("wait")] for row in phases]
-        return (
-            summarize(phases, self._host.topology.ranks_per_node) | summarize_rounds(sums, idle) | sync_metrics(sync)
-        )
+        per_node = self._host.topology.ranks_per_node
+        return summarize(phases, per_node) | summarize_rounds(sums, idle) | sync_metrics(sync, stages, per_node)
 
     def _advise(self, phases: list[list[float]], sums: list[RoundSums]) -> None:
         """Once; the first interval is left out, because the warm-up is in it."""
@@ -83,15 +85,3 @@ class StepReport:
         if host.topology.rank == 0:
             advice = split_advice(generate_s, train_s, host.topology.ranks_per_node, reserved, overlapped)
             print(f"[trl_multinode] {advice}", flush=True)
-
-
-def sync_metrics(sync: SyncTimings) -> dict[str, float]:
-    """The last weight sync, for `Trainer.log`."""
-    return {
-        "sync/mib": sync.num_bytes / 2**20,
-        "sync/buckets": sync.num_buckets,
-        "sync/gather_s": sync.gather_s,
-        "sync/copy_s": sync.copy_s,
-        "sync/load_s": sync.load_s,
-        "sync/commit_s": sync.commit_s,
-    }

@@ -67,6 +67,12 @@ class EngineDevices:
 
     per_engine: tuple[tuple[str, ...], ...]
     shared_with_training: bool  # an engine sits on a GPU that a rank trains on
+    sender: str | None = None  # the local main process's GPU
+
+    def seen_by(self, engine: int, with_sender: bool = False) -> tuple[str, ...]:
+        """GPUs that an engine sees: its own first, behind them the sender's if it is to open memory there."""
+        own = self.per_engine[engine]
+        return own if not with_sender or self.sender is None or self.sender in own else (*own, self.sender)
 
 
 def visible_devices(environ: Mapping[str, str], num_gpus: int) -> list[str]:
@@ -124,6 +130,7 @@ def assign_engines(
     return EngineDevices(
         tuple(tuple(names[index] for index in group) for group in groups),
         shared_with_training=any(index in training for index in chosen),
+        sender=names[0],
     )
 
 

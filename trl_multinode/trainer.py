@@ -109,12 +109,22 @@ class MultiNodeGRPOTrainer(BalancedGRPOTrainer):
             folder = CheckpointLog(Path(self.args.output_dir), self.accelerator).last_whole()
             return str(folder) if folder else None
 
+    def weights_changed(self) -> None:
+        """
+        Tells the trainer that the model's weights became others without an optimizer step, so that the next generation
+        sends them to the engines. All training ranks call it. Without it they are sent once per optimizer step.
+        """
+        self._last_loaded_step = -1  # TRL's own mark of the step that vLLM has
+        if self.host is not None:
+            self.vllm_generation.weights_changed()
+
     # ---- seams ------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
         with self._guarded():
             if self.host is not None:
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
+                self.weights_changed()
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any):
@@ -154,6 +164,10 @@ class MultiNodeGRPOTrainer(BalancedGRPOTrainer):
             return super()._save_checkpoint(model, trial)
         with self._resume.saving():
             super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self.weights_changed()
 
     def _generate_and_score_completions(self, inputs):
         if self.host is None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .protocol import TensorSpec
+from .shards import Pieces, ShardGather, shard_of
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size, so that a slot can be viewed in place
 
@@ -37,48 +38,95 @@ class WeightSource(ABC):
     """Where the weights come from.
 
     `metadata()` is the same list on every rank and needs no collective. `gathered(bucket)` is a collective: every
-    training rank calls it for the same buckets in the same order, on the default stream, and blocks; inside the
-    context the full tensors exist on this rank, and only there.
+    training rank calls it for the same buckets in the same order, on the default stream, and blocks. Inside the
+    context the full tensors exist on the local main process of every node; contexts of two buckets may overlap, and
+    are left in the order in which they were entered.
     """
 
     @abstractmethod
     def metadata(self) -> list[WeightMeta]: ...
 
     @abstractmethod
-    def gathered(self, bucket: Bucket) -> AbstractContextManager[Sequence[torch.Tensor]]:
-        """The full tensors of `bucket`, in its order, in the trainer's dtype."""
+    def gathered(self, bucket: Bucket) -> AbstractContextManager[Sequence[Pieces]]:
+        """The tensors of `bucket`, in its order; on ranks that are not local main processes nothing may be read."""
+
+    @abstractmethod
+    def collectives(self, bucket: Bucket) -> tuple[int, int]:
+        """How many of them `gathered(bucket)` makes: across nodes, within a node. Not a collective itself."""
 
 
 class ModuleSource(WeightSource):
     """Parameters and persistent buffers of a model under ZeRO-3, ZeRO-1/2, DDP, FSDP2 or no wrapper at all.
 
+    Tensors are looked up in their modules at every sync: FSDP2 puts others in their place when training begins.
+
     Args:
         model (`nn.Module`):
             The unwrapped model.
         dtype (`torch.dtype`):
-            The engine's dtype; floating-point parameters are cast to it. Buffers keep their own: routing biases and
+            The engine's dtype, in which floating-point parameters travel. Buffers keep their own: routing biases and
             the like are float32 on purpose.
+        gather (`ShardGather`, *optional*):
+            Of this rank; default: for a world of one.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
-        self._tensors = dict(named_weights(model))
+    def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
+        self._gather = gather or ShardGather(1, torch.device("cpu"))
+        self._places = {name: place for name, place, _ in named_weights(model)}
         self._metadata = [
             WeightMeta(name, dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype, _shape(t))
-            for name, t in self._tensors.items()
+            for name, _, t in named_weights(model)
         ]
 
     def metadata(self) -> list[WeightMeta]:
         return self._metadata
 
+    def tensors(self, bucket: Bucket) -> list[torch.Tensor]:
+        """As they lie in the model now, sharded or not."""
+        places = [self._places[meta.name] for meta in bucket]
+        return [getattr(module, attribute) for module, attribute in places]
+
     @contextmanager
-    def gathered(self, bucket: Bucket) -> Iterator[Sequence[torch.Tensor]]:
-        tensors = [self._tensors[meta.name] for meta in bucket]
-        with torch.no_grad(), gather_zero3(tensors):
-            yield [full(tensor) for tensor in tensors]
+    def gathered(self, bucket: Bucket) -> Iterator[Sequence[Pieces]]:
+        dtypes = [meta.dtype for meta in bucket]
+        with gather_pieces(self._gather, self.tensors(bucket), dtypes) as pieces:
+            yield pieces
+
+    def collectives(self, bucket: Bucket) -> tuple[int, int]:
+        return count_collectives(self._gather, self.tensors(bucket))
+
+
+@contextmanager
+def gather_pieces(
+    gather: ShardGather, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> Iterator[list[Pieces]]:
+    """Whole tensors, gathered where they are sharded. A collective of all training ranks.
+
+    Args:
+        gather (`ShardGather`):
+            Of this rank.
+        tensors (`Sequence[torch.Tensor]`):
+            Parameters and buffers of any kind.
+        dtypes (`Sequence[torch.dtype]`):
+            In which they travel.
+    """
+    shards = {index: shard for index, tensor in enumerate(tensors) if (shard := shard_of(tensor)) is not None}
+    with torch.no_grad():
+        found = gather.gather(list(shards.values()), [dtypes[i] for i in shards]) if shards else []
+        together = dict(zip(shards, found, strict=True))
+        with gather_zero3([tensor for index, tensor in enumerate(tensors) if index not in shards]):
+            yield [together.get(index) or Pieces.whole(full(tensor)) for index, tensor in enumerate(tensors)]
+
+
+def count_collectives(gather: ShardGather, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Collectives of one `gather_pieces`: across nodes, within a node."""
+    kinds = [(shard_of(tensor) is not None, is_zero3(tensor) or hasattr(tensor, "full_tensor")) for tensor in tensors]
+    across, within = gather.num_collectives if any(sharded for sharded, _ in kinds) else (0, 0)
+    return across + sum(wrapped and not sharded for sharded, wrapped in kinds), within
 
 
 def gather_zero3(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
-    """One coalesced all-gather for the ZeRO-3 shards in `tensors`; peak memory is twice their size on every rank."""
+    """DeepSpeed's own way, for shards that are not `shard_of`'s: an all-gather per parameter, whole on every rank."""
     sharded = [tensor for tensor in tensors if is_zero3(tensor)]
     if not sharded:
         return nullcontext()
@@ -117,14 +165,16 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return data.full_tensor() if hasattr(data, "full_tensor") else data
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters (tied ones once) and persistent buffers, under checkpoint names."""
+def named_weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Tensor]]:
+    """Parameters (tied ones once) and persistent buffers: checkpoint name, where it lies, what lies there."""
+    modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
-        yield checkpoint_name(name), parameter
-    for prefix, module in model.named_modules():
+        prefix, _, attribute = name.rpartition(".")
+        yield checkpoint_name(name), (modules[prefix], attribute), parameter
+    for prefix, module in modules.items():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield checkpoint_name(f"{prefix}.{name}" if prefix else name), buffer
+                yield checkpoint_name(f"{prefix}.{name}" if prefix else name), (module, name), buffer
 
 
 def checkpoint_name(name: str) -> str:

@@ -1,88 +1,80 @@
-"""How weights travel: staging slots in host shared memory, the order of a sync, its version and its timings."""
+"""How weights travel: the order of a sync, its three stages side by side, its version and its timings."""
 
-import os
-import shutil
-import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
 from .engine import NodeEngines
-from .errors import WeightSyncError, WeightVersionError
-from .protocol import BeginUpdate, CommitUpdate, Done, LoadBucket, OpenSlots, TensorSpec, WeightVersion
+from .errors import WeightVersionError
+from .protocol import BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
+from .shards import Pieces
+from .slots import NUM_SLOTS, Slots
+from .transports import Transport
 from .weight_source import Bucket, WeightSource, place, plan_buckets, slot_bytes
 
-NUM_SLOTS = 2  # the engine loads bucket k-1 from one while the trainers gather k into the other
-SHARED_MEMORY = Path("/dev/shm")
+STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s")
 
 
 @dataclass
 class SyncTimings:
-    """Seconds of one sync on one rank, by stage."""
+    """One sync on one rank. Seconds by stage; the stages run side by side, so they do not add up to `total_s`."""
 
+    total_s: float = 0.0  # from the first message to the committed version
+    stream_s: float = 0.0  # of it: from the first gather to the last bucket loaded
     gather_s: float = 0.0  # collectives, on every rank
     copy_s: float = 0.0  # into the slot, local main process only
-    load_s: float = 0.0  # waiting for the engines to take a bucket, local main process only
+    load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
     commit_s: float = 0.0  # the engines' packing of the weights, local main process only
     num_bytes: int = 0  # of the model, in the engine's dtype
     num_buckets: int = 0
+    collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
+    version: WeightVersion = field(default_factory=WeightVersion)
+
+    def stages(self) -> list[float]:
+        """Seconds of `STAGES`."""
+        return [getattr(self, name) for name in STAGES]
 
 
-class StagingSlots:
-    """Slots in host shared memory, written by the local main process, mapped by every worker of its node's engines.
+def sync_metrics(sync: SyncTimings, per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
+    """The last weight sync, for `Trainer.log`.
 
-    Files are 0600 and unlinked as soon as the workers have mapped them. With a GPU the memory is page-locked, so that
-    copies run at the speed of the bus.
+    Args:
+        sync (`SyncTimings`):
+            Of this rank: what is the same on all.
+        per_rank (`list[list[float]]` of shape `(world_size, len(STAGES))`):
+            Seconds of every rank; the log has the slowest one's.
+        ranks_per_node (`int`):
+            Training ranks of every node.
     """
-
-    def __init__(self, num_bytes: int, pin: bool):
-        self.num_bytes = num_bytes
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        if free < NUM_SLOTS * num_bytes:
-            raise WeightSyncError(
-                f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, the weight sync needs {NUM_SLOTS} x "
-                f"{num_bytes / 2**20:.0f} MiB. Lower `sync_bucket_mb`, or give the container more shared memory "
-                "(docker: --shm-size)."
-            )
-        self.paths = [self._create() for _ in range(NUM_SLOTS)]
-        self._memory = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths]
-        if pin:
-            for memory in self._memory:
-                torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)
-
-    def _create(self) -> str:
-        handle, path = tempfile.mkstemp(prefix="trl_multinode_", dir=SHARED_MEMORY)
-        os.ftruncate(handle, self.num_bytes)
-        os.close(handle)
-        return path
-
-    def unlink(self) -> None:
-        for path in self.paths:
-            Path(path).unlink(missing_ok=True)
-
-    def write(self, slot: int, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy, cast to the dtype of the spec. On return the bytes are in the slot."""
-        for spec, tensor in zip(specs, tensors, strict=True):
-            if tuple(tensor.shape) != spec.shape:
-                raise WeightSyncError(
-                    f"{spec.name} was gathered with shape {tuple(tensor.shape)}, expected {spec.shape}."
-                )
-            target = self._memory[slot][spec.offset : spec.offset + spec.num_bytes]
-            target.view(getattr(torch, spec.dtype)).view(spec.shape).copy_(tensor)
+    slowest = {f"sync/{name}": max(rank[index] for rank in per_rank) for index, name in enumerate(STAGES)}
+    totals = [rank[0] for rank in per_rank]
+    return slowest | {
+        "sync/mib": sync.num_bytes / 2**20,
+        "sync/gb_per_s": sync.num_bytes / max(totals) / 1e9 if max(totals) else 0.0,
+        "sync/buckets": sync.num_buckets,
+        "sync/collectives": 1 + sync.collectives[0],  # of the world, the barrier before them included
+        "sync/node_collectives": sync.collectives[1],
+        "sync/version": sync.version.update,
+        "sync/slowest_node": float(totals.index(max(totals)) // ranks_per_node),
+    }
 
 
 class WeightSync:
     """Brings the trainer's weights into the engines of this node. Built and called on every training rank.
 
     ```python
-    sync = WeightSync(source, engines, 512 << 20, pin=True)   # engines: None except on local main processes
+    sync = WeightSync(source, engines, 512 << 20, transport)   # engines: None except on local main processes
     accelerator.wait_for_everyone()          # nobody generates any more
     timings = sync.run(WeightVersion(update=1, step=0))   # a collective; then version 1 serves here
     ```
+
+    Three stages work on three buckets at once: all ranks gather bucket k, a thread of the local main process copies
+    k-1 into a slot, the engines load k-2. Only the gather is a collective, and only the main thread makes it.
 
     Args:
         source (`WeightSource`):
@@ -90,18 +82,21 @@ class WeightSync:
         engines (`NodeEngines`, *optional*):
             The engines of this node, on its local main process.
         limit_bytes (`int`):
-            Largest bucket. Peak extra memory is twice a bucket on every rank, and two slots in host memory per node.
-        pin (`bool`):
-            Page-lock the slots.
+            Largest bucket. At most two are held at once on a local main process, in the ranks' pieces, and two slots
+            per node.
+        transport (`Transport`):
+            Makes the slots, at the first sync.
     """
 
-    def __init__(self, source: WeightSource, engines: NodeEngines | None, limit_bytes: int, pin: bool):
+    def __init__(
+        self, source: WeightSource, engines: NodeEngines | None, limit_bytes: int, transport: Transport | None = None
+    ):
         self._source = source
         self._engines = engines
         self.buckets: list[Bucket] = plan_buckets(source.metadata(), limit_bytes)
         self._places = [place(bucket) for bucket in self.buckets]
-        self._slots: StagingSlots | None = None
-        self._pin = pin
+        self._transport = transport or Transport()
+        self._slots: Slots | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -114,44 +109,44 @@ class WeightSync:
             `WeightVersionError`: if an engine's workers committed another version than `version`.
             `WeightSyncError` or `EngineError`: if an engine failed; it must not serve any more.
         """
-        timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(self.buckets))
-        if self._engines is None:
-            self._take_part(timings)
-        else:
-            self._send(self._engines, version, timings)
+        counts = [self._source.collectives(bucket) for bucket in self.buckets]
+        timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(self.buckets), version=version)
+        timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
+        if self._engines is not None and self._slots is None:
+            self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._places)
+        start = time.perf_counter()
+        if self._engines is not None:
+            self._engines.ask_all(BeginUpdate(version=version))
+        with self._courier(timings) as courier:
+            self._gather(timings, courier)
+        timings.stream_s = time.perf_counter() - start
+        if self._engines is not None:
+            self._commit(self._engines, version, timings)
+        timings.total_s = time.perf_counter() - start
         return timings
 
-    def _take_part(self, timings: SyncTimings) -> None:
-        for bucket in self.buckets:
-            start = time.perf_counter()
-            with self._source.gathered(bucket):
+    @contextmanager
+    def _courier(self, timings: SyncTimings) -> Iterator["Courier | None"]:
+        if self._engines is None or self._slots is None:
+            yield None
+            return
+        with Courier(self._engines, self._slots, self._places, timings) as courier:
+            yield courier
+
+    def _gather(self, timings: SyncTimings, courier: "Courier | None") -> None:
+        """Every bucket, at most two at a time; a bucket is let go when it has been copied, in the same order on all
+        ranks, because letting go may be a collective too."""
+        with ExitStack() as everything:
+            previous = ExitStack()
+            for index, bucket in enumerate(self.buckets):
+                start = time.perf_counter()
+                current = everything.enter_context(ExitStack())
+                pieces = current.enter_context(self._source.gathered(bucket))
                 timings.gather_s += time.perf_counter() - start
-
-    def _send(self, engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:
-        slots = self._slots or self._open_slots(engines)
-        engines.ask_all(BeginUpdate(version=version))
-        on_the_way: deque[list[int]] = deque()  # per bucket: a request id per engine
-        for index, bucket in enumerate(self.buckets):
-            if len(on_the_way) == NUM_SLOTS:
-                self._wait(engines, on_the_way.popleft(), timings)
-            start = time.perf_counter()
-            with self._source.gathered(bucket) as tensors:
-                gathered = time.perf_counter()
-                slots.write(index % NUM_SLOTS, self._places[index], tensors)
-            timings.gather_s += gathered - start
-            timings.copy_s += time.perf_counter() - gathered
-            message = LoadBucket(bucket=index, slot=index % NUM_SLOTS)
-            on_the_way.append([engines.post(engine, message) for engine in range(len(engines.connections))])
-        while on_the_way:
-            self._wait(engines, on_the_way.popleft(), timings)
-        self._commit(engines, version, timings)
-
-    @staticmethod
-    def _wait(engines: NodeEngines, request_ids: list[int], timings: SyncTimings) -> None:
-        start = time.perf_counter()
-        for engine, request_id in enumerate(request_ids):
-            engines.wait(engine, request_id)
-        timings.load_s += time.perf_counter() - start
+                if courier is not None:
+                    current.callback(courier.carry(index, pieces).result)
+                previous.close()
+                previous = current
 
     @staticmethod
     def _commit(engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:
@@ -161,19 +156,73 @@ class WeightSync:
             check_version(done.version, version, engines.connections[engine].name)
         timings.commit_s += time.perf_counter() - start
 
-    def _open_slots(self, engines: NodeEngines) -> StagingSlots:
-        self._slots = StagingSlots(slot_bytes(self.buckets), self._pin)
+
+class Courier:
+    """A thread of the local main process that copies buckets into slots and has the engines load them.
+
+    While it lives, it alone talks to the engines. No wait is without limit: `NodeEngines` has one for every answer.
+    """
+
+    def __init__(self, engines: NodeEngines, slots: Slots, places: list, timings: SyncTimings):
+        self._engines, self._slots, self._places, self._timings = engines, slots, places, timings
+        self._on_the_way: deque[list[int]] = deque()  # per bucket: a request id per engine
+        self._load_s = [0.0] * len(engines.connections)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
+        self._stream: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> "Courier":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Wait until everything is loaded, unless the sync failed already."""
         try:
-            engines.ask_all(
-                OpenSlots(
-                    paths=tuple(self._slots.paths),
-                    slot_bytes=self._slots.num_bytes,
-                    buckets=tuple(self._places),
-                )
-            )
+            if kind is None:
+                self._thread.submit(self._wait_for_all).result()
+                self._timings.load_s = max(self._load_s)
         finally:
-            self._slots.unlink()
-        return self._slots
+            self._thread.shutdown()
+
+    def carry(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
+        """Bring bucket `index` to the engines; done when it has been copied and may be let go."""
+        ready = None
+        if pieces[0].data.is_cuda:
+            ready = torch.cuda.Event()
+            ready.record()  # on the stream that gathered it
+        return self._thread.submit(self._carry, index, pieces, ready)
+
+    def _carry(self, index: int, pieces: Sequence[Pieces], ready: "torch.cuda.Event | None") -> None:
+        if len(self._on_the_way) == NUM_SLOTS:
+            self._wait_for_oldest()
+        start = time.perf_counter()
+        if ready is None:
+            self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
+        else:
+            with torch.cuda.device(pieces[0].data.device), torch.cuda.stream(self._own_stream()):
+                torch.cuda.current_stream().wait_event(ready)
+                self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
+        self._timings.copy_s += time.perf_counter() - start
+        self._hand_over(index)
+
+    def _hand_over(self, index: int) -> None:
+        message = LoadBucket(bucket=index, slot=index % NUM_SLOTS)
+        self._on_the_way.append([self._engines.post(e, message) for e in range(len(self._engines.connections))])
+        last = self._places[index][-1]
+        self._slots.announce(index % NUM_SLOTS, last.offset + last.num_bytes)
+
+    def _own_stream(self) -> "torch.cuda.Stream":
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    def _wait_for_oldest(self) -> None:
+        for engine, request_id in enumerate(self._on_the_way.popleft()):
+            done = self._engines.wait(engine, request_id)
+            assert isinstance(done, Done)
+            self._load_s[engine] += done.seconds
+
+    def _wait_for_all(self) -> None:
+        while self._on_the_way:
+            self._wait_for_oldest()
 
 
 def check_version(got: WeightVersion, expected: WeightVersion, engine_name: str) -> None:

@@ -11,6 +11,7 @@ from ..engine_process import EngineProcess, RunFolder, wait_until_ready
 from ..engine_settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
 from ..faults import delay_of_engine
 from ..protocol import WeightVersion
+from ..transports import Transport
 from ..weight_source import ModuleSource, WeightSource
 from ..weight_sync import WeightSync
 from .faults import Faults
@@ -100,12 +101,21 @@ class Trainer:
             Small enough to cut a layer in two, if that is to be tested.
         source (`WeightSource`, *optional*):
             Default: the model's own weights.
+        transport (`Transport`, *optional*):
+            Default: host memory.
     """
 
-    def __init__(self, model, engines: NodeEngines, bucket_bytes: int = 40_000, source: WeightSource | None = None):
+    def __init__(
+        self,
+        model,
+        engines: NodeEngines,
+        bucket_bytes: int = 40_000,
+        source: WeightSource | None = None,
+        transport: Transport | None = None,
+    ):
         self.model = model
         self.engines = engines
-        self.sync = WeightSync(source or ModuleSource(model, torch.float32), engines, bucket_bytes, pin=False)
+        self.sync = WeightSync(source or ModuleSource(model, torch.float32), engines, bucket_bytes, transport)
         self.version = WeightVersion()
 
     @torch.no_grad()

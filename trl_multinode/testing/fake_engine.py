@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from .. import faults
 from ..engine_main import main
 from ..engine_server import Backend, EngineSpec, Generated, Refused
+from ..process_group import SELF_TEST_S, within
 from ..protocol import OpenSlots, Ready, WeightVersion
+from ..receiving import OpenedSlots
 
 SAMPLING_KEYS = {
     "temperature",
@@ -100,9 +102,10 @@ class FakeBackend(Backend):
 
     async def open_slots(self, request: OpenSlots) -> None:
         self._buckets = request.buckets
-        self._slots = [
-            torch.from_file(path, shared=True, size=request.slot_bytes, dtype=torch.uint8) for path in request.paths
-        ]
+        self._slots = OpenedSlots(request.memory, request.slot_bytes, torch.device("cpu"))
+
+    async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        return [within(SELF_TEST_S, lambda: self._slots.crc(slot, num_bytes))]
 
     async def begin_update(self, version: WeightVersion) -> None:
         self._version = version
@@ -113,9 +116,7 @@ class FakeBackend(Backend):
         if bucket != self._next_bucket:
             raise RuntimeError(f"Weight bucket {bucket} came, bucket {self._next_bucket} was due.")
         self._next_bucket += 1
-        for spec in self._buckets[bucket]:
-            data = self._slots[slot][spec.offset : spec.offset + spec.num_bytes].clone()
-            self._pending[spec.name] = data.view(getattr(torch, spec.dtype)).view(spec.shape)
+        self._pending |= self._slots.take(slot, self._buckets[bucket])
 
     async def commit_update(self) -> list[WeightVersion]:
         if self._next_bucket != len(self._buckets):

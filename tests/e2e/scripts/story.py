@@ -68,6 +68,12 @@ def perturb(model) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
+def sync(trainer) -> None:
+    """Also at an unchanged step."""
+    trainer.weights_changed()
+    trainer.vllm_generation.sync_weights()
+
+
 def difference(trainer) -> float:
     """Largest |engine - trainer| log-prob over this rank's rows, checked with one forward on every rank."""
     prompt = [10 + RANK, 20, 30]
@@ -87,27 +93,27 @@ def parity(trainer) -> dict:
     for _ in range(5):
         perturb(trainer.model)
         result["stale"].append(difference(trainer))
-        trainer.vllm_generation.sync_weights()
+        sync(trainer)
         result["fresh"].append(difference(trainer))
     perturb(trainer.model)
-    trainer.vllm_generation.sync_weights()  # update 8: lies
+    sync(trainer)  # update 8: lies
     result["suppressed"] = difference(trainer)
-    trainer.vllm_generation.sync_weights()
+    sync(trainer)
     result["healed"] = difference(trainer)
     return result
 
 
 def noticed(trainer) -> dict:
     """A lost load is a wrong version; a stale head trips the watched log-prob difference."""
-    lost = message(lambda: (trainer.vllm_generation.sync_weights(), generate_once(trainer)))
+    lost = message(lambda: (sync(trainer), generate_once(trainer)))
     perturb(trainer.model)
-    trainer.vllm_generation.sync_weights()
+    sync(trainer)
     healed = difference(trainer)
     perturb(trainer.model)
-    trainer._last_loaded_step = -1
+    trainer.weights_changed()
     rows = [{"prompt": prompt} for prompt in PROMPTS[:4]]
     stale_head = message(lambda: trainer._generate_and_score_completions(rows))
-    trainer.vllm_generation.sync_weights()
+    sync(trainer)
     return {"lost": lost, "healed_again": healed, "stale_head": stale_head}
 
 
@@ -149,7 +155,7 @@ def until_killed(trainer) -> None:
     with trainer.host.watch.guard():
         print("LOOPING", flush=True)
         for _ in range(10_000):
-            trainer.vllm_generation.sync_weights()
+            sync(trainer)
             generate_once(trainer)
             dist.barrier()
 
