@@ -108,11 +108,7 @@ LIBRARIES = {
 COLLECTIVES = {
     "text_logging": {"gather_object"},
     "weight_source": {"GatheredParameters", "full_tensor"},
-    "shards": {
-        "all_gather_into_tensor",
-        "gather",
-        "new_group",
-    },  # of the weights' pieces, two groups of each rank's own
+    "shards": {"all_gather_into_tensor", "batch_isend_irecv", "new_group"},  # of the weights' pieces, two groups of each rank's own
     "slots": {"broadcast"},  # with the node's workers, in a group that no other rank is in
     "receiving": {"broadcast"},
     "generation": {"wait_for_everyone"},  # before a sync; `generate` has none
@@ -125,7 +121,7 @@ COLLECTIVE_NAMES = {
     "GatheredParameters", "full_tensor", "wait_for_everyone", "gather", "gather_object", "all_gather_object",
     "gather_for_metrics", "all_gather", "all_gather_into_tensor", "all_reduce", "reduce", "reduce_scatter",
     "broadcast", "broadcast_object_list", "scatter_object_list", "barrier", "monitored_barrier", "all_to_all",
-    "all_to_all_single",
+    "all_to_all_single", "batch_isend_irecv",
     "new_group",
 }  # fmt: skip
 

@@ -30,8 +30,8 @@ def test_what_is_sent_is_what_peft_would_merge(settings):
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     sent = {}
     for bucket in plan_buckets(source.metadata(), 40_000):
-        with source.gathered(bucket) as pieces:
-            sent |= {meta.name: piece.full().clone() for meta, piece in zip(bucket, pieces, strict=True)}
+        with source.gathering(bucket) as finish:
+            sent |= {meta.name: piece.full().clone() for meta, piece in zip(bucket, finish(), strict=True)}
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     expected = dict(model.merge_and_unload().named_parameters())
     assert sent.keys() == expected.keys()

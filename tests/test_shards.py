@@ -38,7 +38,7 @@ def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(nodes, r
         counted = count_collectives()
         gather = ShardGather(ranks_per_node, torch.device("cpu"))
         shards = [zero3_piece(tensor, rank, world) for tensor in full_tensors()]
-        pieces = gather.gather(shards, [travels_as] * len(shards))
+        pieces = gather.start(shards, [travels_as] * len(shards)).wait()
         expected = [int(nodes > 1), int(ranks_per_node > 1)]
         assert counted == expected == list(gather.num_collectives)
         if rank % ranks_per_node:
@@ -61,7 +61,7 @@ def count_collectives() -> list[int]:
 
         return call
 
-    for index, name in enumerate(["all_gather_into_tensor", "gather"]):
+    for index, name in enumerate(["all_gather_into_tensor", "batch_isend_irecv"]):
         setattr(dist, name, counting(index, getattr(dist, name)))  # in a forked process of its own
     return counted
 
@@ -83,7 +83,8 @@ def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(
         bucket = tuple(source.metadata())
         expected = [tensor.full_tensor() for tensor in source.tensors(bucket)]
         counted = count_collectives()
-        with source.gathered(bucket) as pieces:
+        with source.gathering(bucket) as finish:
+            pieces = finish()
             assert tuple(counted) == source.collectives(bucket) == (0, 1)
             return [torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)] if rank == 0 else [True]
 
@@ -113,7 +114,8 @@ def test_hybrid_sharding_still_gives_the_whole_tensor(tmp_path):
         fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
         source = ModuleSource(model, torch.float32, ShardGather(2, torch.device("cpu")))
         bucket = tuple(source.metadata())
-        with source.gathered(bucket) as pieces:
+        with source.gathering(bucket) as finish:
+            pieces = finish()
             assert source.collectives(bucket) == (4, 0)
             return all(torch.equal(p.full(), t) for p, t in zip(pieces, reference.parameters(), strict=True))
 

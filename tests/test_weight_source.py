@@ -89,8 +89,8 @@ def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
     model = Router()
     source = ModuleSource(model, torch.bfloat16)
     bucket = tuple(reversed(source.metadata()))
-    with source.gathered(bucket) as pieces:
-        tensors = [piece.full() for piece in pieces]
+    with source.gathering(bucket) as finish:
+        tensors = [piece.full() for piece in finish()]
         assert [tuple(tensor.shape) for tensor in tensors] == [meta.shape for meta in bucket]
         assert tensors[-1].data_ptr() == model.embed.weight.data_ptr()  # no copy where nothing is sharded
         assert tensors[-1].dtype == torch.float32 and not tensors[-1].requires_grad
@@ -103,8 +103,8 @@ def test_a_parameter_that_a_wrapper_replaced_is_sent_as_it_is_now():
     source = ModuleSource(model, torch.float32)
     model.inner.weight = nn.Parameter(torch.full((2, 4), 7.0))
     (meta,) = [meta for meta in source.metadata() if meta.name == "inner.weight"]
-    with source.gathered((meta,)) as (pieces,):
-        assert torch.equal(pieces.full(), torch.full((2, 4), 7.0))
+    with source.gathering((meta,)) as finish:
+        assert torch.equal(finish()[0].full(), torch.full((2, 4), 7.0))
 
 
 # ---- buckets

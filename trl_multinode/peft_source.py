@@ -1,6 +1,6 @@
 """A model with LoRA adapters as a weight source: merged bucket by bucket, never the whole model at once (TRL does)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 from .errors import ConfigurationError
 from .shards import Pieces, ShardGather
-from .weight_source import Bucket, ModuleSource, count_collectives, full, gather_pieces, gather_zero3, is_zero3
+from .weight_source import Bucket, Finish, ModuleSource, count_collectives, full, gather_pieces, gather_zero3, is_zero3
 
 
 class PeftSource(ModuleSource):
@@ -48,11 +48,11 @@ class PeftSource(ModuleSource):
         ]
 
     @contextmanager
-    def gathered(self, bucket: Bucket) -> Iterator[Sequence[Pieces]]:
+    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
         tensors = self.tensors(bucket)
         dtypes = [tensor.dtype for tensor in tensors]  # the sum is made in the trainer's own, before any cast
-        with gather_pieces(self._gather, tensors, dtypes) as pieces, gather_zero3(self._adapters(bucket)):
-            yield [self._merged(meta.name, piece) for meta, piece in zip(bucket, pieces, strict=True)]
+        with gather_pieces(self._gather, tensors, dtypes) as finish, gather_zero3(self._adapters(bucket)):
+            yield lambda: [self._merged(m.name, pieces) for m, pieces in zip(bucket, finish(), strict=True)]
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
         across, within = count_collectives(self._gather, self.tensors(bucket))

@@ -6,7 +6,8 @@ dtype that travels, and the buffers meet in two steps:
 
 1. ranks with the same local rank all-gather across nodes: a node receives every other node's pieces once, `(N-1)/N` of
    the bucket, where an all-gather of the world brings it `(W-1)/W`;
-2. inside each node the local main process collects the rest through the node's own memory.
+2. inside each node the local main process collects the rest through the node's own memory, while the next bucket is on
+   the network already.
 
 `ShardGather` makes collectives; `tests/test_architecture.py` lists who else does.
 """
@@ -106,7 +107,7 @@ class ShardGather:
     """
 
     def __init__(self, ranks_per_node: int, device: torch.device):
-        self._device = device
+        self.buffers = Buffers(device)
         distributed = dist.is_available() and dist.is_initialized()
         world: int = dist.get_world_size() if distributed else 1
         rank: int = dist.get_rank() if distributed else 0
@@ -120,45 +121,116 @@ class ShardGather:
 
     @property
     def num_collectives(self) -> tuple[int, int]:
-        """Collectives of one `gather`: across nodes, within a node."""
+        """Collectives of one `Gathering`: across nodes, within a node."""
         return int(self._nodes > 1), int(self._ranks > 1)
 
-    def gather(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> list[Pieces]:
-        """A collective of all training ranks, who call it with shards of the same tensors.
+    def start(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> "Gathering":
+        """Begin to gather a bucket; at most two may be under way. All training ranks, with shards of the same tensors.
 
         Args:
             shards (`Sequence[Shard]`):
                 Of this rank.
             dtypes (`Sequence[torch.dtype]`):
                 In which each tensor travels: a cast before the network, not after it.
-
-        Returns:
-            `list[Pieces]`: with data on the local main process of every node, without on the others.
         """
-        offsets, total = _layout(shards, dtypes)
-        mine = torch.empty(total, dtype=torch.uint8, device=self._device)
+        return Gathering(self, shards, dtypes)
+
+    def pack(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype], offsets: list[int], size: int):
+        """This rank's buffer, `(size,)`."""
+        mine = self.buffers.take("mine", size)
         for shard, dtype, offset in zip(shards, dtypes, offsets, strict=True):
             part = mine[offset : offset + shard.data.numel() * dtype.itemsize]
             part.view(dtype).copy_(shard.data)
-        every = self._collect(mine)
-        if every is None:
-            return [Pieces(mine.new_empty(0, 0, 0), shard.shape) for shard in shards]
-        return [
-            Pieces(every[..., offset : offset + shard.elements * dtype.itemsize].view(dtype), shard.shape)
-            for shard, dtype, offset in zip(shards, dtypes, offsets, strict=True)
-        ]
+        return mine
 
-    def _collect(self, mine: torch.Tensor) -> torch.Tensor | None:
-        """The buffers of all ranks, `(nodes, ranks of a node, bytes)`, on the local main process."""
-        peers = mine.new_empty((self._nodes, mine.numel())) if self._nodes > 1 else mine.view(1, -1)
-        if self._across is not None:
-            dist.all_gather_into_tensor(peers.view(-1), mine, group=self._across)
+    def cross(self, mine: torch.Tensor):
+        """Buffers of the ranks with this local rank, `(nodes, size)`, once the returned work is done."""
+        if self._across is None:
+            return mine.view(1, -1), None
+        peers = self.buffers.take("peers", self._nodes * mine.numel())
+        return peers.view(self._nodes, -1), dist.all_gather_into_tensor(peers, mine, self._across, async_op=True)
+
+    def collect(self, peers: torch.Tensor) -> torch.Tensor | None:
+        """Buffers of all ranks, `(nodes, ranks of a node, size)`, on the local main process.
+
+        Sends and receives, because gloo's gather makes a copy of everything on the way.
+        """
         if self._within is None:
             return peers.unsqueeze(1)
         first = self._node * self._ranks
-        every = peers.new_empty((self._ranks, *peers.shape)) if self._local_rank == 0 else None
-        dist.gather(peers, None if every is None else list(every), dst=first, group=self._within)
-        return None if every is None else every.transpose(0, 1)
+        if self._local_rank > 0:
+            _exchange([dist.P2POp(dist.isend, peers, first, self._within)])
+            return None
+        every = self.buffers.take("every", self._ranks * peers.numel()).view(self._ranks, *peers.shape)
+        _exchange([dist.P2POp(dist.irecv, every[i], first + i, self._within) for i in range(1, self._ranks)])
+        every[0].copy_(peers)
+        return every.transpose(0, 1)
+
+
+def _exchange(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+class Gathering:
+    """A bucket on its way to the local main processes. `wait` is a collective of all training ranks."""
+
+    def __init__(self, gather: ShardGather, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]):
+        self._gather, self._shards, self._dtypes = gather, shards, dtypes
+        self._offsets, size = _layout(shards, dtypes)
+        self._mine = gather.pack(shards, dtypes, self._offsets, size)
+        self._peers, self._work = gather.cross(self._mine)
+        self._taken = [("mine", self._mine)] if self._work is None else [("mine", self._mine), ("peers", self._peers)]
+
+    def wait(self) -> list[Pieces]:
+        """With data on the local main process of every node, without on the others."""
+        if self._work is not None:
+            self._work.wait()
+        every = self._gather.collect(self._peers)
+        if self._gather.num_collectives[1]:
+            self.close()  # what came across nodes was copied, or sent on
+            self._taken = [("every", every)] if every is not None else []
+        if every is None:
+            return [Pieces(self._mine.new_empty(0, 0, 0), shard.shape) for shard in self._shards]
+        return [
+            Pieces(every[..., offset : offset + shard.elements * dtype.itemsize].view(dtype), shard.shape)
+            for shard, dtype, offset in zip(self._shards, self._dtypes, self._offsets, strict=True)
+        ]
+
+    def close(self) -> None:
+        """The pieces are not read any more; their memory serves another bucket."""
+        while self._taken:
+            self._gather.buffers.give_back(*self._taken.pop())
+
+
+class Buffers:
+    """Memory that is used again from bucket to bucket: on a CPU fresh memory for each cost 12 buckets at the peak, by
+    fragmentation, and a page fault per page.
+
+    Args:
+        device (`torch.device`):
+            Where it is.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._spare: dict[str, list[torch.UntypedStorage]] = {}
+        self._largest: dict[str, int] = {}
+
+    def take(self, name: str, num_bytes: int) -> torch.Tensor:
+        """`(num_bytes,)` of `uint8`, with whatever is in it."""
+        self._largest[name] = max(num_bytes, self._largest.get(name, 0))
+        while spare := self._spare.get(name):
+            if (storage := spare.pop()).nbytes() >= num_bytes:
+                return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[:num_bytes]
+        return torch.empty(self._largest[name], dtype=torch.uint8, device=self._device)[:num_bytes]
+
+    def give_back(self, name: str, tensor: torch.Tensor) -> None:
+        """`tensor` is, or is a view of, what was taken."""
+        self._spare.setdefault(name, []).append(tensor.untyped_storage())
+
+    def clear(self) -> None:
+        self._spare.clear()
 
 
 def _own_group(groups: list[list[int]], index: int):

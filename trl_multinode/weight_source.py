@@ -1,10 +1,10 @@
 """What a weight sync sends: which tensors, in which buckets, and how a bucket is gathered from the trainer's shards.
 
-`gathered` is a collective, one of few: `tests/test_architecture.py` lists them.
+Gathering is a collective, one of few: `tests/test_architecture.py` lists them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -34,25 +34,38 @@ class WeightMeta:
 Bucket = tuple[WeightMeta, ...]
 
 
+Finish = Callable[[], Sequence[Pieces]]
+
+
 class WeightSource(ABC):
     """Where the weights come from.
 
-    `metadata()` is the same list on every rank and needs no collective. `gathered(bucket)` is a collective: every
-    training rank calls it for the same buckets in the same order, on the default stream, and blocks. Inside the
-    context the full tensors exist on the local main process of every node; contexts of two buckets may overlap, and
-    are left in the order in which they were entered.
+    ```python
+    for bucket in plan_buckets(source.metadata(), limit):   # metadata: the same list on every rank, no collective
+        with source.gathering(bucket) as finish:            # all ranks begin; the next bucket may begin before
+            tensors = finish()                              # a collective; whole tensors on local main processes
+    source.release()
+    ```
+
+    Every training rank calls it for the same buckets in the same order, on the default stream. At most two contexts
+    whose `finish` was not called, or whose tensors are in use, may be open besides a third that is just beginning;
+    they are left in the order in which they were entered.
     """
 
     @abstractmethod
     def metadata(self) -> list[WeightMeta]: ...
 
     @abstractmethod
-    def gathered(self, bucket: Bucket) -> AbstractContextManager[Sequence[Pieces]]:
+    def gathering(self, bucket: Bucket) -> AbstractContextManager[Finish]:
         """The tensors of `bucket`, in its order; on ranks that are not local main processes nothing may be read."""
 
     @abstractmethod
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        """How many of them `gathered(bucket)` makes: across nodes, within a node. Not a collective itself."""
+        """How many of them gathering `bucket` makes: across nodes, within a node. Not a collective itself."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """The sync is over: free what was kept from bucket to bucket."""
 
 
 class ModuleSource(WeightSource):
@@ -87,19 +100,22 @@ class ModuleSource(WeightSource):
         return [getattr(module, attribute) for module, attribute in places]
 
     @contextmanager
-    def gathered(self, bucket: Bucket) -> Iterator[Sequence[Pieces]]:
+    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
         dtypes = [meta.dtype for meta in bucket]
-        with gather_pieces(self._gather, self.tensors(bucket), dtypes) as pieces:
-            yield pieces
+        with gather_pieces(self._gather, self.tensors(bucket), dtypes) as finish:
+            yield finish
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
         return count_collectives(self._gather, self.tensors(bucket))
+
+    def release(self) -> None:
+        self._gather.buffers.clear()
 
 
 @contextmanager
 def gather_pieces(
     gather: ShardGather, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
-) -> Iterator[list[Pieces]]:
+) -> Iterator[Finish]:
     """Whole tensors, gathered where they are sharded. A collective of all training ranks.
 
     Args:
@@ -111,11 +127,18 @@ def gather_pieces(
             In which they travel.
     """
     shards = {index: shard for index, tensor in enumerate(tensors) if (shard := shard_of(tensor)) is not None}
-    with torch.no_grad():
-        found = gather.gather(list(shards.values()), [dtypes[i] for i in shards]) if shards else []
-        together = dict(zip(shards, found, strict=True))
-        with gather_zero3([tensor for index, tensor in enumerate(tensors) if index not in shards]):
-            yield [together.get(index) or Pieces.whole(full(tensor)) for index, tensor in enumerate(tensors)]
+    others = [tensor for index, tensor in enumerate(tensors) if index not in shards]
+
+    @torch.no_grad()
+    def finish() -> list[Pieces]:
+        together = dict(zip(shards, under_way.wait(), strict=True)) if under_way else {}
+        return [together.get(index) or Pieces.whole(full(tensor)) for index, tensor in enumerate(tensors)]
+
+    with torch.no_grad(), gather_zero3(others):
+        under_way = gather.start(list(shards.values()), [dtypes[i] for i in shards]) if shards else None
+        yield finish
+    if under_way is not None:
+        under_way.close()
 
 
 def count_collectives(gather: ShardGather, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from .protocol import BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
 from .shards import Pieces
 from .slots import NUM_SLOTS, Slots
 from .transports import Transport
-from .weight_source import Bucket, WeightSource, place, plan_buckets, slot_bytes
+from .weight_source import Bucket, Finish, WeightSource, place, plan_buckets, slot_bytes
 
 STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s")
 
@@ -73,8 +73,8 @@ class WeightSync:
     timings = sync.run(WeightVersion(update=1, step=0))   # a collective; then version 1 serves here
     ```
 
-    Three stages work on three buckets at once: all ranks gather bucket k, a thread of the local main process copies
-    k-1 into a slot, the engines load k-2. Only the gather is a collective, and only the main thread makes it.
+    The stages work on different buckets at once: k+1 crosses the network, k is put together within each node, a thread
+    of the local main process copies k-1 into a slot, the engines load k-2. Only the main thread makes collectives.
 
     Args:
         source (`WeightSource`):
@@ -82,8 +82,8 @@ class WeightSync:
         engines (`NodeEngines`, *optional*):
             The engines of this node, on its local main process.
         limit_bytes (`int`):
-            Largest bucket. At most two are held at once on a local main process, in the ranks' pieces, and two slots
-            per node.
+            Largest bucket. A local main process holds at most two of them and its own part of a third; two slots per
+            node.
         transport (`Transport`):
             Makes the slots, at the first sync.
     """
@@ -117,8 +117,11 @@ class WeightSync:
         start = time.perf_counter()
         if self._engines is not None:
             self._engines.ask_all(BeginUpdate(version=version))
-        with self._courier(timings) as courier:
-            self._gather(timings, courier)
+        try:
+            with self._courier(timings) as courier:
+                self._gather(timings, courier)
+        finally:
+            self._source.release()
         timings.stream_s = time.perf_counter() - start
         if self._engines is not None:
             self._commit(self._engines, version, timings)
@@ -134,19 +137,28 @@ class WeightSync:
             yield courier
 
     def _gather(self, timings: SyncTimings, courier: "Courier | None") -> None:
-        """Every bucket, at most two at a time; a bucket is let go when it has been copied, in the same order on all
-        ranks, because letting go may be a collective too."""
+        """Every bucket: while k is put together, k+1 is on the network and k-1 is copied.
+
+        A bucket is let go when it has been copied, in the same order on all ranks, because that may be a collective.
+        """
         with ExitStack() as everything:
+            begun: deque[tuple[ExitStack, Finish]] = deque()
             previous = ExitStack()
-            for index, bucket in enumerate(self.buckets):
+            for index in range(len(self.buckets)):
                 start = time.perf_counter()
-                current = everything.enter_context(ExitStack())
-                pieces = current.enter_context(self._source.gathered(bucket))
+                while len(begun) < 2 and index + len(begun) < len(self.buckets):
+                    begun.append(self._begin(self.buckets[index + len(begun)], everything))
+                current, finish = begun.popleft()
+                pieces = finish()
                 timings.gather_s += time.perf_counter() - start
                 if courier is not None:
                     current.callback(courier.carry(index, pieces).result)
                 previous.close()
                 previous = current
+
+    def _begin(self, bucket: Bucket, everything: ExitStack) -> tuple[ExitStack, Finish]:
+        own = everything.enter_context(ExitStack())
+        return own, own.enter_context(self._source.gathering(bucket))
 
     @staticmethod
     def _commit(engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:

@@ -84,6 +84,15 @@ class Namespaces:
         link = json.loads(_ip("-n", self.namespace(node), "-json", "-statistics", "link", "show", INTERFACE))[0]
         return link["stats64"]["rx"]["bytes"] + link["stats64"]["tx"]["bytes"]
 
+    def limit_links(self, mbit_per_s: int | None) -> None:
+        """Every link passes at most so much in each direction from now on; `None`: what the machine can."""
+        for node in range(self.num_nodes):
+            for namespace, device in ((self.namespace(node), INTERFACE), (self.hub, f"node{node}")):
+                if mbit_per_s is None:
+                    subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
+                else:
+                    _run(*f"tc -n {namespace} qdisc replace dev {device} root".split(), *_bucket(mbit_per_s))
+
     def holds(self, node: int, pid: int) -> bool:
         """Whether a live process (a zombie is not) runs on `node`, whatever its environment and parents are."""
         try:
@@ -133,6 +142,11 @@ def namespaces_available() -> str | None:
     except (RuntimeError, OSError) as error:
         return f"root may not make network namespaces here: {error}"
     return None
+
+
+def _bucket(mbit_per_s: int) -> list[str]:
+    """tc's words: a token bucket that holds 4 ms of traffic, and a queue long enough to lose nothing."""
+    return f"tbf rate {mbit_per_s}mbit burst {mbit_per_s * 500} limit {64 << 20}".split()
 
 
 def _add(namespace: str) -> None:

@@ -208,6 +208,14 @@ class Nodes:
             raise RuntimeError("nodes without namespaces share one loopback: Nodes(namespaces=True) counts bytes")
         return self._network.link_bytes(node)
 
+    def limit_links(self, mbit_per_s: int | None) -> None:
+        """Every node's link passes at most so much in each direction from now on. Needs `namespaces=True`."""
+        if self._network is None:
+            raise RuntimeError(
+                "nodes without namespaces share one loopback: Nodes(namespaces=True) has links to limit"
+            )
+        self._network.limit_links(mbit_per_s)
+
     def tmpdir(self, node: int) -> Path:
         """The folder that ranks of `node` have as `TMPDIR`, as this process sees it; gone after `close`."""
         return self._network.tmpdir(node) if self._network else self._private / f"node{node}"

@@ -1,0 +1,250 @@
+"""One rank of `benchmarks/sync.py`: builds the model under ZeRO-3 and syncs it in every arm, in turns."""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch.distributed as dist
+
+counted: dict[str, int] = {}
+
+
+def count(name: str) -> None:
+    """Every call of a torch.distributed function by whomever; before DeepSpeed takes its reference."""
+    real = getattr(dist, name)
+
+    def call(*args, **kwargs):
+        group = args[0][0].group if name == "batch_isend_irecv" else kwargs.get("group")
+        inside = group is not None and dist.get_process_group_ranks(group)[-1] < RANKS_PER_NODE * (NODE + 1)
+        inside = inside and dist.get_process_group_ranks(group)[0] >= RANKS_PER_NODE * NODE
+        key = "within" if inside else "across"
+        counted[key] = counted.get(key, 0) + 1
+        return real(*args, **kwargs)
+
+    setattr(dist, name, call)
+
+
+RANK, NODE, RANKS_PER_NODE = (int(os.environ[name]) for name in ("RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"))
+for function in (
+    "all_gather_into_tensor",
+    "all_gather",
+    "gather",
+    "batch_isend_irecv",
+    "broadcast",
+    "all_reduce",
+    "barrier",
+):
+    count(function)
+# ruff: noqa: E402 - DeepSpeed looks the functions up when it is imported
+
+import deepspeed
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
+
+from trl_multinode.probe import probe_tokens
+from trl_multinode.protocol import BeginUpdate, CommitUpdate, WeightVersion
+from trl_multinode.shards import Pieces, ShardGather
+from trl_multinode.testing.engines import running_engines
+from trl_multinode.weight_source import ModuleSource, slot_bytes
+from trl_multinode.weight_sync import Courier, SyncTimings, WeightSync
+
+folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
+MODELS = {"40M": (512, 2048, 8, 8192, 40), "150M": (768, 3072, 12, 49152, 40)}  # hidden, MLP, layers, vocabulary, MiB
+CPU = torch.device("cpu")
+CONFIG = json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
+CONFIG |= {
+    "zero_allow_untested_optimizer": True,
+    "train_batch_size": int(os.environ["WORLD_SIZE"]),
+    "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+}
+
+
+def build():
+    hidden, mlp, layers, vocabulary, _ = MODELS[size]
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, num_key_value_heads=hidden // 64, max_position_embeddings=512,
+        tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+class OneSender:
+    """In place of TRL's `vllm_client`: parameter after parameter from TRL's own loop into the engine of node 0."""
+
+    def __init__(self, engines, sync: WeightSync):
+        self.engines, self.sync = engines, sync
+        self.version = WeightVersion()
+
+    def update_named_params(self, metadata, parameters) -> None:
+        self.engines.ask_all(BeginUpdate(version=self.version))
+        with Courier(self.engines, self.sync._slots, self.sync._places, SyncTimings()) as courier:
+            for index, (_, tensor) in enumerate(parameters):
+                courier.carry(index, [Pieces.whole(tensor)]).result()
+        self.engines.ask_all(CommitUpdate())
+
+    def reset_prefix_cache(self) -> None:
+        """Our commit does it."""
+
+
+class Arms:
+    """Every way to send the weights, on one rank."""
+
+    def __init__(self, model, engines, limit: int):
+        self.engines = engines
+        node_first, world = ShardGather(RANKS_PER_NODE, CPU), ShardGather(1, CPU)
+        self.model, self.update = model, 0
+        self.syncs = {
+            "ours": WeightSync(ModuleSource(model, torch.float32, node_first), engines, limit),
+            "world": WeightSync(ModuleSource(model, torch.float32, world), engines, limit),
+            "trl": WeightSync(ModuleSource(model, torch.float32, node_first), engines if NODE == 0 else None, 1),
+        }
+        self.syncs["control"] = self.syncs["ours"]
+        self.trl = VLLMGeneration.__new__(VLLMGeneration)
+        main = RANK == 0
+        self.trl.mode, self.trl.model, self.trl._weight_metadata = "server", model, None
+        self.trl.accelerator = SimpleNamespace(is_main_process=main)
+        plugin = SimpleNamespace(zero_stage=3)
+        self.trl._dist = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
+        self.trl.vllm_client = OneSender(engines, self.syncs["trl"]) if main else None
+
+    def open(self, arm: str) -> None:
+        """The arm's own slots and buckets, outside of the time: an engine has one plan at a time."""
+        sync = self.syncs[arm]
+        if sync._engines is not None:
+            sync._slots = sync._transport.open(self.engines, slot_bytes(sync.buckets), sync._places)
+
+    def run(self, arm: str) -> SyncTimings | None:
+        self.update += 1
+        version = WeightVersion(self.update, self.update)
+        if arm != "trl":
+            return self.syncs[arm].run(version)
+        if self.trl.vllm_client is not None:
+            self.trl.vllm_client.version = version
+        self.trl.sync_weights()
+        return None
+
+
+def inbound_bytes() -> int:
+    return int(Path("/sys/class/net/eth0/statistics/rx_bytes").read_text())
+
+
+def memory_peak(call) -> int:
+    """Bytes of resident memory that `call` needed at most on top of what was there."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
+
+
+def status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+
+def timed(arms: Arms, arm: str) -> dict:
+    arms.open(arm)
+    dist.barrier()
+    counted.clear()
+    bytes_before, start = inbound_bytes(), time.perf_counter()
+    dist.barrier()  # as before every sync of a run
+    timings = arms.run(arm)
+    across, within = counted.get("across", 0), counted.get("within", 0)
+    dist.barrier()  # the slowest node's engine has the weights
+    wall = time.perf_counter() - start
+    found = {"wall_s": wall, "inbound_bytes": inbound_bytes() - bytes_before, "across": across, "within": within}
+    if timings is not None:
+        found |= {key: getattr(timings, key) for key in ("stream_s", "gather_s", "copy_s", "load_s", "commit_s")}
+    return found
+
+
+@torch.no_grad()
+def perturb(model) -> None:
+    """Every rank's own pieces move: stale weights must be seen."""
+    for parameter in model.parameters():
+        parameter.ds_tensor.data.add_(torch.randn_like(parameter.ds_tensor) * 0.02)
+
+
+@torch.no_grad()
+def difference(model, engines) -> float:
+    tokens = probe_tokens(model.config.vocab_size)
+    ids = torch.tensor([tokens])
+    scores = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    if engines is None:
+        return 0.0
+    return (torch.from_numpy(engines.score(tokens, 0).logprobs.copy()) - scores).abs().mean().item()
+
+
+def measure(arms: Arms, model, engines, names: Sequence[str]) -> dict:
+    result: dict = {arm: [] for arm in names} | {"fresh": [], "stale": [], "memory": {}}
+    for arm in dict.fromkeys(names):  # warm-up, memory, and parity of every arm
+        perturb(model)
+        result["stale"].append(difference(model, engines) if arms.update else 9.0)
+        arms.open(arm)
+        arms.run(arm)
+        result["memory"][arm] = memory_peak(lambda arm=arm: arms.run(arm))
+        if arm != "trl" or NODE == 0:
+            result["fresh"].append(difference(model, engines))
+        else:
+            difference(model, engines)
+    for repeat in range(int(repeats)):
+        for arm in names if repeat % 2 == 0 else names[::-1]:
+            result[arm].append(timed(arms, arm))
+    return result
+
+
+@contextmanager
+def own_engines(model) -> Iterator:
+    if RANK % RANKS_PER_NODE:
+        yield None
+        return
+    with running_engines(model, folder / f"node{NODE}", engine_module, max_model_len=128, max_num_seqs=4) as engines:
+        yield engines
+
+
+def wait_for_go(index: int) -> None:
+    print(f"READY {index}", flush=True)
+    deadline = time.monotonic() + 900
+    while not (folder / f"go{index}").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {RANK}: nobody set the links for 900 s")
+        time.sleep(0.1)
+    dist.barrier()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    (folder / f"node{NODE}").mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        bare = build()
+        engines = stack.enter_context(own_engines(bare))
+        model = deepspeed.initialize(model=bare, model_parameters=bare.parameters(), config=CONFIG)[0].module
+        assert dist.get_world_size() == int(os.environ["WORLD_SIZE"])
+        limit = MODELS[size][-1] << 20
+        arms = Arms(model, engines, limit)
+        buckets = arms.syncs["ours"].buckets
+        found = {
+            "model_bytes": arms.syncs["ours"].num_bytes,
+            "buckets": len(buckets),
+            "tensors": sum(map(len, buckets)),
+            "largest_bucket": slot_bytes(buckets),
+            "links": [],
+        }
+        for index in range(2):
+            wait_for_go(index)
+            found["links"].append(measure(arms, model, engines, sys.argv[5].split(",")))
+        (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+        dist.barrier()
+
+
+main()
