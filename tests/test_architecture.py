@@ -28,6 +28,7 @@ ARROWS = {
     "testing.faults": {"faults"},
     "testing.hub": set(),
     "testing.models": set(),
+    "testing.sources": set(),
     "testing.launch_files": set(),
     "testing.namespaces": set(),
     "testing.__init__": set(),
@@ -93,7 +94,7 @@ LIBRARIES = {
     "transformers": {"trainer": "", "microbatches": "", "testing.models": "", "testing.fake_engine": ""},
     "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
     "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
-    "deepspeed": {"weight_source": "lazily"},
+    "deepspeed": {"weight_source": "lazily", "testing.sources": "lazily"},
     "peft": {"peft_source": "lazily"},
     "torch.distributed": {
         "blackboard": "",
@@ -102,13 +103,14 @@ LIBRARIES = {
         "row_exchange": "",
         "shards": "",
         "process_group": "",
+        "testing.sources": "",
         "check.reading": "",
     },  # torchrun's parser
 }
 COLLECTIVES = {
     "text_logging": {"gather_object"},
     "weight_source": {"GatheredParameters", "full_tensor"},
-    "shards": {"all_gather_into_tensor", "batch_isend_irecv", "new_group"},  # of the weights' pieces, two groups of each rank's own
+    "shards": {"all_gather_into_tensor", "batch_isend_irecv", "new_group"},  # of the weights, in two groups
     "slots": {"broadcast"},  # with the node's workers, in a group that no other rank is in
     "receiving": {"broadcast"},
     "generation": {"wait_for_everyone"},  # before a sync; `generate` has none

@@ -134,8 +134,10 @@ def gather_pieces(
         together = dict(zip(shards, under_way.wait(), strict=True)) if under_way else {}
         return [together.get(index) or Pieces.whole(full(tensor)) for index, tensor in enumerate(tensors)]
 
-    with torch.no_grad(), gather_zero3(others):
+    # `no_grad` may not be held over the yield: contexts of two buckets overlap, and the second would restore "off"
+    with torch.no_grad():
         under_way = gather.start(list(shards.values()), [dtypes[i] for i in shards]) if shards else None
+    with gather_zero3(others):
         yield finish
     if under_way is not None:
         under_way.close()

@@ -126,7 +126,7 @@ class Trainer:
 
     def send(self) -> WeightVersion:
         self.version = WeightVersion(self.version.update + 1, 10 * self.version.update)
-        self.sync.run(self.version)
+        self.timings = self.sync.run(self.version)
         return self.version
 
     @torch.no_grad()

@@ -1,0 +1,41 @@
+"""Weights of a model under DDP, FSDP2, ZeRO-1, -2 and -3, with and without offload, are the engine's after a sync."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.engines import REAL
+from trl_multinode.testing.nodes import Nodes
+from trl_multinode.testing.sources import KINDS
+
+SCRIPT = Path(__file__).parent / "scripts" / "sources.py"
+pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict]:
+    """One launch of two nodes x two ranks, a real vLLM on each, every kind in turn."""
+    folder = tmp_path_factory.mktemp("sources")
+    with Nodes(2, 2, folder=folder) as nodes:
+        nodes.launch(SCRIPT, str(folder), REAL)
+        assert nodes.wait(timeout_s=500) == [0, 0], nodes.rank_log(0)[-3000:]
+    return [json.loads((folder / f"result_rank{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_agree_after_each_of_five_syncs_and_disagree_before(kind, found):
+    for rank in (0, 2):
+        assert min(found[rank][kind]["stale"]) > 0.1 and len(found[rank][kind]["stale"]) == 5
+        assert max(found[rank][kind]["fresh"]) < 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sharded_source_costs_one_collective_across_nodes_per_bucket_and_a_whole_one_none(kind, found):
+    for rank in found:
+        buckets, (across, within) = rank[kind]["buckets"], rank[kind]["collectives"]
+        assert buckets > 5 and across == within
+        if kind == "fsdp2":  # leaves embedding and head whole after a forward without a backward
+            assert buckets - 3 <= across < buckets
+        else:
+            assert across == (buckets if kind.startswith("zero3") else 0)
