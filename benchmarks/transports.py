@@ -8,9 +8,9 @@ One process sends a model of 40 M parameters; arms take turns:
     control   the same again
     nccl      the broadcast transport; on a machine without a GPU its process group is gloo, so this measures that
               code and not NCCL
-    memcpy    the same bytes copied once from one buffer of this process to another: the bound of a transport that copies
+    memcpy    the same bytes copied once from one buffer of this process to another: what a copy costs here
 
-`seconds` are of a whole sync; `stage` of copy and load alone. `ipc` needs a GPU and is reported as not run without one.
+`seconds` are of a whole sync; `stage_s` of copy and load alone. `ipc` needs a GPU and is reported as not run without.
 """
 
 import argparse
