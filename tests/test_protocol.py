@@ -19,6 +19,8 @@ from trl_multinode.protocol import (
     CommitUpdate,
     Completions,
     Connection,
+    Digest,
+    Digests,
     Done,
     Failure,
     Generate,
@@ -55,6 +57,7 @@ REQUESTS = [
     BeginUpdate(request_id=7, version=VERSION),
     LoadBucket(request_id=8, bucket=2, slot=0),
     CommitUpdate(request_id=9),
+    Digest(request_id=11),
     Shutdown(request_id=10),
 ]  # fmt: skip
 REPLIES = [
@@ -65,6 +68,7 @@ REPLIES = [
         logprobs=np.array([-0.5, np.nan], dtype=np.float32).tobytes(), version=VERSION, seconds=0.25,
     ),
     Done(request_id=3, version=VERSION, seconds=1.5),
+    Digests(request_id=5, workers=("ab", "cd")),
     Failure(request_id=4, error="PromptTooLongError", message="über 256"),
 ]  # fmt: skip
 

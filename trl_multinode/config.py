@@ -13,6 +13,7 @@ REFUSED_GENERATION_KEYS = {
     "seed": "use `rollout_seed`, which gives every row its own seed",
     "logprobs": "the trainer needs exactly the sampled token's log-prob",
 }
+LORA_SYNCS = ("auto", "adapter", "merged")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; vLLM's own default
 GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
@@ -42,6 +43,10 @@ class MultiNodeGRPOConfig(GRPOConfig):
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
             Largest piece, in MiB, in which weights are gathered and sent. Peak extra memory is twice that on every
             rank, and two such slots of host memory per node.
+        lora_sync (`str`, *optional*, defaults to `"auto"`):
+            What a weight sync sends of a model with LoRA adapters. `"adapter"`: the frozen weights once, then the adapter
+            alone, which vLLM serves beside them. `"merged"`: all weights every time, the adapter added bucket by bucket.
+            `"auto"`: the adapter if vLLM can serve it, else merged, with a line that says why. See docs/lora.md.
         rollout_seed (`int`, *optional*):
             With it every row samples with a seed of its own, so that a run does not depend on how its rows are spread
             over ranks and nodes (bitwise on a CPU in fp32; on a GPU batch-dependent rounding can flip a token).
@@ -97,6 +102,13 @@ class MultiNodeGRPOConfig(GRPOConfig):
     )
     sync_bucket_mb: float = field(
         default=512.0, metadata={"help": "Largest piece, in MiB, in which weights are gathered and sent."}
+    )
+    lora_sync: str = field(
+        default="auto",
+        metadata={
+            "help": "What a sync sends of a model with LoRA adapters: only the 'adapter', all weights 'merged', or "
+            "'auto': the adapter if vLLM can serve it."
+        },
     )
     rollout_seed: int | None = field(
         default=None, metadata={"help": "Makes rollouts independent of how rows are spread over ranks and nodes."}
@@ -159,6 +171,8 @@ def check_fields(args: GRPOConfig) -> None:
             raise ConfigurationError(f"`{name}` must be at least 1, got {value}.")
     if field_or_default(args, "engine_dtype") not in ENGINE_DTYPES:
         raise ConfigurationError(f"`engine_dtype` must be one of {ENGINE_DTYPES}, got {args.engine_dtype!r}.")
+    if (wish := field_or_default(args, "lora_sync")) not in LORA_SYNCS:
+        raise ConfigurationError(f"`lora_sync` must be one of {LORA_SYNCS}, got {wish!r}.")
     if (field_or_default(args, "logprob_divergence_limit") or 0.0) < 0.0:
         raise ConfigurationError(
             f"`logprob_divergence_limit` must not be negative, got {args.logprob_divergence_limit}; 0 turns it off."

@@ -1,5 +1,7 @@
 """What runs inside vLLM's worker processes: take buckets out of the staging slots and load them."""
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +10,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from . import faults
+from .protocol import ADAPTER_TENSORS
 
 
 @dataclass
@@ -26,6 +32,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     bucket: int
     slot: int
     version: list[int]  # update, step
+    first: int  # bucket that this update begins with
 
 
 class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
@@ -38,8 +45,12 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
     receiver.start_weight_update()            # the first bucket begins vLLM's layer-wise reload
     for bucket in buckets:
         receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
-    receiver.finish_weight_update()           # vLLM packs the weights; only now is the version committed
+    receiver.finish_weight_update()           # vLLM packs the weights, and drops the adapter, if there is one
+    receiver.commit()                         # the new adapter is active; only now is the version committed
     ```
+
+    Tensors of a LoRA adapter (by their names) wait for the commit and become a `LoRAModel` in memory, under a name and
+    number of its version; an update may consist of nothing else.
     """
 
     init_info_cls = SlotsInfo
@@ -49,8 +60,9 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         super().__init__(*args, **kwargs)
         self.committed = [0, 0]
         self._version = [0, 0]
-        self._next_bucket = 0
-        self._skip = False
+        self._next_bucket: int | None = None
+        self._reloads = self._skip = False
+        self._adapter: dict[str, torch.Tensor] = {}
 
     def init_transfer_engine(self, init_info: SlotsInfo) -> None:
         self._buckets = init_info.buckets
@@ -60,45 +72,77 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         ]
 
     def start_weight_update(self) -> None:
-        self._next_bucket = 0
+        self._next_bucket = None
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Raises `RuntimeError` if buckets come out of order: an update is the whole model or nothing."""
+        """Raises `RuntimeError` if buckets come out of order: an update is all of its buckets or nothing."""
+        if self._next_bucket is None:
+            self._begin(update_info)
         if update_info.bucket != self._next_bucket:
             raise RuntimeError(f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due.")
-        if update_info.bucket == 0:
-            self._begin(list(update_info.version))
         self._next_bucket += 1
-        if not self._skip:
-            self.model.load_weights(self._copy_out(update_info))
+        if self._skip:
+            return
+        tensors = self._copy_out(update_info)
+        self._adapter |= {name: tensor for name, tensor in tensors if name.endswith(ADAPTER_TENSORS)}
+        if weights := [(name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)]:
+            self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
         if self._next_bucket != len(self._buckets):
-            raise RuntimeError(f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came.")
-        if not self._skip:
+            raise RuntimeError(f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came.")
+        if self._reloads:
             finalize_layerwise_reload(self.model, self.model_config)
             if not faults.is_active("stale_head", self._version[0]):
                 self._repack_vocabulary_layers()
+
+    def commit(self) -> list[int]:
+        """Update, step, and number of the active adapter (0: none)."""
         if not faults.is_active("skip_load", self._version[0]):
             self.committed = self._version
+        if self._adapter:
+            self._activate(number=self.committed[0])
+        return [*self.committed, self.committed[0] if self._adapter else 0]
 
     def shutdown(self) -> None:
         self._slots = []
 
-    def _begin(self, version: list[int]) -> None:
-        self._version = version
-        self._skip = faults.is_active("skip_load", version[0]) or faults.is_active("skip_load_silently", version[0])
-        if not self._skip:
+    def _begin(self, info: BucketInfo) -> None:
+        self._next_bucket, self._version = info.first, list(info.version)
+        update = self._version[0]
+        self._skip = faults.is_active("skip_load", update) or faults.is_active("skip_load_silently", update)
+        self._reloads = info.first == 0 and not self._skip
+        if self._reloads:  # from here on everything is new
+            self._adapter = {}
             initialize_layerwise_reload(self.model)
+
+    def _activate(self, number: int) -> None:
+        """Scaling was multiplied into B by the sender, so r = alpha here and vLLM multiplies by 1. Fresh containers,
+        because vLLM packs q, k, v and the like in them; the tensors stay as they are."""
+        manager, mapper = self.model.lora_manager, getattr(self.model, "hf_to_vllm_mapper", None)
+        rank = max(tensor.shape[0] for name, tensor in self._adapter.items() if name.endswith(ADAPTER_TENSORS[0]))
+        adapter = LoRAModel.from_lora_tensors(
+            number, dict(self._adapter), PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu",
+            dtype=manager.lora_config.lora_dtype, weights_mapper=mapper and mapper.get_rename_mapper(),
+        )  # fmt: skip
+        manager.remove_all_adapters()
+        manager.add_adapter(adapter)
+        if strangers := sorted(set(adapter.loras) - set(manager.modules)):
+            raise RuntimeError(f"vLLM has no LoRA for {strangers[0]} in this model: use `lora_sync='merged'`.")
+        manager.activate_adapter(number)
 
     def _copy_out(self, info: BucketInfo) -> list[tuple[str, torch.Tensor]]:
         """Clones, always: vLLM's loaders keep what they are given until a module is full, and a padded vocabulary
         never is before the end, so a view would be overwritten by a later bucket (log-prob error 7.2 measured)."""
         slot = self._slots[info.slot]
         return [
-            (name, _view(slot[offset : offset + size], dtype, shape).to(self.device, copy=True))
+            (name, _view(slot[offset : offset + size], dtype, shape).to(self._home(name), copy=True))
             for name, dtype, shape, offset, size in self._buckets[info.bucket]
         ]
+
+    def _home(self, name: str) -> torch.device:
+        """Adapters wait in host memory: vLLM copies the active one into buffers of its own."""
+        return torch.device("cpu") if name.endswith(ADAPTER_TENSORS) else self.device
 
     def _repack_vocabulary_layers(self) -> None:
         """On CPU a head tied to the embedding has a packed copy that vLLM's reload does not rebuild (log-probs -5.16
@@ -111,9 +155,28 @@ class HostMemoryReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
 class WorkerExtension:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
-    def committed_weight_version(self) -> list[int]:
-        """`[update, step]` of the last update that this worker loaded to the end."""
-        return self.weight_transfer_engine.committed  # type: ignore[attr-defined]
+    def commit_weights(self) -> list[int]:
+        """`[update, step, adapter]` of the last update that this worker loaded to the end, now active."""
+        return self.weight_transfer_engine.commit()  # type: ignore[attr-defined]
+
+    def weights_digest(self) -> str:
+        """SHA-256 of this worker's weights, bit by bit, without adapters."""
+        digest = hashlib.sha256()
+        for name, tensor in _weights(self.weight_transfer_engine.model):  # type: ignore[attr-defined]
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+@torch.no_grad()
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and what a CPU kernel packed away, read back as its product with the identity (exact)."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and hasattr(module, "cpu_linear"):
+            identity = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
+            yield f"{name} packed", module.cpu_linear(identity, module.weight, None)
 
 
 def _view(data: torch.Tensor, dtype: str, shape: list[int]) -> torch.Tensor:

@@ -1,13 +1,19 @@
-"""A model with LoRA adapters as a weight source: merged bucket by bucket, never the whole model at once (TRL does)."""
+"""A model with LoRA adapters as a weight source: the adapter alone, or merged bucket by bucket (TRL merges it all at
+once, and runs out of memory).
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from .errors import ConfigurationError
-from .weight_source import Bucket, ModuleSource, full, gather_zero3
+from .errors import ConfigurationError, WeightSyncError
+from .protocol import ADAPTER_TENSORS
+from .weight_source import Bucket, ModuleSource, WeightMeta, full, gather_zero3, shape_of
+
+LARGEST_RANK = 512  # that vLLM serves
 
 
 class PeftSource(ModuleSource):
@@ -27,21 +33,12 @@ class PeftSource(ModuleSource):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
-        from peft.tuners.lora import LoraLayer
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        self._layers: dict[str, LoraLayer] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, BaseTunerLayer):
-                check_layer(name, module, LoraLayer)
-                self._layers[f"{name}.weight"] = module
+        self._layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
         super().__init__(model, dtype)
         adapters = [name for name in self._tensors if is_adapter(name)]
         self._tensors = {base_name(name): t for name, t in self._tensors.items() if name not in adapters}
         self._metadata = [
-            type(meta)(base_name(meta.name), meta.dtype, meta.shape)
-            for meta in self._metadata
-            if meta.name not in adapters
+            replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters
         ]
 
     @contextmanager
@@ -51,6 +48,111 @@ class PeftSource(ModuleSource):
         adapters = [p for layer in layers if layer is not None for p in adapter_parameters(layer)]
         with torch.no_grad(), gather_zero3([*tensors, *adapters]):
             yield [merged(layer, full(tensor)) for layer, tensor in zip(layers, tensors, strict=True)]
+
+
+class AdapterSource(PeftSource):
+    """The base weights as they are, frozen, and the one active LoRA adapter beside them, under vLLM's names.
+
+    PEFT's scaling (alpha / r, rsLoRA, `alpha_pattern`, whatever a layer says) is multiplied into B here, before the
+    cast to the engine's dtype, so that the engine has nothing to know of it.
+
+    Args:
+        model (`nn.Module`), dtype (`torch.dtype`):
+            As for [`PeftSource`]; [`adapter_obstacle`] found nothing.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__(model, dtype)
+        self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
+        (self._adapter,) = active_adapters(self._layers.values())
+        self._scaled: dict[str, nn.Module] = {}  # layers by the name of their B
+        for name, layer in self._layers.items():
+            if self._adapter in layer.scaling:
+                name_a, name_b = (name.removesuffix(".weight") + end for end in ADAPTER_TENSORS)
+                self._scaled[name_b] = layer
+                self._add(name_a, layer.lora_A[self._adapter].weight, dtype)
+                self._add(name_b, layer.lora_B[self._adapter].weight, dtype)
+
+    def _add(self, name: str, weight: nn.Parameter, dtype: torch.dtype) -> None:
+        self._tensors[name] = weight
+        self._metadata.append(WeightMeta(name, dtype, shape_of(weight)))
+
+    @contextmanager
+    def gathered(self, bucket: Bucket) -> Iterator[Sequence[torch.Tensor]]:
+        self._check_state()
+        with ModuleSource.gathered(self, bucket) as tensors:
+            yield [self._scale(meta.name, tensor) for meta, tensor in zip(bucket, tensors, strict=True)]
+
+    def _scale(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if (layer := self._scaled.get(name)) is None:
+            return tensor
+        return tensor * (0.0 if layer.disable_adapters else layer.scaling[self._adapter])
+
+    def _check_state(self) -> None:
+        """A merged base, or another adapter, is not what the engine was given before."""
+        if active_adapters(self._layers.values()) != {self._adapter} or any(x.merged for x in self._layers.values()):
+            raise WeightSyncError(
+                f"The LoRA adapter {self._adapter!r} was merged into the model, or another one made active, after the "
+                "engines had started. Undo it before the next generation, or use `lora_sync='merged'`."
+            )
+
+
+def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str | None:
+    """Why vLLM cannot serve the adapters of `model` beside its weights; `None` if it can, as far as a rank can tell.
+
+    Args:
+        model (`nn.Module`):
+            The base model that PEFT put its layers into.
+        dtype (`torch.dtype`), on_gpu (`bool`):
+            Of the engine.
+
+    Raises:
+        `ConfigurationError`: for adapters that are not LoRA, and for DoRA.
+    """
+    layers = lora_layers(model)
+    active = active_adapters(layers.values())
+    if len(active) != 1:
+        return f"there are {len(active)} active adapters, and vLLM serves one per request"
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)]
+    if trained:
+        return f"{base_name(trained[0])} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
+    for name, layer in layers.items():
+        if reason := layer_obstacle(layer, layer is model.get_output_embeddings(), *active):
+            return f"{name} {reason}"
+    if lora_rank(model) > LARGEST_RANK:
+        return f"its rank is {lora_rank(model)}, and vLLM serves {LARGEST_RANK} at most"
+    if on_gpu and dtype == torch.float32:
+        return "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
+    return None
+
+
+def layer_obstacle(layer, is_head: bool, adapter: str) -> str | None:
+    if is_head or not isinstance(layer.get_base_layer(), nn.Linear):
+        return "is not a linear layer below the head, and vLLM has an adapter for no other in every model"
+    if adapter in layer.lora_variant or layer.lora_bias.get(adapter):
+        return "has more than plain A and B (a LoRA variant, lora_bias)"
+    return None
+
+
+def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """PEFT's layers by name; raises `ConfigurationError` for adapters that are not LoRA, and for DoRA."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    for name, module in layers.items():
+        check_layer(name, module, LoraLayer)
+    return layers
+
+
+def active_adapters(layers) -> set[str]:
+    return {name for layer in layers for name in layer.active_adapters if name in layer.scaling}
+
+
+def lora_rank(model: nn.Module) -> int:
+    """The largest of the active adapter's layers."""
+    layers = lora_layers(model).values()
+    return max(layer.r[name] for layer in layers for name in active_adapters([layer]))
 
 
 def check_layer(name: str, module: nn.Module, lora_layer: type) -> None:

@@ -28,7 +28,7 @@ class SyncTimings:
     copy_s: float = 0.0  # into the slot, local main process only
     load_s: float = 0.0  # waiting for the engines to take a bucket, local main process only
     commit_s: float = 0.0  # the engines' packing of the weights, local main process only
-    num_bytes: int = 0  # of the model, in the engine's dtype
+    num_bytes: int = 0  # sent to an engine, in its dtype
     num_buckets: int = 0
 
 
@@ -102,36 +102,39 @@ class WeightSync:
         self._places = [place(bucket) for bucket in self.buckets]
         self._slots: StagingSlots | None = None
         self._pin = pin
+        self._first = 0  # bucket that an update begins with; after the first update the frozen ones are left out
 
     @property
     def num_bytes(self) -> int:
-        return sum(meta.num_bytes for bucket in self.buckets for meta in bucket)
+        """Of the next update."""
+        return sum(meta.num_bytes for bucket in self.buckets[self._first :] for meta in bucket)
 
     def run(self, version: WeightVersion) -> SyncTimings:
-        """Send every bucket. A collective of all training ranks.
+        """Send every bucket that may have changed. A collective of all training ranks.
 
         Raises:
             `WeightVersionError`: if an engine's workers committed another version than `version`.
             `WeightSyncError` or `EngineError`: if an engine failed; it must not serve any more.
         """
-        timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(self.buckets))
+        timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(self.buckets) - self._first)
         if self._engines is None:
             self._take_part(timings)
         else:
             self._send(self._engines, version, timings)
+        self._first = sum(bucket[0].frozen for bucket in self.buckets)
         return timings
 
     def _take_part(self, timings: SyncTimings) -> None:
-        for bucket in self.buckets:
+        for bucket in self.buckets[self._first :]:
             start = time.perf_counter()
             with self._source.gathered(bucket):
                 timings.gather_s += time.perf_counter() - start
 
     def _send(self, engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:
         slots = self._slots or self._open_slots(engines)
-        engines.ask_all(BeginUpdate(version=version))
+        engines.ask_all(BeginUpdate(version=version, first_bucket=self._first))
         on_the_way: deque[list[int]] = deque()  # per bucket: a request id per engine
-        for index, bucket in enumerate(self.buckets):
+        for index, bucket in enumerate(self.buckets[self._first :], self._first):
             if len(on_the_way) == NUM_SLOTS:
                 self._wait(engines, on_the_way.popleft(), timings)
             start = time.perf_counter()
