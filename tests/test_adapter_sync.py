@@ -15,7 +15,7 @@ from trl_multinode.engine_settings import lora_arguments
 from trl_multinode.errors import ConfigurationError, WeightSyncError, WeightVersionError
 from trl_multinode.host import NodeHost
 from trl_multinode.peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
-from trl_multinode.protocol import BeginUpdate, CommitUpdate, Digest, LoadBucket, WeightVersion
+from trl_multinode.protocol import BeginUpdate, CommitUpdate, Digest, WeightVersion
 from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
@@ -267,31 +267,29 @@ def test_a_lost_load_is_a_wrong_version_and_a_lie_shows_in_log_probs(run):
     assert run.difference() < 1e-3
 
 
-def test_half_an_adapter_makes_the_engine_refuse_and_a_whole_update_heals_it_digest_and_all(run):
-    engines, first = run.trainer.engines, run.trainer.sync._first
+def test_a_digest_sees_one_bit_of_one_weight_and_a_whole_update_leaves_it_alone(run):
+    run.send_until(LIED + 1)
     before = run.digest()
-    engines.ask(0, BeginUpdate(version=WeightVersion(90), first_bucket=first))
-    with pytest.raises(Exception, match="buckets came"):
-        engines.ask(0, CommitUpdate())
-    with pytest.raises(WeightSyncError, match="mixed weights"):
-        run.difference()
     run.trainer.sync._first = 0
-    run.trainer.version = WeightVersion(90)
     run.trainer.send()
-    assert run.difference() < 1e-3 and run.digest() == before
+    assert run.digest() == before and run.difference() < 1e-3
     down = run.model.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
     with torch.no_grad():
-        down[0, 0] = torch.nextafter(down[0, 0], torch.tensor(9.0))  # one bit of one weight
+        down[0, 0] = torch.nextafter(down[0, 0], torch.tensor(9.0))
     run.trainer.sync._first = 0
     run.trainer.send()
     assert run.digest() != before
 
 
-def test_buckets_out_of_order_are_refused(run):
+def test_half_an_adapter_makes_the_engine_refuse(run):
     engines, first = run.trainer.engines, run.trainer.sync._first
-    engines.ask(0, BeginUpdate(version=WeightVersion(95), first_bucket=first))
-    with pytest.raises(Exception, match=rf"bucket 0 came, bucket {first} was due"):
-        engines.ask(0, LoadBucket(bucket=0, slot=0))
+    engines.ask(0, BeginUpdate(version=WeightVersion(90), first_bucket=first))
+    with pytest.raises(Exception, match="buckets came"):
+        engines.ask(0, CommitUpdate())
+    with pytest.raises(WeightSyncError, match="mixed weights"):
+        run.difference()
+    with pytest.raises(WeightSyncError, match="before a whole one"):  # nor does another adapter make it whole
+        run.trainer.send()
 
 
 @pytest.mark.engine

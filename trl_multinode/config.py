@@ -44,9 +44,9 @@ class MultiNodeGRPOConfig(GRPOConfig):
             Largest piece, in MiB, in which weights are gathered and sent. Peak extra memory is twice that on every
             rank, and two such slots of host memory per node.
         lora_sync (`str`, *optional*, defaults to `"auto"`):
-            What a weight sync sends of a model with LoRA adapters. `"adapter"`: the frozen weights once, then the adapter
-            alone, which vLLM serves beside them. `"merged"`: all weights every time, the adapter added bucket by bucket.
-            `"auto"`: the adapter if vLLM can serve it, else merged, with a line that says why. See docs/lora.md.
+            What a weight sync sends of a model with LoRA adapters. `"adapter"`: the frozen weights once, then the
+            adapter alone, which vLLM serves beside them. `"merged"`: all weights every time, the adapter added bucket
+            by bucket. `"auto"`: the adapter if vLLM can serve it, else merged, with a line why. See docs/lora.md.
         rollout_seed (`int`, *optional*):
             With it every row samples with a seed of its own, so that a run does not depend on how its rows are spread
             over ranks and nodes (bitwise on a CPU in fp32; on a GPU batch-dependent rounding can flip a token).
