@@ -302,4 +302,7 @@ def test_an_architecture_without_lora_in_vllm_is_said_and_served_merged(tmp_path
     base = model.get_base_model().eval()
     with running_engines(base, tmp_path, REAL, **lora_arguments(4)) as engines:
         assert not engines.ready[0].serves_lora
-        Trainer(base, engines, source=PeftSource(base, torch.float32)).send()
+        trainer = Trainer(base, engines, source=PeftSource(base, torch.float32))
+        trainer.send()
+        scored = torch.from_numpy(engines.score([5, 6, 7, 290, 299], 0).logprobs.copy())
+        assert torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=1e-3)
