@@ -127,9 +127,10 @@ class Bench:
             if "lora_" in name:
                 parameter.ds_tensor.add_(torch.randn_like(parameter.ds_tensor) * 0.02)
 
-    def sync(self, arm: str, note: bool = True) -> None:
+    def sync(self, arm: str, note: bool = True, move: bool = True) -> None:
         name = arm.removesuffix("_again")
-        self.move()
+        if move:
+            self.move()
         self.updates[name] += 1
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
@@ -144,15 +145,14 @@ class Bench:
     @torch.no_grad()
     def differences(self) -> dict[str, float]:
         """Per engine |engine - trainer| of log-probs, after one more sync of each; every rank takes part."""
-        tokens, found = probe_tokens(MODEL["vocab_size"]), {}
+        tokens = probe_tokens(MODEL["vocab_size"])
         ids = torch.tensor([tokens])
+        self.move()
         for arm in self.syncs:
-            self.sync(arm, note=False)
-            scores = self.model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-            if arm in self.engines:
-                got = torch.from_numpy(self.engines[arm].score(tokens, 0).logprobs.copy())
-                found[arm] = (got - scores).abs().max().item()
-        return found
+            self.sync(arm, note=False, move=False)
+        scores = self.model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        got = {arm: engine.score(tokens, 0).logprobs for arm, engine in self.engines.items()}
+        return {arm: (torch.from_numpy(logprobs.copy()) - scores).abs().max().item() for arm, logprobs in got.items()}
 
     def digest(self) -> tuple[str, ...]:
         return self.engines["adapter"].ask(0, Digest()).workers if self.engines else ()
@@ -167,13 +167,13 @@ class Bench:
 
 def work(bench: Bench, repeats: int) -> dict:
     """What every rank does; the figures are rank 0's but for the memory."""
-    for arm in bench.syncs:  # the first update: everything, and slots
+    for arm in 2 * list(bench.syncs):  # the first update sends everything and opens the slots, the second warms up
         bench.sync(arm, note=False)
     before = bench.digest()
     for turn in range(repeats):
         for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
             bench.sync(arm)
-    while bench.updates["adapter"] <= SYNCS_FOR_DIGEST:
+    while bench.updates["adapter"] < 2 + SYNCS_FOR_DIGEST:
         bench.sync("adapter", note=False)
     identical = bench.digest() == before
     differences = bench.differences()
@@ -187,7 +187,7 @@ def work(bench: Bench, repeats: int) -> dict:
     dist.all_gather_object(peaks, {arm: [row["peak_mib"] for row in rows] for arm, rows in bench.rows.items()})
     return {
         "rows": bench.rows, "peaks": peaks, "generation": seconds, "differences": differences,
-        "base_digest_identical": identical, "syncs_between_digests": bench.updates["adapter"] - 2,
+        "base_digest_identical": identical, "syncs_between_digests": bench.updates["adapter"] - 3,
         "adapter_bytes": sum(p.ds_numel * 4 for n, p in bench.model.named_parameters() if "lora_" in n),
         "placed_bytes": placed_bytes(bench.syncs["adapter"]),
         "model_parameters": sum(p.ds_numel for n, p in bench.model.named_parameters() if "lora_" not in n),
