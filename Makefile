@@ -31,6 +31,7 @@ demo: setup
 bench: setup
 	python benchmarks/overlap.py
 	python benchmarks/balance.py
+	python benchmarks/lora.py
 	python benchmarks/learning.py
 	python benchmarks/table.py
 

@@ -63,6 +63,29 @@ def balance(found: dict) -> str:
     return head + table(["", *columns], rows)
 
 
+def lora(found: dict) -> str:
+    arms = {name: arm for name, arm in found["arms"].items() if not name.endswith("_again")}
+    rows = [
+        [f"{label}", *(arm[key] for arm in arms.values())]
+        for label, key in (
+            ("sync, s", "sync_s"),
+            ("MiB to an engine", "mib"),
+            ("a rank's memory rises by, MiB", "peak_mib"),
+        )
+    ]
+    generation = found["generation_s"]
+    rows += [["16 rows x 64 tokens, s", *(generation.get(name, "as merged") for name in arms)]]
+    keys = ["speedup_over_merged", "speedup_over_trl", "control_ratio", "control_ratio_adapter", "bytes_ratio"]
+    figures = [[f"`{key}`", found[key]] for key in [*keys, "generation_slowdown", "base_digest_identical"]]
+    return (
+        f"## LoRA\n\n{found['model_parameters'] / 1e6:.0f} M parameters, rank {found['lora_rank']} on every linear "
+        f"layer, {found['ranks']} ranks under ZeRO-3, vLLM on the same cores (`benchmarks/lora.py`, docs/lora.md). "
+        f"Weights compared bit by bit over {found['syncs_between_digests']} syncs. Log-probs of engines and trainer: "
+        f"at most {max(found['logprob_difference'].values()):.0e} apart.\n\n"
+        + table(["", *arms], rows) + "\n" + table(["", ""], figures)
+    )  # fmt: skip
+
+
 def learning(found: dict) -> str:
     rows = []
     for step, after in found["after"].items():
@@ -76,7 +99,7 @@ def learning(found: dict) -> str:
 
 def render() -> str:
     sections = [HEAD]
-    for name, section in (("overlap", overlap), ("balance", balance), ("learning", learning)):
+    for name, section in (("overlap", overlap), ("balance", balance), ("lora", lora), ("learning", learning)):
         path = FOLDER / "results" / f"{name}.json"
         if path.exists():
             sections.append(section(json.loads(path.read_text())))

@@ -66,7 +66,7 @@ ARROWS = {
     "weight_sync": {"engine", "errors", "protocol", "shards", "slots", "transports", "weight_source"},
     "transports": {"engine", "errors", "process_group", "protocol", "slots", "topology"},
     "slots": {"errors", "process_group", "protocol", "shards"},
-    "peft_source": {"errors", "shards", "weight_source"},
+    "peft_source": {"errors", "protocol", "shards", "weight_source"},
     "weight_source": {"protocol", "shards"},
     "shards": set(),
     "engine": {"errors", "protocol"},

@@ -10,6 +10,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 KEYS = {
     "overlap": {"step_ratio_vs_max", "hidden_share", "busy_share", "control_ratio", "repeats"},
     "balance": {"real_token_share", "mean_rows", "train_phase_speedup", "gradient_rel_diff", "control_ratio"},
+    "lora": {"bytes_ratio", "base_digest_identical", "speedup_over_merged", "speedup_over_trl", "control_ratio"},
 }
 
 
@@ -33,3 +34,13 @@ def test_the_balance_has_its_control_and_trls_gradient():
     assert KEYS["balance"] <= found.keys()
     assert found["gradient_rel_diff"] < 1e-5
     assert found["control_ratio"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_only_the_adapter_travels_and_the_weights_stay():
+    found = recorded("lora")
+    assert KEYS["lora"] <= found.keys()
+    assert found["bytes_ratio"] <= 1.05
+    assert found["base_digest_identical"] and found["syncs_between_digests"] >= 50
+    assert max(found["logprob_difference"].values()) < 1e-3
+    assert found["control_ratio"]["low"] < 1.0 < found["control_ratio"]["high"]
+    assert found["arms"]["merged"]["peak_mib"] < found["arms"]["trl"]["peak_mib"] / 2

@@ -14,6 +14,7 @@ REFUSED_GENERATION_KEYS = {
     "logprobs": "the trainer needs exactly the sampled token's log-prob",
 }
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
+LORA_SYNCS = ("auto", "adapter", "merged")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; vLLM's own default
 GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
@@ -47,6 +48,10 @@ class MultiNodeGRPOConfig(GRPOConfig):
             Memory through which weights reach the engines of a node: `"host"` (shared, page-locked with GPUs),
             `"ipc"` (the local main process's GPU, opened by the engines), `"nccl"` (broadcast to the engines' GPUs).
             `"auto"` takes what has been executed on such a machine, and logs the reason. See docs/weight-sync.md.
+        lora_sync (`str`, *optional*, defaults to `"auto"`):
+            What a weight sync sends of a model with LoRA adapters. `"adapter"`: the frozen weights once, then the
+            adapter alone, which vLLM serves beside them. `"merged"`: all weights every time, the adapter added bucket
+            by bucket. `"auto"`: the adapter if vLLM can serve it, else merged, with a line why. See docs/lora.md.
         rollout_seed (`int`, *optional*):
             With it every row samples with a seed of its own, so that a run does not depend on how its rows are spread
             over ranks and nodes (bitwise on a CPU in fp32; on a GPU batch-dependent rounding can flip a token).
@@ -105,6 +110,13 @@ class MultiNodeGRPOConfig(GRPOConfig):
     )
     weight_transport: str = field(
         default="auto", metadata={"help": "How weights reach a node's engines: 'auto', 'host', 'ipc' or 'nccl'."}
+    )
+    lora_sync: str = field(
+        default="auto",
+        metadata={
+            "help": "What a sync sends of a model with LoRA adapters: only the 'adapter', all weights 'merged', or "
+            "'auto': the adapter if vLLM can serve it."
+        },
     )
     rollout_seed: int | None = field(
         default=None, metadata={"help": "Makes rollouts independent of how rows are spread over ranks and nodes."}
@@ -169,6 +181,8 @@ def check_fields(args: GRPOConfig) -> None:
         raise ConfigurationError(f"`engine_dtype` must be one of {ENGINE_DTYPES}, got {args.engine_dtype!r}.")
     if (transport := field_or_default(args, "weight_transport")) not in WEIGHT_TRANSPORTS:
         raise ConfigurationError(f"`weight_transport` must be one of {WEIGHT_TRANSPORTS}, got {transport!r}.")
+    if (wish := field_or_default(args, "lora_sync")) not in LORA_SYNCS:
+        raise ConfigurationError(f"`lora_sync` must be one of {LORA_SYNCS}, got {wish!r}.")
     if (field_or_default(args, "logprob_divergence_limit") or 0.0) < 0.0:
         raise ConfigurationError(
             f"`logprob_divergence_limit` must not be negative, got {args.logprob_divergence_limit}; 0 turns it off."

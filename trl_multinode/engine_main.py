@@ -39,6 +39,7 @@ class VllmBackend(Backend):
         self._spec = spec
         self._tokens = 0
         self._num_requests = 0
+        self._adapter: Any = None  # vLLM's LoRARequest for the adapter that the workers hold, if they hold one
 
     async def start(self) -> None:
         from vllm.config import WeightTransferConfig
@@ -54,6 +55,7 @@ class VllmBackend(Backend):
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             worker_extension_cls="trl_multinode.engine_worker.WorkerExtension",
         )
+        args.enable_lora = args.enable_lora and has_lora(args)
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[self._token_counter()])
         self._params_cls = SamplingParams
 
@@ -87,6 +89,7 @@ class VllmBackend(Backend):
             dtype=str(config.dtype).removeprefix("torch."),
             vllm_version=vllm.__version__,
             processes=tuple(process.pid for process in vllm_processes()),
+            serves_lora=self._llm.vllm_config.lora_config is not None,
         )
 
     async def generate(self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed, images):
@@ -127,7 +130,7 @@ class VllmBackend(Backend):
 
         self._num_requests += 1
         try:
-            stream = self._llm.generate(prompt, params, request_id=str(self._num_requests))
+            stream = self._llm.generate(prompt, params, request_id=str(self._num_requests), lora_request=self._adapter)
             *_, output = [output async for output in stream]
         except (ValueError, VLLMClientError) as error:
             raise Refused("EngineRefusedError", f"vLLM refuses the prompt: {error}") from error
@@ -140,24 +143,43 @@ class VllmBackend(Backend):
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return await self._llm.collective_rpc("crc_of_slot", args=(slot, num_bytes))
 
-    async def begin_update(self, version: WeightVersion) -> None:
-        self._version = version
+    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
+        self._update = {"version": [version.update, version.step], "first": first_bucket}
         await self._llm.pause_generation(mode="wait")
         await self._llm.start_weight_update()
 
     async def load_bucket(self, bucket: int, slot: int) -> None:
-        info = {"bucket": bucket, "slot": slot, "version": [self._version.update, self._version.step]}
+        info = {"bucket": bucket, "slot": slot, **self._update}
         await self._llm.collective_rpc("update_weights", kwargs={"update_info": info})
 
     async def commit_update(self) -> list[WeightVersion]:
         await self._llm.finish_weight_update()
+        committed = await self._llm.collective_rpc("commit_weights")
         await self._llm.reset_prefix_cache()  # cached keys and values belong to the old weights
         await self._llm.resume_generation()
-        committed = await self._llm.collective_rpc("committed_weight_version")
-        return [WeightVersion(*version) for version in committed]
+        self._adapter = in_memory_adapter(committed[0][2])
+        return [WeightVersion(update, step) for update, step, _ in committed]
+
+    async def digests(self) -> list[str]:
+        return await self._llm.collective_rpc("weights_digest")
 
     async def stop(self) -> None:
         self._llm.shutdown(timeout=5)
+
+
+def has_lora(args) -> bool:
+    """Whether vLLM's class of this model takes adapters; asked here, because a rank would import vLLM for it."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models import supports_lora
+
+    return supports_lora(get_model_cls(args.create_model_config()))
+
+
+def in_memory_adapter(number: int) -> Any:
+    """What requests say to use adapter `number`, that every worker holds; the path is asked for and must not exist."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"update-{number}", number, f"/held/in/memory/{number}") if number else None
 
 
 def vllm_processes() -> list:

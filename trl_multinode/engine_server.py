@@ -20,6 +20,8 @@ from .protocol import (
     CheckSlot,
     CommitUpdate,
     Completions,
+    Digest,
+    Digests,
     Done,
     Failure,
     Generate,
@@ -108,7 +110,8 @@ class Backend(ABC):
         """Per worker: CRC-32 of the slot's first bytes."""
 
     @abstractmethod
-    async def begin_update(self, version: WeightVersion) -> None: ...
+    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
+        """Buckets from `first_bucket` on will come; what the ones before it hold stays as it is."""
 
     @abstractmethod
     async def load_bucket(self, bucket: int, slot: int) -> None:
@@ -116,7 +119,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def commit_update(self) -> list[WeightVersion]:
-        """Per worker: the version it has committed. The new weights serve from here on."""
+        """Per worker: the version it has committed. The new weights serve from here on, adapters included."""
+
+    @abstractmethod
+    async def digests(self) -> list[str]:
+        """Per worker: SHA-256 of its weights, adapters left out."""
 
     @abstractmethod
     async def stop(self) -> None: ...
@@ -153,8 +160,10 @@ class Weights:
             self._running -= 1
             self._changed.notify_all()
 
-    async def begin(self) -> None:
+    async def begin(self, first_bucket: int) -> None:
         async with self._changed:
+            if first_bucket and (self.broken or self.version.update == 0):
+                raise Refused("WeightSyncError", "an update without the frozen weights came before a whole one")
             await self._changed.wait_for(lambda: not self._running and not self._updating)
             self._updating = True
             self.broken = "the last weight update did not finish: the engine holds mixed weights"
@@ -272,13 +281,15 @@ class EngineServer:
                 if set(found := await self._backend.check_slot(request.slot, request.num_bytes)) != {request.crc}:
                     raise Refused("WeightSyncError", f"a slot arrived with checksums {found}, sent {request.crc}")
             case BeginUpdate():
-                await self._weights.begin()
+                await self._weights.begin(request.first_bucket)
                 self._update = request.version
-                await self._backend.begin_update(request.version)
+                await self._backend.begin_update(request.version, request.first_bucket)
             case LoadBucket():
                 await self._backend.load_bucket(request.bucket, request.slot)
             case CommitUpdate():
                 await self._commit()
+            case Digest():
+                return Digests(request_id=request.request_id, workers=tuple(await self._backend.digests()))
         seconds, (busy_s, clock_s) = time.perf_counter() - start, self._clock.read()
         return Done(
             request_id=request.request_id,

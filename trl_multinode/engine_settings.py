@@ -14,6 +14,7 @@ from .errors import ConfigurationError
 from .topology import EngineDevices, Topology
 
 VLLM_RANGE = ((0, 28), (0, 32))  # weight transfer has today's shape from 0.28; below 0.32 is what TRL 1.16 accepts
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
 CPU_KV_CACHE_BYTES = 256 << 20
 # Eager, and no torch.compile for the first request (17 s)
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -35,10 +36,15 @@ class EngineSettings:
             Of the engines' weights.
         keywords (`dict`):
             What TRL passes to its `VLLMGeneration`; they mean colocation.
+        lora_rank (`int`, *optional*, defaults to 0):
+            Rank of the adapter that the engines serve beside the weights; 0: none.
     """
 
-    def __init__(self, args, topology: Topology, devices: EngineDevices, dtype: torch.dtype, keywords: dict):
+    def __init__(
+        self, args, topology: Topology, devices: EngineDevices, dtype: torch.dtype, keywords: dict, lora_rank: int = 0
+    ):
         self.dtype = dtype
+        self._lora_rank = lora_rank
         self._args = args
         self._topology = topology
         self._devices = devices
@@ -68,7 +74,12 @@ class EngineSettings:
             # engines without per-row seeds must not repeat each other
             "seed": self._args.seed + self._topology.node * len(self._devices.per_engine) + index,
         }
-        return args | self._memory(index) | _as_dict(field_or_default(self._args, "engine_kwargs"))
+        return (
+            args
+            | self._memory(index)
+            | lora_arguments(self._lora_rank)
+            | _as_dict(field_or_default(self._args, "engine_kwargs"))
+        )
 
     def _memory(self, index: int) -> dict:
         if not self._devices.per_engine[index]:
@@ -85,6 +96,13 @@ class EngineSettings:
         if gpus:
             return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **test_only}
         return {**CPU_ENVIRONMENT, **cores_per_worker(self._args.vllm_tensor_parallel_size), **test_only}
+
+
+def lora_arguments(rank: int) -> dict:
+    """vLLM takes ranks of its own only; a smaller adapter is padded with zeros."""
+    if not rank:
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in LORA_RANKS if r >= rank)}
 
 
 def cores_per_worker(tensor_parallel_size: int) -> dict[str, str]:

@@ -1,19 +1,25 @@
 """What runs inside vLLM's worker processes: take buckets out of the staging slots and load them."""
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from . import faults
 from .process_group import SELF_TEST_S, within
-from .protocol import OpenSlots
+from .protocol import ADAPTER_TENSORS, OpenSlots
 from .receiving import OpenedSlots
 
 
@@ -27,6 +33,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     bucket: int
     slot: int
     version: list[int]  # update, step
+    first: int  # bucket that this update begins with
 
 
 class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
@@ -39,8 +46,12 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
     receiver.start_weight_update()            # the first bucket begins vLLM's layer-wise reload
     for bucket in buckets:
         receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
-    receiver.finish_weight_update()           # vLLM packs the weights; only now is the version committed
+    receiver.finish_weight_update()           # vLLM packs the weights, and drops the adapter, if there is one
+    receiver.commit()                         # the new adapter is active; only now is the version committed
     ```
+
+    Tensors of a LoRA adapter (by their names) wait for the commit and become a `LoRAModel` in memory, under a name and
+    number of its version; an update may consist of nothing else.
     """
 
     init_info_cls = SlotsInfo
@@ -50,8 +61,9 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         super().__init__(*args, **kwargs)
         self.committed = [0, 0]
         self._version = [0, 0]
-        self._next_bucket = 0
-        self._skip = False
+        self._next_bucket: int | None = None
+        self._reloads = self._skip = False
+        self._adapter: dict[str, torch.Tensor] = {}
 
     def init_transfer_engine(self, init_info: SlotsInfo) -> None:
         request = msgspec.msgpack.decode(init_info.request, type=OpenSlots)
@@ -60,38 +72,66 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         self.slots: OpenedSlots | None = OpenedSlots(request.memory, request.slot_bytes, self.device, worker)
 
     def start_weight_update(self) -> None:
-        self._next_bucket = 0
+        self._next_bucket = None
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Raises `RuntimeError` if buckets come out of order: an update is the whole model or nothing."""
+        """Raises `RuntimeError` if buckets come out of order: an update is all of its buckets or nothing."""
+        if self._next_bucket is None:
+            self._begin(update_info)
         if update_info.bucket != self._next_bucket:
             raise RuntimeError(f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due.")
-        if update_info.bucket == 0:
-            self._begin(list(update_info.version))
         self._next_bucket += 1
         assert self.slots is not None
         tensors = self.slots.take(update_info.slot, self._buckets[update_info.bucket])
-        if not self._skip:
-            self.model.load_weights(tensors)
+        if self._skip:
+            return
+        # Adapters wait in host memory: vLLM copies the active one into buffers of its own
+        self._adapter |= {name: tensor.cpu() for name, tensor in tensors if name.endswith(ADAPTER_TENSORS)}
+        if weights := [(name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)]:
+            self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
         if self._next_bucket != len(self._buckets):
-            raise RuntimeError(f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came.")
-        if not self._skip:
+            raise RuntimeError(f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came.")
+        if self._reloads:
             finalize_layerwise_reload(self.model, self.model_config)
             if not faults.is_active("stale_head", self._version[0]):
                 self._repack_vocabulary_layers()
+
+    def commit(self) -> list[int]:
+        """Update, step, and number of the active adapter (0: none)."""
         if not faults.is_active("skip_load", self._version[0]):
             self.committed = self._version
+        if self._adapter:
+            self._activate(number=self.committed[0])
+        return [*self.committed, self.committed[0] if self._adapter else 0]
 
     def shutdown(self) -> None:
         self.slots = None
 
-    def _begin(self, version: list[int]) -> None:
-        self._version = version
-        self._skip = faults.is_active("skip_load", version[0]) or faults.is_active("skip_load_silently", version[0])
-        if not self._skip:
+    def _begin(self, info: BucketInfo) -> None:
+        self._next_bucket, self._version = info.first, list(info.version)
+        update = self._version[0]
+        self._skip = faults.is_active("skip_load", update) or faults.is_active("skip_load_silently", update)
+        self._reloads = info.first == 0 and not self._skip
+        if self._reloads:  # from here on everything is new
+            self._adapter = {}
             initialize_layerwise_reload(self.model)
+
+    def _activate(self, number: int) -> None:
+        """Scaling was multiplied into B by the sender, so r = alpha here and vLLM multiplies by 1. Fresh containers,
+        because vLLM packs q, k, v and the like in them; the tensors stay as they are."""
+        manager, mapper = self.model.lora_manager, getattr(self.model, "hf_to_vllm_mapper", None)
+        rank = max(tensor.shape[0] for name, tensor in self._adapter.items() if name.endswith(ADAPTER_TENSORS[0]))
+        adapter = LoRAModel.from_lora_tensors(
+            number, dict(self._adapter), PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu",
+            dtype=manager.lora_config.lora_dtype, weights_mapper=mapper and mapper.get_rename_mapper(),
+        )  # fmt: skip
+        manager.remove_all_adapters()
+        manager.add_adapter(adapter)
+        if strangers := sorted(set(adapter.loras) - set(manager.modules)):
+            raise RuntimeError(f"vLLM has no LoRA for {strangers[0]} in this model: use `lora_sync='merged'`.")
+        manager.activate_adapter(number)
 
     def _repack_vocabulary_layers(self) -> None:
         """On CPU a head tied to the embedding has a packed copy that vLLM's reload does not rebuild (log-probs -5.16
@@ -104,9 +144,28 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
 class WorkerExtension:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
-    def committed_weight_version(self) -> list[int]:
-        """`[update, step]` of the last update that this worker loaded to the end."""
-        return self.weight_transfer_engine.committed  # type: ignore[attr-defined]
+    def commit_weights(self) -> list[int]:
+        """`[update, step, adapter]` of the last update that this worker loaded to the end, now active."""
+        return self.weight_transfer_engine.commit()  # type: ignore[attr-defined]
+
+    def weights_digest(self) -> str:
+        """SHA-256 of this worker's weights, bit by bit, without adapters."""
+        digest = hashlib.sha256()
+        for name, tensor in _weights(self.weight_transfer_engine.model):  # type: ignore[attr-defined]
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+@torch.no_grad()
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and what a CPU kernel packed away, read back as its product with the identity (exact)."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and hasattr(module, "cpu_linear"):
+            identity = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
+            yield f"{name} packed", module.cpu_linear(identity, module.weight, None)
 
     def crc_of_slot(self, slot: int, num_bytes: int) -> int:
         """Raises `TimeoutError` if the slot's bytes do not arrive, so that the sender can try another transport."""

@@ -8,6 +8,7 @@ import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -18,7 +19,7 @@ from .engine import NodeEngines
 from .engine_process import EngineProcess, RunFolder, wait_until_ready
 from .engine_settings import EngineSettings, check_vllm, engine_dtype, save_without_weights
 from .errors import ConfigurationError, EngineError
-from .peft_source import PeftSource
+from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
 from .phases import Phases
 from .probe import probe_engines
 from .protocol import Await, Done, WeightVersion
@@ -110,9 +111,9 @@ class NodeHost:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
         self._has_adapters = hasattr(model, "peft_config")
         base = model.get_base_model() if self._has_adapters else model
-        self._settings = EngineSettings(
-            self.args, self.topology, self.devices, engine_dtype(self.args, base), keywords
-        )
+        dtype = engine_dtype(self.args, base)
+        rank = lora_rank(base) if self._has_adapters and self._serves_adapter(base, dtype) else 0
+        self._settings = EngineSettings(self.args, self.topology, self.devices, dtype, keywords, rank)
         with self.watch.guard():
             if self.topology.is_local_main:
                 self._launch(base, processing_class)
@@ -120,8 +121,22 @@ class NodeHost:
             self.engines = self._connect(folder)
             if field_or_default(self.args, "max_staleness"):
                 self.ahead_engines = self._connect(folder)
-            self._build_sync(base)
+            self._build_sync(base, separate_adapter=rank > 0)
         return self.engines
+
+    def _serves_adapter(self, model, dtype: torch.dtype) -> bool:
+        """Whether syncs shall send the adapter alone, as far as a rank can tell before the engines run."""
+        if field_or_default(self.args, "lora_sync") == "merged":
+            return False
+        obstacle = adapter_obstacle(model, dtype, on_gpu=bool(self.devices.per_engine[0]))
+        return obstacle is None or self._must_merge(obstacle)
+
+    def _must_merge(self, reason: str) -> Literal[False]:
+        if field_or_default(self.args, "lora_sync") == "adapter":
+            raise ConfigurationError(f"`lora_sync='adapter'`, but {reason}. Use 'merged' or 'auto'.")
+        if self.topology.rank == 0:
+            self._say(f"every weight sync sends all weights, with the LoRA adapter merged into them: {reason}")
+        return False
 
     def _connect(self, folder: Path) -> NodeEngines:
         return NodeEngines(
@@ -178,12 +193,16 @@ class NodeHost:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def _build_sync(self, model) -> None:
+    def _build_sync(self, model, separate_adapter: bool) -> None:
+        assert self.engines is not None
         limit = int(field_or_default(self.args, "sync_bucket_mb") * 2**20)
+        if separate_adapter and not all(ready.serves_lora for ready in self.engines.ready):
+            separate_adapter = self._must_merge(f"vLLM has no LoRA for a {type(model).__name__}")
         gather = ShardGather(self.topology.ranks_per_node, self.args.device)
-        kind = PeftSource if self._has_adapters else ModuleSource
+        merges = PeftSource if self._has_adapters else ModuleSource
+        source = (AdapterSource if separate_adapter else merges)(model, self.dtype, gather)
         sender = self.engines if self.topology.is_local_main else None
-        self._sync = WeightSync(kind(model, self.dtype, gather), sender, limit, self._transport())
+        self._sync = WeightSync(source, sender, limit, self._transport())
         self._model = model
 
     def _transport(self) -> Transport:

@@ -1,14 +1,31 @@
-"""A model with LoRA adapters as a weight source: merged bucket by bucket, never the whole model at once (TRL does)."""
+"""A model with LoRA adapters as a weight source: the adapter alone, or merged bucket by bucket (TRL merges it all at
+once, and runs out of memory).
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, WeightSyncError
+from .protocol import ADAPTER_TENSORS
 from .shards import Pieces, ShardGather
-from .weight_source import Bucket, Finish, ModuleSource, count_collectives, full, gather_pieces, gather_zero3, is_zero3
+from .weight_source import (
+    Bucket,
+    Finish,
+    ModuleSource,
+    WeightMeta,
+    count_collectives,
+    full,
+    gather_pieces,
+    gather_zero3,
+    is_zero3,
+    shape_of,
+)
+
+LARGEST_RANK = 512  # that vLLM serves
 
 
 class PeftSource(ModuleSource):
@@ -30,21 +47,12 @@ class PeftSource(ModuleSource):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
-        from peft.tuners.lora import LoraLayer
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        self._layers: dict[str, LoraLayer] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, BaseTunerLayer):
-                check_layer(name, module, LoraLayer)
-                self._layers[f"{name}.weight"] = module
+        self._layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
         super().__init__(model, dtype, gather)
         adapters = {name for name in self._places if is_adapter(name)}
         self._places = {base_name(name): place for name, place in self._places.items() if name not in adapters}
         self._metadata = [
-            type(meta)(base_name(meta.name), meta.dtype, meta.shape)
-            for meta in self._metadata
-            if meta.name not in adapters
+            replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters
         ]
 
     @contextmanager
@@ -77,6 +85,120 @@ class PeftSource(ModuleSource):
         for delta in deltas:
             weight = weight + delta.to(weight.dtype)
         return Pieces.whole(weight)
+
+
+class AdapterSource(PeftSource):
+    """The base weights as they are, frozen, and the one active LoRA adapter beside them, under vLLM's names.
+
+    PEFT's scaling (alpha / r, rsLoRA, `alpha_pattern`, whatever a layer says) is multiplied into B here, before the
+    cast to the engine's dtype, so that the engine has nothing to know of it.
+
+    Args:
+        model (`nn.Module`), dtype (`torch.dtype`):
+            As for [`PeftSource`]; [`adapter_obstacle`] found nothing.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
+        super().__init__(model, dtype, gather)
+        self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
+        (self._adapter,) = active_adapters(self._layers.values())
+        self._scaled: dict[str, nn.Module] = {}  # layers by the name of their B
+        for name, layer in self._layers.items():
+            if self._adapter in layer.scaling:
+                name_a, name_b = (name.removesuffix(".weight") + end for end in ADAPTER_TENSORS)
+                self._scaled[name_b] = layer
+                self._add(name_a, layer.lora_A[self._adapter], dtype)
+                self._add(name_b, layer.lora_B[self._adapter], dtype)
+
+    def _add(self, name: str, linear: nn.Module, dtype: torch.dtype) -> None:
+        self._places[name] = linear, "weight"
+        self._metadata.append(WeightMeta(name, dtype, shape_of(linear.weight)))
+
+    @contextmanager
+    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
+        self._check_state()
+        tensors = self.tensors(bucket)
+        # B travels in the trainer's dtype, because it is scaled before the cast
+        dtypes = [
+            t.dtype if meta.name in self._scaled else meta.dtype for t, meta in zip(tensors, bucket, strict=True)
+        ]
+        with gather_pieces(self._gather, tensors, dtypes) as finish:
+            yield lambda: [self._scale(meta.name, pieces) for meta, pieces in zip(bucket, finish(), strict=True)]
+
+    def collectives(self, bucket: Bucket) -> tuple[int, int]:
+        return ModuleSource.collectives(self, bucket)
+
+    @torch.no_grad()
+    def _scale(self, name: str, pieces: Pieces) -> Pieces:
+        if (layer := self._scaled.get(name)) is None:
+            return pieces
+        return replace(pieces, data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]))
+
+    def _check_state(self) -> None:
+        """A merged base, or another adapter, is not what the engine was given before."""
+        if active_adapters(self._layers.values()) != {self._adapter} or any(x.merged for x in self._layers.values()):
+            raise WeightSyncError(
+                f"The LoRA adapter {self._adapter!r} was merged into the model, or another one made active, after the "
+                "engines had started. Undo it before the next generation, or use `lora_sync='merged'`."
+            )
+
+
+def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str | None:
+    """Why vLLM cannot serve the adapters of `model` beside its weights; `None` if it can, as far as a rank can tell.
+
+    Args:
+        model (`nn.Module`):
+            The base model that PEFT put its layers into.
+        dtype (`torch.dtype`), on_gpu (`bool`):
+            Of the engine.
+
+    Raises:
+        `ConfigurationError`: for adapters that are not LoRA, and for DoRA.
+    """
+    layers = lora_layers(model)
+    active = active_adapters(layers.values())
+    if len(active) != 1:
+        return f"there are {len(active)} active adapters, and vLLM serves one per request"
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)]
+    if trained:
+        return f"{base_name(trained[0])} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
+    for name, layer in layers.items():
+        if reason := layer_obstacle(layer, layer is model.get_output_embeddings(), *active):
+            return f"{name} {reason}"
+    if lora_rank(model) > LARGEST_RANK:
+        return f"its rank is {lora_rank(model)}, and vLLM serves {LARGEST_RANK} at most"
+    if on_gpu and dtype == torch.float32:
+        return "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
+    return None
+
+
+def layer_obstacle(layer, is_head: bool, adapter: str) -> str | None:
+    if is_head or not isinstance(layer.get_base_layer(), nn.Linear):
+        return "is not a linear layer below the head, and vLLM has an adapter for no other in every model"
+    if adapter in layer.lora_variant or layer.lora_bias.get(adapter):
+        return "has more than plain A and B (a LoRA variant, lora_bias)"
+    return None
+
+
+def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """PEFT's layers by name; raises `ConfigurationError` for adapters that are not LoRA, and for DoRA."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    for name, module in layers.items():
+        check_layer(name, module, LoraLayer)
+    return layers
+
+
+def active_adapters(layers) -> set[str]:
+    return {name for layer in layers for name in layer.active_adapters if name in layer.scaling}
+
+
+def lora_rank(model: nn.Module) -> int:
+    """The largest of the active adapter's layers."""
+    layers = lora_layers(model).values()
+    return max(layer.r[name] for layer in layers for name in active_adapters([layer]))
 
 
 def check_layer(name: str, module: nn.Module, lora_layer: type) -> None:

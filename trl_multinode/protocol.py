@@ -18,6 +18,7 @@ from .errors import EngineDiedError, EngineStalledError
 
 LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 31  # a longer one is a corrupt length, not a message
+ADAPTER_TENSORS = (".lora_A.weight", ".lora_B.weight")  # names of a LoRA adapter end so; no others do
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -123,6 +124,9 @@ class OpenSlots(Message, frozen=True):
 
 class BeginUpdate(Message, frozen=True):
     version: WeightVersion
+    first_bucket: int = (
+        0  # the ones before it stay as they are: frozen weights, of which only the first update has any
+    )
 
 
 class LoadBucket(Message, frozen=True):
@@ -144,6 +148,10 @@ class CommitUpdate(Message, frozen=True):
     """All buckets were sent; `Done` carries the version that the workers committed."""
 
 
+class Digest(Message, frozen=True):
+    """Which weights are in the engine, bit by bit and without adapters; answered by `Digests`."""
+
+
 class Shutdown(Message, frozen=True):
     """End in good order; the engine answers `Done` and goes."""
 
@@ -157,6 +165,7 @@ class Ready(Message, frozen=True):
     dtype: str
     vllm_version: str
     processes: tuple[int, ...]  # pids of the vLLM processes below the engine
+    serves_lora: bool = False  # whether it takes adapters apart from the weights
 
 
 class Progress(Message, frozen=True):
@@ -180,6 +189,10 @@ class Done(Message, frozen=True):
     clock_s: float = 0.0  # since the engine's start
 
 
+class Digests(Message, frozen=True):
+    workers: tuple[str, ...]  # SHA-256 of each worker's weights, adapters left out
+
+
 class Failure(Message, frozen=True):
     """The request failed. Whether the engine lives on, its process says."""
 
@@ -187,8 +200,20 @@ class Failure(Message, frozen=True):
     message: str
 
 
-Request = Hello | Await | Generate | Score | OpenSlots | CheckSlot | BeginUpdate | LoadBucket | CommitUpdate | Shutdown
-Reply = Ready | Progress | Completions | Done | Failure
+Request = (
+    Hello
+    | Await
+    | Generate
+    | Score
+    | OpenSlots
+    | CheckSlot
+    | BeginUpdate
+    | LoadBucket
+    | CommitUpdate
+    | Digest
+    | Shutdown
+)
+Reply = Ready | Progress | Completions | Done | Digests | Failure
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)

@@ -25,6 +25,7 @@ class WeightMeta:
     name: str  # as in the checkpoint
     dtype: torch.dtype  # in which it travels: the engine's for parameters, its own for buffers
     shape: tuple[int, ...]  # full, unsharded
+    frozen: bool = False  # does not change during the run: only the first update sends it
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +88,7 @@ class ModuleSource(WeightSource):
         self._gather = gather or ShardGather(1, torch.device("cpu"))
         self._places = {name: place for name, place, _ in named_weights(model)}
         self._metadata = [
-            WeightMeta(name, dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype, _shape(t))
+            WeightMeta(name, dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype, shape_of(t))
             for name, _, t in named_weights(model)
         ]
 
@@ -179,7 +180,7 @@ def keep_head_during_backward(model: nn.Module) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The full shape; a ZeRO-3 shard says `numel() == 0` and knows better in `ds_shape`."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
@@ -221,15 +222,16 @@ def layer_key(name: str) -> str:
 def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int) -> list[Bucket]:
     """Cut the model into buckets of whole layers, small ones merged, at most `limit_bytes` each.
 
-    A layer above the limit is split between tensors; a tensor above it is a bucket of its own. The order is that of
-    `metadata`, so every rank makes the same plan.
+    A layer above the limit is split between tensors; a tensor above it is a bucket of its own; frozen weights share
+    none with others. The order is that of `metadata`, so every rank makes the same plan.
     """
     buckets: list[list[WeightMeta]] = [[]]
-    for _, group in groupby(metadata, key=lambda meta: layer_key(meta.name)):
+    for (frozen, _), group in groupby(metadata, key=lambda meta: (meta.frozen, layer_key(meta.name))):
         layer = list(group)
         pieces = [layer] if _padded_bytes(layer) <= limit_bytes else [[meta] for meta in layer]
         for piece in pieces:
-            if buckets[-1] and _padded_bytes(buckets[-1] + piece) > limit_bytes:
+            last = buckets[-1]
+            if last and (_padded_bytes(last + piece) > limit_bytes or last[0].frozen != frozen):
                 buckets.append([])
             buckets[-1] += piece
     return [tuple(bucket) for bucket in buckets if bucket]

@@ -30,7 +30,7 @@ class SyncTimings:
     copy_s: float = 0.0  # into the slot, local main process only
     load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
     commit_s: float = 0.0  # the engines' packing of the weights, local main process only
-    num_bytes: int = 0  # of the model, in the engine's dtype
+    num_bytes: int = 0  # sent to an engine, in its dtype
     num_buckets: int = 0
     collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
     version: WeightVersion = field(default_factory=WeightVersion)
@@ -97,26 +97,29 @@ class WeightSync:
         self._places = [place(bucket) for bucket in self.buckets]
         self._transport = transport or Transport()
         self._slots: Slots | None = None
+        self._first = 0  # bucket that an update begins with; after the first update the frozen ones are left out
 
     @property
     def num_bytes(self) -> int:
-        return sum(meta.num_bytes for bucket in self.buckets for meta in bucket)
+        """Of the next update."""
+        return sum(meta.num_bytes for bucket in self.buckets[self._first :] for meta in bucket)
 
     def run(self, version: WeightVersion) -> SyncTimings:
-        """Send every bucket. A collective of all training ranks.
+        """Send every bucket that may have changed. A collective of all training ranks.
 
         Raises:
             `WeightVersionError`: if an engine's workers committed another version than `version`.
             `WeightSyncError` or `EngineError`: if an engine failed; it must not serve any more.
         """
-        counts = [self._source.collectives(bucket) for bucket in self.buckets]
-        timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(self.buckets), version=version)
+        sent = self.buckets[self._first :]
+        counts = [self._source.collectives(bucket) for bucket in sent]
+        timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
         timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
         if self._engines is not None and self._slots is None:
             self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._places)
         start = time.perf_counter()
         if self._engines is not None:
-            self._engines.ask_all(BeginUpdate(version=version))
+            self._engines.ask_all(BeginUpdate(version=version, first_bucket=self._first))
         try:
             with self._courier(timings) as courier:
                 self._gather(timings, courier)
@@ -126,6 +129,7 @@ class WeightSync:
         if self._engines is not None:
             self._commit(self._engines, version, timings)
         timings.total_s = time.perf_counter() - start
+        self._first = sum(bucket[0].frozen for bucket in self.buckets)
         return timings
 
     @contextmanager
@@ -144,7 +148,7 @@ class WeightSync:
         with ExitStack() as everything:
             begun: deque[tuple[ExitStack, Finish]] = deque()
             previous = ExitStack()
-            for index in range(len(self.buckets)):
+            for index in range(self._first, len(self.buckets)):
                 start = time.perf_counter()
                 while len(begun) < 2 and index + len(begun) < len(self.buckets):
                     begun.append(self._begin(self.buckets[index + len(begun)], everything))

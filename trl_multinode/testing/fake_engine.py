@@ -6,6 +6,7 @@ computes real log-probs the alarms of the library work against it. `tests/test_c
 """
 
 import asyncio
+import hashlib
 import os
 
 import torch
@@ -15,7 +16,7 @@ from .. import faults
 from ..engine_main import main
 from ..engine_server import Backend, EngineSpec, Generated, Refused
 from ..process_group import SELF_TEST_S, within
-from ..protocol import OpenSlots, Ready, WeightVersion
+from ..protocol import ADAPTER_TENSORS, OpenSlots, Ready, WeightVersion
 from ..receiving import OpenedSlots
 
 SAMPLING_KEYS = {
@@ -39,6 +40,7 @@ class FakeBackend(Backend):
         self._version = WeightVersion()
         self._committed = WeightVersion()
         self._pending: dict[str, torch.Tensor] = {}
+        self._base: dict[str, torch.Tensor] = {}  # weights of layers with an adapter, as they are without it
 
     async def start(self) -> None:
         torch.set_num_threads(1)
@@ -58,6 +60,7 @@ class FakeBackend(Backend):
             dtype=self._args["dtype"],
             vllm_version="fake",
             processes=(),
+            serves_lora=self._args.get("enable_lora", False),
         )
 
     def tokens_done(self) -> int:
@@ -107,10 +110,10 @@ class FakeBackend(Backend):
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return [within(SELF_TEST_S, lambda: self._slots.crc(slot, num_bytes))]
 
-    async def begin_update(self, version: WeightVersion) -> None:
+    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
         self._version = version
         self._pending.clear()
-        self._next_bucket = 0
+        self._next_bucket = first_bucket
 
     async def load_bucket(self, bucket: int, slot: int) -> None:
         if bucket != self._next_bucket:
@@ -132,9 +135,27 @@ class FakeBackend(Backend):
     def _load(self) -> None:
         if self._tied and faults.is_active("stale_head", self._version.update):
             self._pending.pop("model.embed_tokens.weight")
-        result = self._model.load_state_dict(self._pending, strict=False)
+        weights = {name: tensor for name, tensor in self._pending.items() if not name.endswith(ADAPTER_TENSORS)}
+        result = self._model.load_state_dict(weights, strict=False)
         if result.unexpected_keys:
             raise RuntimeError(f"tensors that the model does not have: {result.unexpected_keys}")
+        for name in weights:
+            self._base.pop(name, None)
+        self._add_adapter()
+
+    @torch.no_grad()
+    def _add_adapter(self) -> None:
+        end_a, end_b = ADAPTER_TENSORS
+        for name in [name.removesuffix(end_a) for name in self._pending if name.endswith(end_a)]:
+            weight = self._model.get_parameter(f"{name}.weight")
+            base = self._base.setdefault(f"{name}.weight", weight.clone())
+            weight.copy_(base + self._pending[name + end_b] @ self._pending[name + end_a])
+
+    async def digests(self) -> list[str]:
+        digest = hashlib.sha256()
+        for name, tensor in (self._model.state_dict() | self._base).items():
+            digest.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return [digest.hexdigest()]
 
     async def stop(self) -> None:
         self._pending.clear()

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+ZERO3: dict = {"stage": 3, "stage3_param_persistence_threshold": 0}
 CPU = {"device": "cpu"}
-DEEPSPEED = {
+
+DEEPSPEED: dict[str, dict] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
     "zero3": ZERO3,

@@ -30,6 +30,7 @@ def make_trainer(
     model, reward, folder: str, prompts: list[str], eval_prompts: list[str] | None = None, iterable: bool = False,
     **settings,
 ) -> GRPOTrainer:  # fmt: skip
+    peft_config = settings.pop("peft_config", None)
     args = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -47,6 +48,7 @@ def make_trainer(
     return GRPOTrainer(
         model, reward, args, dataset.to_iterable_dataset() if iterable else dataset,
         eval_dataset=eval_prompts and Dataset.from_dict({"prompt": eval_prompts}), processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
     )  # fmt: skip
 
 
