@@ -29,9 +29,12 @@ demo: setup
 	python examples/demo/run.py --mode $(MODE)
 
 bench: setup
+	python benchmarks/sync.py
+	python benchmarks/projection.py
+	python benchmarks/transports.py
+	python benchmarks/lora.py
 	python benchmarks/overlap.py
 	python benchmarks/balance.py
-	python benchmarks/lora.py
 	python benchmarks/learning.py
 	python benchmarks/table.py
 

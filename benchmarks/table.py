@@ -97,14 +97,108 @@ def learning(found: dict) -> str:
     )
 
 
+def sync(found: dict) -> str:
+    cells = found["cells"]
+    columns = [f"{c['model']}, {c['nodes']} x {found['ranks_per_node']}, {c['link']}, {c['engine']}" for c in cells]
+    rows = [[f"{arm}, s", *(c["wall_s"][arm] for c in cells)] for arm in ("ours", "trl", "world", "control")]
+    keys = ["speedup_over_trl", "speedup_over_world", "control_ratio", "inbound_ratio", "inbound_ratio_trl"]
+    rows += [[f"`{key}`", *(c[key] for c in cells)] for key in keys]
+    rows += [["limit of `inbound_ratio`", *(c["inbound_limit"] for c in cells)]]
+    counts = ["buckets", "world_collectives", "world_collectives_trl"]
+    rows += [[f"`{key}`", *(c[key] for c in cells)] for key in counts]
+    rows += [[f"{stage}", *(c["stage_s"][stage] for c in cells)] for stage in ("gather_s", "copy_s", "load_s")]
+    keys = ["commit_s", "wall_vs_stages", "gb_per_s", "extra_memory_buckets", "extra_memory_buckets_trl"]
+    rows += [[f"`{key}`", *(c[key] for c in cells)] for key in keys]
+    rows += [["`sync_share` where TRL's is 20 %", *(share(c["speedup_over_trl"]["median"]) for c in cells)]]
+    return "## Weight sync\n\n" + SYNC + table(["", *columns], rows)
+
+
+SYNC = """Full fine-tuning under ZeRO-3, fp32, nodes in network namespaces on one machine (`benchmarks/sync.py`).
+`trl`: TRL's `VLLMGeneration.sync_weights` in server mode. Replaced in it: `vllm_client`, by one that writes every tensor
+into our slots for the engine of node 0 (no HTTP, other nodes' engines get nothing: in TRL's favour); the object is made
+without its `__init__`. `world`: ours with one all-gather of the world per bucket. `control`: ours again.
+`wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in largest
+buckets.
+
+"""
+
+
+def share(speedup: float) -> str:
+    """A step in which TRL's sync takes a fifth, with ours instead."""
+    return f"{1 / (1 + 4 * speedup):.0%}"
+
+
+def transports(found: dict) -> str:
+    arms = ("host", "control", "nccl", "memcpy")
+    rows = [["whole sync, s", *(found["seconds"][arm] for arm in arms)]]
+    rows += [["GB/s", *(found["gb_per_s"][arm] for arm in arms)]]
+    for stage in ("copy_s", "load_s"):
+        rows += [[stage, *(found["stage_s"][arm][stage] if arm in found["stage_s"] else "" for arm in arms)]]
+    figures = [[f"`{key}`", found[key]] for key in ("nccl_over_host", "control_ratio")]
+    return (
+        f"## Transports\n\nOne process, one vLLM, {found['model_mb']} MB (`benchmarks/transports.py`). Here `nccl` ran "
+        f"over gloo. Not run: {', '.join(found['not_run']) or 'nothing'}. Log-probs at most "
+        f"{found['worst_logprob_difference']:.0e} apart after every sync.\n\n"
+        + table(["", *arms], rows) + "\n" + table(["", ""], figures)
+    )  # fmt: skip
+
+
+def projection(found: dict) -> str:
+    checked = [[r["model"], r["nodes"], r["link"], "fitted" if r["fitted"] else "predicted", r["measured_s"],
+                r["predicted_s"], f"{r['error']:+.0%}"] for r in found["cells"]]  # fmt: skip
+    links = [key for key in found["projected"][0] if key not in ("model", "nodes")]
+    rows = [[row["model"], row["nodes"], *(row[link] for link in links)] for row in found["projected"]]
+    return (
+        "## Projection of the weight sync\n\n**Not measured.** Arithmetic and assumptions are in "
+        "`benchmarks/projection.py`; first what it says of the measured cells (worst error "
+        f"{found['worst_error']:.0%}, limit {found['limit']:.0%}), then seconds of a sync in bfloat16.\n\n"
+        + table(["model", "nodes", "link", "", "measured, s", "arithmetic, s", "error"], checked)
+        + "\n" + table(["model", "nodes", *links], rows)
+    )  # fmt: skip
+
+
+def rivals(found: dict) -> str:
+    """Tokens a second and device from the figures of the overlap: two devices, the reserved one included."""
+    rows = []
+    for name, mix in found.items():
+        if name != "contention":
+            tokens, devices = mix["mix"]["num_rows"] * mix["mix"]["num_tokens"], 2
+            steps = [mix["step_s"]["sync"]["median"], mix["step_s"]["overlap"]["median"]]
+            steps.append((mix["t_gen_s"]["median"] + mix["t_train_s"]["median"]) / devices)
+            rows.append([name, *(round(tokens / seconds / devices) for seconds in steps)])
+    return "## Rivals\n\n" + RIVALS + table(["", "max_staleness=0", "max_staleness=1", "colocated, calculated"], rows)
+
+
+RIVALS = """- TRL server: the arms `trl` of the exchange and of the weight sync.
+- TRL colocate on all devices of a node: does not run on a CPU (DeepSpeed's patches of torch break what vLLM compiles
+  in the same process), so it is calculated from the same phases as (T_gen + T_train) / devices: perfect scaling, no
+  sleep and wake-up, no weight sync, and everything fits into the memory.
+- AsyncGRPO: not run; it needs a vLLM server with NCCL weight transfer, and has neither DeepSpeed nor evaluation.
+
+Completion tokens per second and device, the reserved device counted.
+
+"""
+
+
 def render() -> str:
     sections = [HEAD]
-    for name, section in (("overlap", overlap), ("balance", balance), ("lora", lora), ("learning", learning)):
+    for name, section in SECTIONS:
         path = FOLDER / "results" / f"{name}.json"
         if path.exists():
             sections.append(section(json.loads(path.read_text())))
     return "\n".join(sections)
 
+
+SECTIONS = (
+    ("sync", sync),
+    ("projection", projection),
+    ("transports", transports),
+    ("lora", lora),
+    ("overlap", overlap),
+    ("overlap", rivals),
+    ("balance", balance),
+    ("learning", learning),
+)
 
 if __name__ == "__main__":
     (FOLDER / "RESULTS.md").write_text(render())
