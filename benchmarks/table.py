@@ -114,9 +114,9 @@ def sync(found: dict) -> str:
 
 
 SYNC = """Full fine-tuning under ZeRO-3, fp32, nodes in network namespaces on one machine (`benchmarks/sync.py`).
-`trl`: TRL's `VLLMGeneration.sync_weights` in server mode. Replaced in it: `vllm_client`, by one that writes every tensor
-into our slots for the engine of node 0 (no HTTP, other nodes' engines get nothing: in TRL's favour); the object is made
-without its `__init__`. `world`: ours with one all-gather of the world per bucket. `control`: ours again.
+`trl`: TRL's `VLLMGeneration.sync_weights` in server mode. Replaced in it: `vllm_client`, by one that writes every
+tensor into our slots for the engine of node 0 (no HTTP, other nodes' engines get nothing: in TRL's favour); the object
+is made without its `__init__`. `world`: ours with one all-gather of the world per bucket. `control`: ours again.
 `wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in largest
 buckets.
 
@@ -136,8 +136,8 @@ def transports(found: dict) -> str:
         rows += [[stage, *(found["stage_s"][arm][stage] if arm in found["stage_s"] else "" for arm in arms)]]
     figures = [[f"`{key}`", found[key]] for key in ("nccl_over_host", "control_ratio")]
     return (
-        f"## Transports\n\nOne process, one vLLM, {found['model_mb']} MB (`benchmarks/transports.py`). Here `nccl` ran "
-        f"over gloo. Not run: {', '.join(found['not_run']) or 'nothing'}. Log-probs at most "
+        f"## Transports\n\nOne process, one vLLM, {found['model_mb']} MB (`benchmarks/transports.py`). `nccl` ran over "
+        f"gloo. Not run: {', '.join(found['not_run']) or 'nothing'}. Log-probs at most "
         f"{found['worst_logprob_difference']:.0e} apart after every sync.\n\n"
         + table(["", *arms], rows) + "\n" + table(["", ""], figures)
     )  # fmt: skip
