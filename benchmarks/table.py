@@ -136,7 +136,7 @@ def transports(found: dict) -> str:
         rows += [[stage, *(found["stage_s"][arm][stage] if arm in found["stage_s"] else "" for arm in arms)]]
     figures = [[f"`{key}`", found[key]] for key in ("nccl_over_host", "control_ratio")]
     return (
-        f"## Transports\n\nOne process, one vLLM, {found['model_mb']} MB (`benchmarks/transports.py`). `nccl` ran over "
+        f"## Transports\n\nOne process, one vLLM, {found['model_mb']} MB (`benchmarks/transports.py`). `nccl` over "
         f"gloo. Not run: {', '.join(found['not_run']) or 'nothing'}. Log-probs at most "
         f"{found['worst_logprob_difference']:.0e} apart after every sync.\n\n"
         + table(["", *arms], rows) + "\n" + table(["", ""], figures)
