@@ -316,6 +316,24 @@ def test_a_sync_waits_for_the_look_ahead_before_its_barrier_and_only_then_change
     assert ahead.events == ["barrier", "sync", "generated ahead", "barrier", "sync"]
 
 
+def test_a_sync_at_an_unchanged_step_neither_waits_for_the_look_ahead_nor_for_other_ranks():
+    ahead, go = Ahead(), threading.Event()
+    generate = ahead.host.ahead_engines.generate
+    ahead.host.ahead_engines.generate = lambda *args: (go.wait(10), generate(*args))[1]
+    ahead.round(0, [A], following=[B])
+    ahead.generation.sync_weights()  # returns although the look-ahead is under way
+    assert ahead.generation.look_ahead.made is None and not go.is_set()
+    assert ahead.events == ["barrier"] and len(ahead.host.synced) == 1
+    go.set()
+    ahead.round(1, [B], following=[C], sync=False)
+    assert ahead.generation.lag == (0, 0) and ahead.fresh == [[A]]
+    ahead.host.step = lambda: 18  # an optimizer step: nobody has to say so
+    ahead.generation.sync_weights()
+    assert ahead.events == ["barrier"] * 2 and ahead.generation.look_ahead.made is not None
+    ahead.round(2, [C], sync=False)
+    assert ahead.generation.lag == (1, 1) and ahead.fresh == [[A]]
+
+
 def test_evaluation_in_between_neither_takes_nor_drops_the_look_ahead():
     ahead = Ahead()
     ahead.round(0, [A], following=[B])

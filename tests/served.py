@@ -1,0 +1,116 @@
+"""An engine's server in a thread of this process, with a backend that only keeps what it was sent: starts at once."""
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from trl_multinode.engine import NodeEngines
+from trl_multinode.engine_server import Backend, EngineServer, EngineSpec
+from trl_multinode.errors import EngineDiedError
+from trl_multinode.protocol import Connection, Ready, WeightVersion
+from trl_multinode.receiving import OpenedSlots
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bits."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+class Keeper(Backend):
+    """Keeps the tensors of the last committed update.
+
+    Args:
+        before_load (`Callable[[int, int], None]`):
+            Called with update and bucket before a slot is read; may take its time, or raise.
+    """
+
+    def __init__(self, before_load: Callable[[int, int], None] = lambda update, bucket: None):
+        self._before_load = before_load
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.loaded: list[tuple[int, int]] = []  # update and bucket
+
+    async def start(self) -> None: ...
+
+    def ready(self) -> Ready:
+        return Ready(pid=0, max_model_len=256, dtype="float32", vllm_version="none", processes=())
+
+    def tokens_done(self) -> int:
+        return 0
+
+    async def generate(self, prompt, num, max_tokens, sampling, seed, images):
+        raise NotImplementedError
+
+    async def score(self, prompt):
+        return []
+
+    async def open_slots(self, request) -> None:
+        self._buckets = request.buckets
+        self._slots = OpenedSlots(request.memory, request.slot_bytes, torch.device("cpu"))
+
+    async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        return [self._slots.crc(slot, num_bytes)]
+
+    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
+        self._version, self._coming = version, {}
+
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        await asyncio.to_thread(self._before_load, self._version.update, bucket)
+        self._coming |= self._slots.take(slot, self._buckets[bucket])
+        self.loaded.append((self._version.update, bucket))
+
+    async def commit_update(self) -> list[WeightVersion]:
+        self.tensors |= self._coming
+        return [self._version]
+
+    async def digests(self) -> list[str]:
+        return [digest(self.tensors)]
+
+    async def stop(self) -> None: ...
+
+
+@contextmanager
+def serving(*backends: Backend, folder: Path, stall_timeout_s: float = 10.0) -> Iterator[NodeEngines]:
+    """One rank's connections to an engine per backend."""
+    folder.mkdir(exist_ok=True)
+    sockets = [folder / f"engine{index}.sock" for index in range(len(backends))]
+    threads = []
+    for index, (backend, socket) in enumerate(zip(backends, sockets, strict=True)):
+        thread = threading.Thread(target=_serve, args=(backend, socket, index), daemon=True)
+        thread.start()
+        threads.append(thread)
+        _wait_until_listening(socket)  # one after the other: a server changes the umask while it starts
+    engines = NodeEngines(sockets, 0, 0, folder / "load", stall_timeout_s, 8, folder)
+    try:
+        yield engines
+    finally:
+        engines.shutdown()
+        engines.close()
+        for thread in threads:
+            thread.join(0.2)  # one whose connection broke serves on, and ends with this process
+
+
+def _wait_until_listening(path: Path) -> None:
+    deadline = time.monotonic() + 10.0
+    while True:
+        try:
+            Connection(str(path), path.name, path).close()
+            return
+        except EngineDiedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def _serve(backend: Backend, socket: Path, index: int) -> None:
+    unused = str(socket.with_suffix(".unused"))
+    spec = EngineSpec(index, str(socket), unused, unused, unused, 0, {})
+    asyncio.run(EngineServer(spec, backend).serve())
