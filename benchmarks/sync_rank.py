@@ -78,8 +78,8 @@ def build():
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-class OneSender:
-    """In place of TRL's `vllm_client`: parameter after parameter from TRL's own loop into the engine of node 0."""
+class PerParameter:
+    """In place of TRL's `vllm_client`: parameter after parameter from TRL's own loop into this node's engine."""
 
     def __init__(self, engines, sync: WeightSync):
         self.engines, self.sync = engines, sync
@@ -106,16 +106,16 @@ class Arms:
         self.syncs = {
             "ours": WeightSync(ModuleSource(model, torch.float32, node_first), engines, limit),
             "world": WeightSync(ModuleSource(model, torch.float32, world), engines, limit),
-            "trl": WeightSync(ModuleSource(model, torch.float32, node_first), engines if NODE == 0 else None, 1),
+            "trl": WeightSync(ModuleSource(model, torch.float32, node_first), engines, 1),
         }
         self.syncs["control"] = self.syncs["ours"]
         self.trl = VLLMGeneration.__new__(VLLMGeneration)
-        main = RANK == 0
+        main = engines is not None
         self.trl.mode, self.trl.model, self.trl._weight_metadata = "server", model, None
         self.trl.accelerator = SimpleNamespace(is_main_process=main)
         plugin = SimpleNamespace(zero_stage=3)
         self.trl._dist = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
-        self.trl.vllm_client = OneSender(engines, self.syncs["trl"]) if main else None
+        self.trl.vllm_client = PerParameter(engines, self.syncs["trl"]) if main else None
 
     def open(self, arm: str) -> None:
         """The arm's own slots and buckets, outside of the time: an engine has one plan at a time."""
@@ -193,10 +193,7 @@ def measure(arms: Arms, model, engines, names: Sequence[str]) -> dict:
         arms.open(arm)
         arms.run(arm)
         result["memory"][arm] = memory_peak(lambda arm=arm: arms.run(arm))
-        if arm != "trl" or NODE == 0:
-            result["fresh"].append(difference(model, engines))
-        else:
-            difference(model, engines)
+        result["fresh"].append(difference(model, engines))
     for repeat in range(int(repeats)):
         for arm in names if repeat % 2 == 0 else names[::-1]:
             result[arm].append(timed(arms, arm))

@@ -86,6 +86,19 @@ def test_an_adapter_that_was_merged_or_changed_after_the_start_is_told():
         assert a.data.abs().max() > 0 and b.data.abs().max() == 0
 
 
+def unfreeze(model) -> None:
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [unfreeze, lambda model: model.unload()], ids=["unfrozen", "unloaded"])
+def test_a_base_that_no_longer_is_what_the_engines_hold_is_told(change):
+    model = adapted()
+    source = AdapterSource(model.get_base_model(), torch.float32)
+    change(model)
+    with pytest.raises(WeightSyncError, match="lora_sync='merged'"), source.gathering(tuple(source.metadata()[-2:])):
+        pass
+
+
 # ---- what vLLM cannot serve
 
 

@@ -43,6 +43,37 @@ def test_other_adapters_are_refused_with_the_way_out():
         PeftSource(adapted(use_dora=True).get_base_model(), torch.float32)
 
 
+def test_trainable_tokens_are_refused():
+    with pytest.raises(ConfigurationError, match="colocate"):
+        PeftSource(adapted(trainable_token_indices=[1, 2]).get_base_model(), torch.float32)
+
+
+def test_a_reference_adapter_beside_modules_to_save_is_not_sent():
+    """TRL adds "ref" with beta > 0; it has a copy of the head too."""
+    model = adapted(modules_to_save=["lm_head"])
+    model.add_adapter("ref", model.peft_config["default"])
+    names = {meta.name for meta in PeftSource(model.get_base_model(), torch.float32).metadata()}
+    assert "lm_head.weight" in names and not [name for name in names if "modules_to_save" in name]
+
+
+class Experts(torch.nn.Module):
+    """Mixture-of-experts layers of transformers hold their weights so: parameters, no linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.randn(3, 8, 6))
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->bo", x, self.gate_up)
+
+
+def test_an_adapter_on_a_bare_parameter_is_refused_instead_of_left_out():
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["0.gate_up"])
+    model = get_peft_model(torch.nn.Sequential(Experts()), config)
+    with pytest.raises(ConfigurationError, match="adapter of 0 is not one of a layer"):
+        PeftSource(model.get_base_model(), torch.float32)
+
+
 @pytest.mark.parametrize("module", [FAKE, pytest.param(REAL, marks=pytest.mark.engine)], ids=["fake", "vllm"])
 def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, tmp_path):
     model = adapted()

@@ -94,12 +94,12 @@ def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(
 def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_path):
     def body(rank: int) -> list[bool]:
         piece = torch.zeros(8)
-        piece.ds_numel, piece.status = 8, SimpleNamespace(name="AVAILABLE")
+        piece.ds_numel, piece.final_location = 8, None
         good = SimpleNamespace(ds_tensor=piece, ds_numel=15, ds_shape=(15,), ds_secondary_tensor=None)
         shared = SimpleNamespace(**{**vars(good), "ds_numel": 8})  # MiCS: every group has all of it
         secondary = SimpleNamespace(**{**vars(good), "ds_secondary_tensor": piece})  # ZeRO++
         found = [shard_of(tensor) is not None for tensor in (good, shared, secondary, torch.zeros(3))]
-        piece.status = SimpleNamespace(name="NOT_AVAILABLE")  # on an NVMe
+        piece.final_location = SimpleNamespace(name="nvme")
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         hybrid = Small()
         fully_shard(hybrid, mesh=mesh)
@@ -127,3 +127,20 @@ def test_pieces_are_cast_while_they_are_copied_and_the_padding_is_left_out():
     target = torch.full((12,), -1, dtype=torch.bfloat16)
     Pieces(data, (10,)).copy_to(target[:10])
     assert target.tolist() == [*range(10), -1, -1]
+
+
+def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
+    def body(rank: int) -> bool:
+        gather = ShardGather(2, torch.device("cpu"))
+        (pieces,) = gather.start([Shard(torch.empty(0), 0, (0, 5))], [torch.bfloat16]).wait()
+        return rank > 0 or pieces.full().shape == (0, 5)
+
+    assert on_gloo_ranks(body, 4, tmp_path) == [True] * 4
+
+
+def test_what_differs_between_ranks_is_seen_by_all(tmp_path):
+    def body(rank: int) -> list:
+        gather = ShardGather(1, torch.device("cpu"))
+        return [gather.extremes(7), gather.extremes(2**32 - 1 if rank else 3)]
+
+    assert on_gloo_ranks(body, 2, tmp_path) == [[[7, 7], [3, 2**32 - 1]]] * 2

@@ -3,6 +3,7 @@
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from trl_multinode.process_group import within
 from trl_multinode.protocol import Broadcast, DeviceMemory, HostMemory
 from trl_multinode.receiving import OpenedSlots
 from trl_multinode.shards import Pieces
-from trl_multinode.slots import BroadcastSlots, HostSlots, Slots
+from trl_multinode.slots import SHARED_MEMORY, BroadcastSlots, HostSlots, Slots
 from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.transports import Machine, Transport, choose
@@ -54,6 +55,15 @@ def test_a_tensor_of_another_shape_is_never_written():
 def test_a_full_shared_memory_is_named_with_the_cure():
     with pytest.raises(WeightSyncError, match="Lower `sync_bucket_mb`.*--shm-size"):
         HostSlots(1 << 60, pin=False)
+
+
+def test_page_locking_that_failed_is_told_and_leaves_no_file(monkeypatch):
+    failing = SimpleNamespace(cudaHostRegister=lambda *args: 2)  # cudaErrorMemoryAllocation
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: failing)
+    before = set(SHARED_MEMORY.glob("trl_multinode_*"))
+    with pytest.raises(WeightSyncError, match="page-locked .CUDA error 2.*ulimit -l"):
+        HostSlots(256, pin=True)
+    assert not set(SHARED_MEMORY.glob("trl_multinode_*")) - before
 
 
 # ---- which one

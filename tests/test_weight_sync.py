@@ -13,7 +13,7 @@ from served import Keeper, digest, serving
 from torch import nn
 
 from trl_multinode.errors import EngineDiedError, EngineError, WeightSyncError
-from trl_multinode.protocol import Digest, WeightVersion
+from trl_multinode.protocol import Await, BeginUpdate, Digest, WeightVersion
 from trl_multinode.shards import Pieces, ShardGather
 from trl_multinode.transports import Transport
 from trl_multinode.weight_source import ModuleSource, WeightMeta, WeightSource
@@ -219,3 +219,10 @@ def test_the_log_has_the_slowest_rank_of_every_stage_and_its_node():
 
 def test_a_run_without_a_sync_logs_no_rate():
     assert sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * 2, 1)["sync/gb_per_s"] == 0.0
+
+
+def test_a_refused_beginning_is_heard_by_the_ranks_that_wait_for_it(tmp_path):
+    with serving(Keeper(), folder=tmp_path, stall_timeout_s=5.0) as engines:
+        with pytest.raises(WeightSyncError, match="before a whole one"):
+            engines.ask(0, BeginUpdate(version=WeightVersion(1, 0), first_bucket=1))
+        engines.ask(0, Await(min_update=1))

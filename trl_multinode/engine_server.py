@@ -163,7 +163,9 @@ class Weights:
     async def begin(self, first_bucket: int) -> None:
         async with self._changed:
             if first_bucket and (self.broken or self.version.update == 0):
-                raise Refused("WeightSyncError", "an update without the frozen weights came before a whole one")
+                raise Refused(
+                    "WeightSyncError", "an update without frozen weights came before a whole one, or a failed one"
+                )
             await self._changed.wait_for(lambda: not self._running and not self._updating)
             self._updating = True
             self.broken = "the last weight update did not finish: the engine holds mixed weights"
@@ -281,8 +283,8 @@ class EngineServer:
                 if set(found := await self._backend.check_slot(request.slot, request.num_bytes)) != {request.crc}:
                     raise Refused("WeightSyncError", f"a slot arrived with checksums {found}, sent {request.crc}")
             case BeginUpdate():
+                self._update = request.version  # a refusal ends this update, and whoever waits for it hears so
                 await self._weights.begin(request.first_bucket)
-                self._update = request.version
                 await self._backend.begin_update(request.version, request.first_bucket)
             case LoadBucket():
                 await self._backend.load_bucket(request.bucket, request.slot)

@@ -148,6 +148,11 @@ class WorkerExtension:
         """`[update, step, adapter]` of the last update that this worker loaded to the end, now active."""
         return self.weight_transfer_engine.commit()  # type: ignore[attr-defined]
 
+    def crc_of_slot(self, slot: int, num_bytes: int) -> int:
+        """Raises `TimeoutError` if the slot's bytes do not arrive, so that the sender can try another transport."""
+        slots = self.weight_transfer_engine.slots  # type: ignore[attr-defined]
+        return within(SELF_TEST_S, lambda: slots.crc(slot, num_bytes))
+
     def weights_digest(self) -> str:
         """SHA-256 of this worker's weights, bit by bit, without adapters."""
         digest = hashlib.sha256()
@@ -166,8 +171,3 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(module, LinearBase) and hasattr(module, "cpu_linear"):
             identity = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
             yield f"{name} packed", module.cpu_linear(identity, module.weight, None)
-
-    def crc_of_slot(self, slot: int, num_bytes: int) -> int:
-        """Raises `TimeoutError` if the slot's bytes do not arrive, so that the sender can try another transport."""
-        slots = self.weight_transfer_engine.slots  # type: ignore[attr-defined]
-        return within(SELF_TEST_S, lambda: slots.crc(slot, num_bytes))

@@ -196,13 +196,20 @@ class NodeHost:
     def _build_sync(self, model, separate_adapter: bool) -> None:
         assert self.engines is not None
         limit = int(field_or_default(self.args, "sync_bucket_mb") * 2**20)
-        if separate_adapter and not all(ready.serves_lora for ready in self.engines.ready):
-            separate_adapter = self._must_merge(f"vLLM has no LoRA for a {type(model).__name__}")
         gather = ShardGather(self.topology.ranks_per_node, self.args.device)
+        served = all(ready.serves_lora for ready in self.engines.ready)
+        if separate_adapter and gather.extremes(served)[0] == 0:  # on any node: all send the same, or nobody can
+            separate_adapter = self._must_merge(f"vLLM has no LoRA for a {type(model).__name__}")
         merges = PeftSource if self._has_adapters else ModuleSource
         source = (AdapterSource if separate_adapter else merges)(model, self.dtype, gather)
         sender = self.engines if self.topology.is_local_main else None
         self._sync = WeightSync(source, sender, limit, self._transport())
+        lowest, highest = gather.extremes(self._sync.plan_crc)
+        if lowest != highest:
+            raise ConfigurationError(
+                f"{self.topology}: the ranks would send different weights (names, shapes or dtypes differ), so their "
+                "models are not the same. Use the same model, config and library versions on every node."
+            )
         self._model = model
 
     def _transport(self) -> Transport:
@@ -212,6 +219,7 @@ class NodeHost:
             self.transport[0],
             self.args.device,
             pin=self.devices.sender is not None,
+            timeout_s=field_or_default(self.args, "engine_stall_timeout"),
             seen_as=[gpus.index(self.devices.sender) for gpus in seen] if with_sender else [],
             workers=[self.args.vllm_tensor_parallel_size] * count,
             folder=self._folder.path if self._folder else Path(),

@@ -2,6 +2,7 @@
 once, and runs out of memory).
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,11 +50,18 @@ class PeftSource(ModuleSource):
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         self._layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
         super().__init__(model, dtype, gather)
-        adapters = {name for name in self._places if is_adapter(name)}
+        active = active_adapters(self._layers.values())
+        adapters = {name for name in self._places if is_adapter(name, active)}
         self._places = {base_name(name): place for name, place in self._places.items() if name not in adapters}
         self._metadata = [
             replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters
         ]
+        if strangers := sorted(set(self._layers) - set(self._places)):  # its adapter would silently be left out
+            raise ConfigurationError(
+                f"The LoRA adapter of {strangers[0].removesuffix('.weight')} is not one of a layer with a weight "
+                "(`target_parameters`, attention in one matrix?), and node mode cannot add it. Use `target_modules` "
+                "that are layers, or vllm_mode='colocate' or 'server'."
+            )
 
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
@@ -100,6 +108,8 @@ class AdapterSource(PeftSource):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         super().__init__(model, dtype, gather)
+        self._model = model
+        self._frozen = list(self._places)
         self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
         (self._adapter,) = active_adapters(self._layers.values())
         self._scaled: dict[str, nn.Module] = {}  # layers by the name of their B
@@ -135,12 +145,20 @@ class AdapterSource(PeftSource):
         return replace(pieces, data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]))
 
     def _check_state(self) -> None:
-        """A merged base, or another adapter, is not what the engine was given before."""
-        if active_adapters(self._layers.values()) != {self._adapter} or any(x.merged for x in self._layers.values()):
+        """A base that was changed, or another adapter, is not what the engine was given before."""
+        layers = lora_layers(self._model).values()
+        if active_adapters(layers) != {self._adapter} or any(layer.merged for layer in layers):
             raise WeightSyncError(
-                f"The LoRA adapter {self._adapter!r} was merged into the model, or another one made active, after the "
-                "engines had started. Undo it before the next generation, or use `lora_sync='merged'`."
+                f"The LoRA adapter {self._adapter!r} was merged into the model, or taken out, or another made active, "
+                "after the engines had started. Undo it before the next generation, or use `lora_sync='merged'`."
             )
+        for name in self._frozen:
+            module, attribute = self._places[name]
+            if getattr(module, attribute).requires_grad:
+                raise WeightSyncError(
+                    f"{name} is trained, but was frozen when the engines started, which have it as it was then. "
+                    "Unfreeze it before the trainer is built, or use `lora_sync='merged'`."
+                )
 
 
 def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str | None:
@@ -159,7 +177,7 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
     active = active_adapters(layers.values())
     if len(active) != 1:
         return f"there are {len(active)} active adapters, and vLLM serves one per request"
-    trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)]
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name, active)]
     if trained:
         return f"{base_name(trained[0])} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
     for name, layer in layers.items():
@@ -209,13 +227,15 @@ def check_layer(name: str, module: nn.Module, lora_layer: type) -> None:
         )
 
 
-def is_adapter(name: str) -> bool:
-    """Parameters that exist for PEFT only: the adapters, and the untrained twin of a module in `modules_to_save`."""
-    return ".lora_" in name or ".original_module." in name
+def is_adapter(name: str, active: set[str]) -> bool:
+    """Parameters that exist for PEFT only: the adapters; of a module in `modules_to_save` the untrained twin, and the
+    copies of adapters that are not `active` (TRL's reference)."""
+    copy = re.search(r"\.modules_to_save\.([^.]+)\.", name)
+    return ".lora_" in name or ".original_module." in name or (copy is not None and copy[1] not in active)
 
 
 def base_name(name: str) -> str:
-    return name.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
 
 
 def adapter_parameters(layer: nn.Module) -> list[nn.Parameter]:

@@ -17,6 +17,7 @@ import numpy as np
 from .errors import EngineDiedError, EngineStalledError
 
 LENGTH = struct.Struct("<Q")
+NUM_SLOTS = 2  # the engine loads bucket k-1 from one while bucket k is written into the other
 MAX_FRAME_BYTES = 1 << 31  # a longer one is a corrupt length, not a message
 ADAPTER_TENSORS = (".lora_A.weight", ".lora_B.weight")  # names of a LoRA adapter end so; no others do
 
@@ -124,9 +125,8 @@ class OpenSlots(Message, frozen=True):
 
 class BeginUpdate(Message, frozen=True):
     version: WeightVersion
-    first_bucket: int = (
-        0  # the ones before it stay as they are: frozen weights, of which only the first update has any
-    )
+    # Buckets before this one stay as they are: frozen weights, of which only the first update has any
+    first_bucket: int = 0
 
 
 class LoadBucket(Message, frozen=True):
@@ -288,10 +288,19 @@ class Connection:
         self._buffer = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(connect_timeout_s)
+        deadline = time.monotonic() + connect_timeout_s
+        while (error := self._connect(path)) is not None:
+            # An engine is between `bind` and `listen` for a moment: the socket is there and refuses
+            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
+                raise EngineDiedError(f"{name}: cannot connect to its socket ({error}). Log: {log_path}") from error
+            time.sleep(0.05)
+
+    def _connect(self, path: str) -> OSError | None:
         try:
             self._socket.connect(path)
+            return None
         except OSError as error:
-            raise EngineDiedError(f"{name}: cannot connect to its socket ({error}). Log: {log_path}") from error
+            return error
 
     def fileno(self) -> int:
         return self._socket.fileno()

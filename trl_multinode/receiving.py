@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .process_group import pair_group
-from .protocol import Broadcast, DeviceMemory, HostMemory, SlotMemory, TensorSpec
+from .protocol import NUM_SLOTS, Broadcast, DeviceMemory, HostMemory, SlotMemory, TensorSpec
 
 Taken = list[tuple[str, torch.Tensor]]
 
@@ -39,7 +39,7 @@ class OpenedSlots:
                 for storage in storages
             ]
         else:
-            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
             self._join(memory, worker)
 
     def _join(self, memory: Broadcast, worker: int) -> None:

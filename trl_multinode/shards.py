@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-ALIGNMENT = 16  # bytes between tensors in a packed buffer: a multiple of every dtype's size
+PIECE_ALIGNMENT = 16  # bytes between tensors in a packed buffer: a multiple of every dtype's size
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _zero3_shard(tensor) -> Shard | None:
     piece = tensor.ds_tensor
     equal = piece.ds_numel == math.ceil(tensor.ds_numel / dist.get_world_size())
     plain = getattr(tensor, "ds_secondary_tensor", None) is None and not hasattr(piece, "ds_quant_scale")
-    in_memory = piece.status.name == "AVAILABLE"
+    in_memory = getattr(piece.final_location, "name", None) != "nvme"
     if not (equal and plain and in_memory):
         return None
     return Shard(piece.detach().view(-1), piece.ds_numel, tuple(tensor.ds_shape))
@@ -123,6 +123,13 @@ class ShardGather:
     def num_collectives(self) -> tuple[int, int]:
         """Collectives of one `Gathering`: across nodes, within a node."""
         return int(self._nodes > 1), int(self._ranks > 1)
+
+    def extremes(self, value: int) -> tuple[int, int]:
+        """The lowest and the highest of all training ranks' numbers; a collective, for the set-up."""
+        both = torch.tensor([-value, value], device=self.buffers.device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+        return -int(both[0]), int(both[1])
 
     def start(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> "Gathering":
         """Begin to gather a bucket; at most two may be under way. All training ranks, with shards of the same tensors.
@@ -193,7 +200,7 @@ class Gathering:
         if every is None:
             return [Pieces(self._mine.new_empty(0, 0, 0), shard.shape) for shard in self._shards]
         return [
-            Pieces(every[..., offset : offset + shard.elements * dtype.itemsize].view(dtype), shard.shape)
+            Pieces(_view(every[..., offset : offset + shard.elements * dtype.itemsize], dtype), shard.shape)
             for shard, dtype, offset in zip(self._shards, self._dtypes, self._offsets, strict=True)
         ]
 
@@ -213,7 +220,7 @@ class Buffers:
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self._spare: dict[str, list[torch.UntypedStorage]] = {}
         self._largest: dict[str, int] = {}
 
@@ -222,8 +229,8 @@ class Buffers:
         self._largest[name] = max(num_bytes, self._largest.get(name, 0))
         while spare := self._spare.get(name):
             if (storage := spare.pop()).nbytes() >= num_bytes:
-                return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)[:num_bytes]
-        return torch.empty(self._largest[name], dtype=torch.uint8, device=self._device)[:num_bytes]
+                return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)[:num_bytes]
+        return torch.empty(self._largest[name], dtype=torch.uint8, device=self.device)[:num_bytes]
 
     def give_back(self, name: str, tensor: torch.Tensor) -> None:
         """`tensor` is, or is a view of, what was taken."""
@@ -243,5 +250,10 @@ def _layout(shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[lis
     offsets, total = [], 0
     for shard, dtype in zip(shards, dtypes, strict=True):
         offsets.append(total)
-        total += -(-shard.elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return offsets, total
+        total += -(-shard.elements * dtype.itemsize // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+    return offsets, max(total, PIECE_ALIGNMENT)
+
+
+def _view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """torch cannot view nothing as another dtype."""
+    return data.view(dtype) if data.numel() else torch.empty(data.shape, dtype=dtype, device=data.device)

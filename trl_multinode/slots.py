@@ -13,10 +13,9 @@ import torch
 
 from .errors import WeightSyncError
 from .process_group import pair_group
-from .protocol import Broadcast, DeviceMemory, HostMemory, SlotMemory, TensorSpec
+from .protocol import NUM_SLOTS, Broadcast, DeviceMemory, HostMemory, SlotMemory, TensorSpec
 from .shards import Pieces
 
-NUM_SLOTS = 2  # the engine loads bucket k-1 from one while bucket k is written into the other
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -51,10 +50,13 @@ class Slots:
         """
         for spec, pieces in zip(specs, tensors, strict=True):
             if pieces.shape != spec.shape:
-                raise WeightSyncError(f"{spec.name} was gathered with shape {pieces.shape}, expected {spec.shape}.")
+                raise WeightSyncError(
+                    f"{spec.name} was gathered with shape {pieces.shape}, expected {spec.shape}: the model changed "
+                    "after the trainer was built. Resize or replace its layers before."
+                )
             target = self.memory[slot][spec.offset : spec.offset + spec.num_bytes]
             pieces.copy_to(target.view(getattr(torch, spec.dtype)))
-        if self.memory[slot].is_cuda or tensors[0].data.is_cuda:
+        if self.memory[slot].is_cuda or any(pieces.data.is_cuda for pieces in tensors):
             torch.cuda.current_stream().synchronize()
 
     def announce(self, slot: int, num_bytes: int) -> None:
@@ -84,10 +86,22 @@ class HostSlots(Slots):
                 "(docker: --shm-size)."
             )
         self.paths = [self._create(num_bytes) for _ in range(NUM_SLOTS)]
-        super().__init__([torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths])
-        if pin:
-            for memory in self.memory:
-                torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)
+        try:
+            super().__init__([torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths])
+            if pin:
+                self._page_lock()
+        except BaseException:
+            self.close()
+            raise
+
+    def _page_lock(self) -> None:
+        for memory in self.memory:
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.num_bytes, 0))
+            if code != 0:
+                raise WeightSyncError(
+                    f"{self.num_bytes / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {code}). "
+                    "Raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or lower `sync_bucket_mb`."
+                )
 
     @staticmethod
     def _create(num_bytes: int) -> str:
@@ -169,6 +183,12 @@ class BroadcastSlots(Slots):
         return self._group
 
     def announce(self, slot: int, num_bytes: int) -> None:
-        self._join().broadcast(self.memory[slot][:num_bytes], 0).wait()
+        try:
+            self._join().broadcast(self.memory[slot][:num_bytes], 0).wait()
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"A bucket of weights did not reach the engines' workers within {self._timeout_s:.0f} s ({error}). "
+                "See the engines' logs, or set `weight_transport='host'`."
+            ) from error
         if self.memory[slot].is_cuda:
             torch.cuda.current_stream().synchronize()

@@ -99,6 +99,8 @@ class Transport:
             Per engine, its workers.
         folder (`Path`, *optional*):
             Private folder of the run.
+        timeout_s (`float`, *optional*, defaults to `300.0`):
+            For every broadcast of a bucket.
         say (`Callable[[str], None]`, *optional*):
             For the warning when the self test fails.
     """
@@ -109,6 +111,7 @@ class Transport:
     seen_as: Sequence[int] = ()
     workers: Sequence[int] = (1,)
     folder: Path = Path()
+    timeout_s: float = 300.0
     say: Callable[[str], None] = logger.warning
 
     def open(self, engines: NodeEngines, num_bytes: int, places: Sequence[tuple[TensorSpec, ...]]) -> Slots:
@@ -138,7 +141,7 @@ class Transport:
     def _make(self, num_bytes: int) -> Slots:
         if self.kind == "ipc":
             return DeviceSlots(num_bytes, self.device, self.seen_as)
-        return BroadcastSlots(num_bytes, self.device, self.folder / "weights.store", self.workers, SELF_TEST_S)
+        return BroadcastSlots(num_bytes, self.device, self.folder / "weights.store", self.workers, self.timeout_s)
 
     @staticmethod
     def _tell(slots: Slots, engines: NodeEngines, places: Sequence[tuple[TensorSpec, ...]]) -> Slots:

@@ -1,6 +1,7 @@
 """How weights travel: the order of a sync, its three stages side by side, its version and its timings."""
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 
 from .engine import NodeEngines
-from .errors import WeightVersionError
-from .protocol import BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
+from .errors import WeightSyncError, WeightVersionError
+from .protocol import NUM_SLOTS, BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
 from .shards import Pieces
-from .slots import NUM_SLOTS, Slots
+from .slots import Slots
 from .transports import Transport
 from .weight_source import Bucket, Finish, WeightSource, place, plan_buckets, slot_bytes
 
@@ -100,6 +101,11 @@ class WeightSync:
         self._first = 0  # bucket that an update begins with; after the first update the frozen ones are left out
 
     @property
+    def plan_crc(self) -> int:
+        """Equal on two ranks that would gather the same tensors in the same buckets."""
+        return zlib.crc32(repr(self.buckets).encode())
+
+    @property
     def num_bytes(self) -> int:
         """Of the next update."""
         return sum(meta.num_bytes for bucket in self.buckets[self._first :] for meta in bucket)
@@ -120,12 +126,13 @@ class WeightSync:
         start = time.perf_counter()
         if self._engines is not None:
             self._engines.ask_all(BeginUpdate(version=version, first_bucket=self._first))
+        begun = time.perf_counter()
         try:
             with self._courier(timings) as courier:
                 self._gather(timings, courier)
         finally:
             self._source.release()
-        timings.stream_s = time.perf_counter() - start
+        timings.stream_s = time.perf_counter() - begun
         if self._engines is not None:
             self._commit(self._engines, version, timings)
         timings.total_s = time.perf_counter() - start
@@ -201,7 +208,7 @@ class Courier:
     def carry(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
         """Bring bucket `index` to the engines; done when it has been copied and may be let go."""
         ready = None
-        if pieces[0].data.is_cuda:
+        if any(piece.data.is_cuda for piece in pieces):
             ready = torch.cuda.Event()
             ready.record()  # on the stream that gathered it
         return self._thread.submit(self._carry, index, pieces, ready)
@@ -213,7 +220,7 @@ class Courier:
         if ready is None:
             self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
         else:
-            with torch.cuda.device(pieces[0].data.device), torch.cuda.stream(self._own_stream()):
+            with torch.cuda.stream(self._own_stream()):
                 torch.cuda.current_stream().wait_event(ready)
                 self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
         self._timings.copy_s += time.perf_counter() - start
@@ -223,7 +230,11 @@ class Courier:
         message = LoadBucket(bucket=index, slot=index % NUM_SLOTS)
         self._on_the_way.append([self._engines.post(e, message) for e in range(len(self._engines.connections))])
         last = self._places[index][-1]
-        self._slots.announce(index % NUM_SLOTS, last.offset + last.num_bytes)
+        try:
+            self._slots.announce(index % NUM_SLOTS, last.offset + last.num_bytes)
+        except WeightSyncError:
+            self._wait_for_all()  # an engine that failed says why
+            raise
 
     def _own_stream(self) -> "torch.cuda.Stream":
         if self._stream is None:
