@@ -20,7 +20,6 @@ from trl_multinode.weight_source import ModuleSource, WeightMeta, WeightSource
 from trl_multinode.weight_sync import STAGES, SyncTimings, WeightSync, sync_metrics
 
 CPU = torch.device("cpu")
-AVAILABLE = SimpleNamespace(name="AVAILABLE")
 # Name, shape, dtype in the trainer: odd sizes, sizes below the number of ranks, one that divides
 SHARDED = [
     ("embed", (37, 5), torch.float32),
@@ -53,7 +52,7 @@ class Sharded(nn.Module):
         for name, shape, dtype in SHARDED:
             elements = -(-tensors[name].numel() // world)
             piece = torch.full((elements,), float("nan"), dtype=dtype)
-            piece.ds_numel, piece.status = elements, AVAILABLE
+            piece.ds_numel, piece.final_location = elements, None
             parameter = nn.Parameter(torch.empty(0, dtype=dtype))
             parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = piece, tensors[name].numel(), shape
             self.register_parameter(name, parameter)
