@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from .supervisor import (
     record_shared_memory,
     unlink_shared_memory,
 )
+
+TOKENS_PER_PACKING = 64  # of a row, between two looks at what it has
+FREE_AFTER_S = 1.0
 
 
 class VllmBackend(Backend):
@@ -98,17 +102,24 @@ class VllmBackend(Backend):
         try:
             params = self._params_cls(
                 n=num, seed=seed, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
-                detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.FINAL_ONLY, **keywords,
+                detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.CUMULATIVE,
+                stream_interval=TOKENS_PER_PACKING, **keywords,
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise Refused("EngineRefusedError", f"vLLM refuses the sampling settings: {error}") from error
-        output = await self._last_output(self._prompt(prompt, images), params)
-        return [Generated(list(row.token_ids), row.logprobs.logprobs) for row in output.outputs]
+        rows = [Generated() for _ in range(num)]
+        lists = []
+        async for output in self._outputs(self._prompt(prompt, images), params):
+            for row in output.outputs:
+                rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
+            lists.append(output)
+        asyncio.get_running_loop().call_later(FREE_AFTER_S, lists.clear)
+        return rows
 
     async def score(self, prompt: list[int]):
         """Log-probs of `prompt[1:]` under the present weights, as one row."""
         params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
-        output = await self._last_output(self._prompt(prompt, ()), params)
+        *_, output = [output async for output in self._outputs(self._prompt(prompt, ()), params)]
         rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
         return [Generated(prompt[1:], [position[token].logprob for token, position in rows])]
 
@@ -122,16 +133,15 @@ class VllmBackend(Backend):
             request["multi_modal_data"] = {"image": pictures if len(pictures) > 1 else pictures[0]}
         return request
 
-    async def _last_output(self, prompt: dict, params):
+    async def _outputs(self, prompt: dict, params) -> AsyncIterator:
         from vllm.exceptions import VLLMClientError
 
         self._num_requests += 1
         try:
-            stream = self._llm.generate(prompt, params, request_id=str(self._num_requests))
-            *_, output = [output async for output in stream]
+            async for output in self._llm.generate(prompt, params, request_id=str(self._num_requests)):
+                yield output
         except (ValueError, VLLMClientError) as error:
             raise Refused("EngineRefusedError", f"vLLM refuses the prompt: {error}") from error
-        return output
 
     async def open_slots(self, request: OpenSlots) -> None:
         buckets = [[[t.name, t.dtype, list(t.shape), t.offset, t.num_bytes] for t in b] for b in request.buckets]
