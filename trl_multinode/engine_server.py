@@ -63,11 +63,12 @@ class Generated:
         self.tokens = array("i", tokens)
         self.logprobs = array("f", logprobs)
 
-    def grow(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Take over what is new in the lists, which hold the row from its start."""
+    def grow(self, tokens: list[int], logprobs: list[float]) -> int:
+        """Take over what is new in the lists, which hold the row from its start; how much that was."""
         start = len(self.tokens)
         self.tokens.fromlist(tokens[start:])
         self.logprobs.fromlist(logprobs[start : len(tokens)])
+        return len(tokens) - start
 
 
 class Refused(Exception):
