@@ -32,7 +32,7 @@ from .supervisor import (
     unlink_shared_memory,
 )
 
-TOKENS_PER_PACKING = 32  # of a row, between two looks at what it has
+# vLLM keeps 8 Python objects for every token; to free them took 31 ms for 224 rows of 1024 tokens, all at the end
 FREE_AFTER_S = 1.0
 
 
@@ -55,7 +55,7 @@ class VllmBackend(Backend):
             load_format="dummy",  # the trainer is the only source of weights: no hub, no token, no checkpoint
             logprobs_mode="processed_logprobs",  # after temperature, as TRL's importance sampling needs them
             enable_log_requests=False,
-            disable_log_stats=True,  # nobody reads them, and Prometheus' share of a step's end was 2 ms for 224 rows
+            disable_log_stats=True,  # Prometheus took 2 ms for the end of 224 rows, and nobody reads it
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             worker_extension_cls="trl_multinode.engine_worker.WorkerExtension",
         )
@@ -86,18 +86,17 @@ class VllmBackend(Backend):
         try:
             params = self._params_cls(
                 n=num, seed=seed, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
-                detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.CUMULATIVE,
-                stream_interval=TOKENS_PER_PACKING, **keywords,
+                detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.CUMULATIVE, **keywords,
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise Refused("EngineRefusedError", f"vLLM refuses the sampling settings: {error}") from error
         rows = [Generated() for _ in range(num)]
-        lists = []
+        kept = {}  # until the ranks have their rows
         async for output in self._outputs(self._prompt(prompt, images), params):
             for row in output.outputs:
+                kept[row.index] = row
                 self._tokens += rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
-            lists.append(output)
-        asyncio.get_running_loop().call_later(FREE_AFTER_S, lists.clear)
+        asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
         return rows
 
     async def score(self, prompt: list[int]):

