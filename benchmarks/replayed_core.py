@@ -15,15 +15,24 @@ from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
 import numpy as np
+import psutil
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 FORK = get_context("fork")
 VOCABULARY = 150_000  # ids as large as real ones: Python keeps small integers, and they are short in JSON
-MAX_TOKENS_AHEAD = 4  # steps that wait for the front end; a real core is not faster than it either
-PAUSE_S = 0.02  # before the last step, as long as a step takes on a GPU: the front end has seen all but the last tokens
+MAX_STEPS_AHEAD = 4  # that wait for the front end; a real core is not faster than it either
+TOGETHER, TAIL = 16, 64  # tokens of a row come in sixteens, as from speculative decoding, the last 64 one by one
+ENGINE_ARGS = {
+    "dtype": "float32", "max_model_len": 8192, "max_num_seqs": 512, "seed": 0, "enforce_eager": True,
+    "kv_cache_memory_bytes": 256 << 20,
+}  # fmt: skip
+PAUSE_S = (
+    0.02  # before the last step, as long as a step takes on a GPU: the front end has seen all but the last tokens
+)
 
 
 @dataclass
@@ -46,7 +55,7 @@ class ReplayedCore:
         self._rows: list[str] = []
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
         self._random = np.random.default_rng(os.getpid())
-        self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue(MAX_TOKENS_AHEAD)
+        self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue(MAX_STEPS_AHEAD)
         self._player: asyncio.Task | None = None
 
     async def get_supported_tasks_async(self):
@@ -61,31 +70,31 @@ class ReplayedCore:
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._steps.get()
 
+    async def reset_mm_cache_async(self) -> None: ...
+
     async def abort_requests_async(self, request_ids) -> None:
         assert not request_ids, "the round was cut short"
 
     def shutdown(self, timeout=None) -> None: ...
 
     async def _play(self, rows: list[str], num_tokens: int) -> None:
-        for _ in range(num_tokens - 1):
-            await self._steps.put(self._step(rows, None))
+        early = max(num_tokens - TAIL, 0)
+        counts = [TOGETHER] * (early // TOGETHER) + [1] * (early % TOGETHER + min(num_tokens, TAIL) - 1)
+        for count in counts:
+            await self._steps.put(self._step(rows, count, None))
         await asyncio.sleep(PAUSE_S)
-        step = self._step(rows, FinishReason.LENGTH)
+        step = self._step(rows, 1, FinishReason.LENGTH)
         self._round.last_token.value = step.timestamp
-        await self._steps.put(self._sent(step))
+        await self._steps.put(self._decoder.decode(self._encoder.encode(step)))  # as it comes from another process
 
-    def _sent(self, step: EngineCoreOutputs) -> EngineCoreOutputs:
-        """As it comes out of the socket between the processes."""
-        return self._decoder.decode(self._encoder.encode(step))
-
-    def _step(self, rows: list[str], finish_reason: FinishReason | None) -> EngineCoreOutputs:
-        ids = self._random.integers(2, VOCABULARY, (len(rows), 1))
-        logprobs = -self._random.random((len(rows), 1), dtype=np.float32) * 10
-        lists = LogprobsLists(ids, logprobs, ids[:, 0] % 100)
+    def _step(self, rows: list[str], count: int, finish_reason: FinishReason | None) -> EngineCoreOutputs:
+        ids = self._random.integers(2, VOCABULARY, (len(rows) * count, 1))
+        logprobs = -self._random.random((len(rows) * count, 1), dtype=np.float32) * 10
+        lists = LogprobsLists(ids, logprobs, ids[:, 0] % 100, [i * count for i in range(len(rows))])
         return EngineCoreOutputs(outputs=[
             EngineCoreOutput(
-                request_id=row, new_token_ids=ids[i].tolist(), new_logprobs=lists.slice_request(i, 1),
-                finish_reason=finish_reason,
+                request_id=row, new_token_ids=ids[i * count : (i + 1) * count, 0].tolist(),
+                new_logprobs=lists.slice_request(i, count), finish_reason=finish_reason,
             )
             for i, row in enumerate(rows)
         ])  # fmt: skip
@@ -96,7 +105,18 @@ def play_core(round_: Round) -> None:
     EngineCoreClient.make_async_mp_client = staticmethod(lambda *_, **__: ReplayedCore(round_))
 
 
-def run_our_engine(round_: Round, model: Path, socket: Path) -> None:
+def watch_core(round_: Round) -> None:
+    """From here on the time stamps of this process's real engine core are noted: the last one is the last token's."""
+    original = OutputProcessor.process_outputs
+
+    def process_outputs(self, outputs, timestamp=None, stats=None):
+        round_.last_token.value = timestamp
+        return original(self, outputs, timestamp, stats)
+
+    OutputProcessor.process_outputs = process_outputs
+
+
+def run_our_engine(round_: Round, model: Path, socket: Path, prepare: Callable = play_core) -> None:
     """An engine process of this library: its backend and server, unchanged."""
     from trl_multinode.engine_main import VllmBackend
     from trl_multinode.engine_plugin import RUN_MARKER
@@ -110,10 +130,10 @@ def run_our_engine(round_: Round, model: Path, socket: Path) -> None:
         await server._weights.end(1, WeightVersion(1, 0))  # no weights are sent here
         await server.serve()
 
-    play_core(round_)
+    prepare(round_)
     folder = str(model.parent)
     os.environ[RUN_MARKER] = f"{os.getpid()}:{folder}"
-    args = {"model": str(model), "dtype": "float32", "max_model_len": 8192, "max_num_seqs": 512, "seed": 0}
+    args = ENGINE_ARGS | {"model": str(model)}
     spec = EngineSpec(
         index=0, socket_path=str(socket), report_folder=folder, failure_path=str(socket.with_suffix(".failure")),
         shared_memory_record=str(socket.with_suffix(".shm")), owner_pid=os.getppid(), engine_args=args,
@@ -121,8 +141,16 @@ def run_our_engine(round_: Round, model: Path, socket: Path) -> None:
     asyncio.run(serve())
 
 
-def run_vllm_serve(round_: Round, model: Path, address: list[str]) -> None:
-    """`vllm serve` with these arguments for its address."""
+def run_real_engine(round_: Round, model: Path, socket: Path) -> None:
+    """The same with vLLM's own engine core, on a CPU and with dummy weights."""
+    from trl_multinode.engine_settings import CPU_ENVIRONMENT
+
+    os.environ.update(CPU_ENVIRONMENT, VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    run_our_engine(round_, model, socket, watch_core)
+
+
+def run_vllm_serve(round_: Round, model: Path, address: Path | int) -> None:
+    """`vllm serve` on a unix socket or on a port of this machine."""
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -132,7 +160,8 @@ def run_vllm_serve(round_: Round, model: Path, address: list[str]) -> None:
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args([
         "--model", str(model), "--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "512",
-        "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log", "--max-logprobs", "-1", *address,
+        "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log", "--max-logprobs", "-1",
+        *(["--host", "127.0.0.1", "--port", str(address)] if isinstance(address, int) else ["--uds", str(address)]),
     ])  # fmt: skip
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))
@@ -143,7 +172,7 @@ class Server:
 
     def __init__(self, run: Callable, model: Path, address, log: Path):
         self.round = Round()
-        self._process = FORK.Process(target=self._run, args=(run, model, address, log), daemon=True)
+        self._process = FORK.Process(target=self._run, args=(run, model, address, log))
         self._process.start()
 
     def _run(self, run: Callable, model: Path, address, log: Path) -> None:
@@ -153,13 +182,16 @@ class Server:
         run(self.round, model, address)
 
     def stop(self) -> None:
-        self._process.terminate()
-        self._process.join(10)
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            process.kill()
         self._process.kill()
+        self._process.join()
 
 
 class Rank:
-    """A forked rank: `make()` gives what it asks its engine with; every call answers with the time it was served."""
+    """A forked rank. `make()` gives `ask(...)`, which prepares a request and gives what sends it and returns its rows;
+    the answer is the time at which the rows were there.
+    """
 
     def __init__(self, make: Callable[[], Callable]):
         self._pipe, other = FORK.Pipe()
@@ -169,18 +201,21 @@ class Rank:
     @staticmethod
     def _run(pipe, make: Callable[[], Callable]) -> None:
         ask = make()
-        pipe.send("ready")
+        pipe.send(0.0)
         while True:
-            args = pipe.recv()
-            made = ask(*args)
+            rows, tokens, *more = pipe.recv()
+            answer = ask(rows, tokens, *more)
+            ids, logprobs = answer()
             end = time.monotonic()
-            pipe.send((end, made))
+            assert [len(row) for row in ids] == [len(row) for row in logprobs] == [tokens] * rows
+            pipe.send(end)
 
-    def send(self, *args) -> None:
-        self._pipe.send(args)
+    def send(self, *request) -> None:
+        self._pipe.send(request)
 
-    def receive(self, deadline_s: float = 300.0):
-        assert self._pipe.poll(deadline_s), "a rank said nothing"
+    def receive(self, deadline_s: float = 300.0) -> float:
+        if not self._pipe.poll(deadline_s):
+            raise TimeoutError(f"A rank said nothing for {deadline_s:.0f} s.")
         return self._pipe.recv()
 
     def stop(self) -> None:

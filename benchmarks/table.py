@@ -63,6 +63,29 @@ def balance(found: dict) -> str:
     return head + table(["", *columns], rows)
 
 
+def exchange(found: dict) -> str:
+    cells = found["cells"]
+    columns = ["nodes x ranks", "`exchange_s_per_mtoken`", "`control_ratio`", "TRL's server", "the same, of the world",
+               "`vllm serve`"]  # fmt: skip
+    keys = ["exchange_s_per_mtoken", "control_ratio", "trl_s_per_mtoken", "trl_s_per_mtoken_of_the_world",
+            "serve_s_per_mtoken"]  # fmt: skip
+    rows = [[f"{cell['nodes']} x {cell['ranks']}", *(cell.get(key, "") for key in keys)] for cell in cells]
+    real = found["real_engine"]
+    return (
+        "## Exchange\n\nFrom the last token in the engine core to rows in the hands of the slowest rank, all ranks of a "
+        "node asking at once and all rows ending in one step; seconds per million of the rank's own tokens, log-probs "
+        f"included, {found['rows_per_rank']} rows of {found['tokens_per_row']} tokens per rank "
+        f"(`benchmarks/exchange.py`). Tokens are played in the place of vLLM's engine core, on {found['cores']} cores; "
+        "vLLM's front end and server above it are real. Nodes share nothing and are measured one after another; of "
+        f"TRL's world ranks 0 and 1 are processes, with {found['rows_per_rank_trl']} rows per rank.\n\n"
+        + table(columns, rows)
+        + f"\nWith vLLM's real engine core ({real['ranks']} ranks, {real['rows']} rows of {real['tokens']} tokens, a tiny "
+        f"model on a CPU): {text(real['exchange_s_per_mtoken'])}; played, the same rows: "
+        f"{text(real['played_core_s_per_mtoken'])}.\n\nReplaced names:\n\n"
+        + "".join(f"- `{name}`: {why}\n" for name, why in found["replaced"].items())
+    )
+
+
 def learning(found: dict) -> str:
     rows = []
     for step, after in found["after"].items():
@@ -76,7 +99,8 @@ def learning(found: dict) -> str:
 
 def render() -> str:
     sections = [HEAD]
-    for name, section in (("overlap", overlap), ("balance", balance), ("learning", learning)):
+    written = (("exchange", exchange), ("overlap", overlap), ("balance", balance), ("learning", learning))
+    for name, section in written:
         path = FOLDER / "results" / f"{name}.json"
         if path.exists():
             sections.append(section(json.loads(path.read_text())))

@@ -33,3 +33,20 @@ def test_the_balance_has_its_control_and_trls_gradient():
     assert KEYS["balance"] <= found.keys()
     assert found["gradient_rel_diff"] < 1e-5
     assert found["control_ratio"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_exchange_is_within_its_limit_and_flat_in_the_number_of_nodes():
+    found = recorded("exchange")
+    times = {(cell["nodes"], cell["ranks"]): cell["exchange_s_per_mtoken"]["median"] for cell in found["cells"]}
+    assert times.keys() == {(nodes, ranks) for nodes in (1, 2, 4, 8) for ranks in range(2, 8)}
+    assert max(times.values()) <= 0.3
+    assert all(times[8, ranks] <= 1.5 * times[1, ranks] for ranks in range(2, 8))
+
+
+def test_each_cell_of_the_exchange_has_its_control_and_the_other_arms_stand_beside_it():
+    cells = recorded("exchange")["cells"]
+    for cell in cells:
+        assert cell["repeats"] >= 3 and cell["control_ratio"]["median"] == pytest.approx(1.0, abs=0.15)
+    assert {cell["nodes"] for cell in cells if "trl_s_per_mtoken" in cell} == {1, 2, 4, 8}
+    assert all(("serve_s_per_mtoken" in cell) == (cell["nodes"] == 1) for cell in cells)
+    assert recorded("exchange")["replaced"]

@@ -99,7 +99,7 @@ class Backend(ABC):
 
     @abstractmethod
     def tokens_done(self) -> int:
-        """Tokens since the start, prompts included; grows while the engine works."""
+        """Tokens of completions since the start; grows while the engine works."""
 
     @abstractmethod
     async def generate(self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed, images):
