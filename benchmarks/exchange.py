@@ -50,14 +50,15 @@ NODES = (1, 2, 4, 8)
 RANKS = (2, 3, 4, 5, 6, 7)
 RANKS_OF_TRL = (2, 4, 7)
 GROUP = 8  # completions of a prompt
-ROWS, TOKENS = 32, 1024  # of a rank; tokens of a row
-ROWS_OF_TRL = 8  # its cost is per token of the world, and a quarter of them saves minutes
+ROWS, TOKENS = 32, 2048  # of a rank; tokens of a row
+LENGTHS = (512, 1024, 4096)  # other rows, on one node with most ranks: vLLM's last step costs the same for short ones
+ROWS_OF_OTHERS = 8  # their cost is per token, and a quarter of them saves minutes
 REAL = {"ranks": 2, "rows": 32, "tokens": 512}  # tiny model, real core
 PAUSE_S = 0.4  # between rounds: the engine has freed the last one's objects, as it would have after a training step
 REPLACED = {
     "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client": "tokens are played, in all arms",
     "trl.generation.vllm_client.VLLMClient.init_communicator": "no weights are sent",
-    "trl.generation.vllm_generation.gather_object": "adds the prompts of ranks without a process; before the clock runs",
+    "trl.generation.vllm_generation.gather_object": "adds the prompts of ranks without a process (not timed)",
 }
 
 
@@ -200,17 +201,17 @@ class Machine:
         server = self._started(Server(run, self._folder / "model", path, self._folder / f"{name}.log"))
         return server, [self._started(Rank(rank_of(path, rank))) for rank in range(num_ranks)]
 
-    def ours(self, node: int, num_ranks: int) -> float:
+    def ours(self, node: int, num_ranks: int, tokens: int = TOKENS) -> float:
         server, ranks = self.nodes[node]
-        return exchange(server, ranks[:num_ranks], num_ranks, ROWS, TOKENS)
+        return exchange(server, ranks[:num_ranks], num_ranks, ROWS, tokens)
 
     def served(self, num_ranks: int) -> float:
         server, ranks = self.serve
-        return exchange(server, ranks[:num_ranks], num_ranks, ROWS, TOKENS)
+        return exchange(server, ranks[:num_ranks], num_ranks, ROWS_OF_OTHERS, TOKENS)
 
     def trls(self, world: int) -> float:
         server, ranks = self.trl
-        return exchange(server, ranks, world, ROWS_OF_TRL, TOKENS, world)
+        return exchange(server, ranks, world, ROWS_OF_OTHERS, TOKENS, world)
 
     def real_core(self, real: bool) -> float:
         server, ranks = self.real if real else self.nodes[0]
@@ -238,6 +239,8 @@ def measure(machine: Machine, found: dict[tuple, list[float]], repeat: int, plan
             found["serve", num_ranks].append(machine.served(num_ranks))
             for num_nodes in plan.nodes if num_ranks in RANKS_OF_TRL else ():
                 found["trl", num_nodes, num_ranks].append(machine.trls(num_nodes * num_ranks))
+    for tokens in LENGTHS:
+        found["length", tokens].append(machine.ours(0, max(RANKS), tokens))
     for arm in ("real", "played"):
         found[arm,].append(machine.real_core(arm == "real"))
 
@@ -263,8 +266,10 @@ def summarize(found: dict[tuple, list[float]], plan: argparse.Namespace) -> dict
             cells.append(cell)
     real, played = found["real",], found["played",]
     return {
-        "rows_per_rank": ROWS, "tokens_per_row": TOKENS, "rows_per_rank_trl": ROWS_OF_TRL, "replaced": REPLACED,
+        "rows_per_rank": ROWS, "tokens_per_row": TOKENS, "rows_per_rank_of_others": ROWS_OF_OTHERS,
+        "replaced": REPLACED,
         "cores": len(os.sched_getaffinity(0)), "cells": cells,
+        "exchange_s_per_mtoken_by_length": {tokens: spread(found["length", tokens]) for tokens in LENGTHS},
         "real_engine": REAL | {
             "repeats": len(real), "exchange_s_per_mtoken": spread(real), "played_core_s_per_mtoken": spread(played)
         },
