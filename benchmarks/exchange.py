@@ -54,7 +54,8 @@ ROWS, TOKENS = 32, 2048  # of a rank; tokens of a row
 LENGTHS = (512, 1024, 4096)  # other rows, on one node with most ranks: vLLM's last step costs the same for short ones
 ROWS_OF_OTHERS = 8  # their cost is per token, and a quarter of them saves minutes
 REAL = {"ranks": 2, "rows": 32, "tokens": 512}  # tiny model, real core
-PAUSE_S = 0.4  # between rounds: the engine has freed the last one's objects, as it would have after a training step
+REAL_VOCABULARY = 4096  # with 150,000 a CPU takes 0.3 s for a step
+PAUSE_S = 0.35  # between rounds: the engine has freed the last one's objects, as it would have after a training step
 REPLACED = {
     "vllm.v1.engine.core_client.EngineCoreClient.make_async_mp_client": "tokens are played, in all arms",
     "trl.generation.vllm_client.VLLMClient.init_communicator": "no weights are sent",
@@ -75,7 +76,7 @@ def our_rank(path: Path, rank: int) -> Callable[[], Callable]:
             time.sleep(0.05)
         engines = NodeEngines([path], 0, rank, path.with_suffix(".load"), 300.0, ROWS, path.parent)
         host = SimpleNamespace(
-            rollout_seed=0, phases=lambda name: nullcontext(), start_engines=lambda *_: engines, step=lambda: 0
+            rollout_seed=None, phases=lambda name: nullcontext(), start_engines=lambda *_: engines, step=lambda: 0
         )
         generation = NodeGeneration(
             host=host, model=None, accelerator=SimpleNamespace(process_index=rank), processing_class=None,
@@ -176,13 +177,14 @@ class Machine:
     """All processes of all arms, forked from this one."""
 
     def __init__(self, stack: ExitStack, folder: Path, num_nodes: int):
-        model = tiny_qwen2(VOCABULARY)
-        model.config.max_position_embeddings = 8192
-        save_without_weights(model, tiny_tokenizer(), folder / "model")
+        for name, vocabulary in (("model", VOCABULARY), ("real_model", REAL_VOCABULARY)):
+            model = tiny_qwen2(vocabulary)
+            model.config.max_position_embeddings = 8192
+            save_without_weights(model, tiny_tokenizer(), folder / name)
         self._stack, self._folder = stack, folder
         print(f"logs of the servers: {folder}", flush=True)
         self.nodes = [self._node(run_our_engine, our_rank, f"node{i}", max(RANKS)) for i in range(num_nodes)]
-        self.real = self._node(run_real_engine, our_rank, "real", REAL["ranks"])
+        self.real = self._node(run_real_engine, our_rank, "real", REAL["ranks"], "real_model")
         self.serve = self._node(run_vllm_serve, serve_rank, "serve", max(RANKS))
         port, store = free_port(), free_port()
         server = self._started(Server(run_vllm_serve, folder / "model", port, folder / "trl.log"))
@@ -196,9 +198,9 @@ class Machine:
         self._stack.callback(process.stop)
         return process
 
-    def _node(self, run: Callable, rank_of: Callable, name: str, num_ranks: int) -> tuple[Server, list[Rank]]:
+    def _node(self, run: Callable, rank_of: Callable, name: str, num_ranks: int, model: str = "model"):
         path = self._folder / f"{name}.sock"
-        server = self._started(Server(run, self._folder / "model", path, self._folder / f"{name}.log"))
+        server = self._started(Server(run, self._folder / model, path, self._folder / f"{name}.log"))
         return server, [self._started(Rank(rank_of(path, rank))) for rank in range(num_ranks)]
 
     def ours(self, node: int, num_ranks: int, tokens: int = TOKENS) -> float:
@@ -288,6 +290,8 @@ def main() -> None:
         machine = Machine(stack, Path(folder), max(plan.nodes))
         for num_ranks in plan.ranks:
             machine.ours(0, num_ranks)  # the first round of a process finds cold memory
+            machine.served(num_ranks)
+            machine.trls(num_ranks)
         for repeat in range(plan.repeats):
             measure(machine, found, repeat, plan)
             print({key: round(values[-1], 3) for key, values in found.items() if key[1:2] != (4,)}, flush=True)
