@@ -22,6 +22,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from trl_multinode.engine_plugin import _die_with_parent
+
 FORK = get_context("fork")
 VOCABULARY = 150_000  # ids as large as real ones: Python keeps small integers, and they are short in JSON
 MAX_STEPS_AHEAD = 4  # that wait for the front end; a real core is not faster than it either
@@ -30,9 +32,7 @@ ENGINE_ARGS = {
     "dtype": "float32", "max_model_len": 8192, "max_num_seqs": 512, "seed": 0, "enforce_eager": True,
     "kv_cache_memory_bytes": 256 << 20,
 }  # fmt: skip
-PAUSE_S = (
-    0.02  # before the last step, as long as a step takes on a GPU: the front end has seen all but the last tokens
-)
+PAUSE_S = 0.02  # before the last step, as long as one takes on a GPU: the front end has seen all but the last tokens
 
 
 @dataclass
@@ -176,6 +176,7 @@ class Server:
         self._process.start()
 
     def _run(self, run: Callable, model: Path, address, log: Path) -> None:
+        _die_with_parent()
         handle = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
@@ -200,6 +201,7 @@ class Rank:
 
     @staticmethod
     def _run(pipe, make: Callable[[], Callable]) -> None:
+        _die_with_parent()
         ask = make()
         pipe.send(0.0)
         while True:
