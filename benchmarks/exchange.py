@@ -207,6 +207,15 @@ class Machine:
         server, ranks = self.nodes[node]
         return exchange(server, ranks[:num_ranks], num_ranks, ROWS, tokens)
 
+    def warm_up(self) -> None:
+        """The first rounds of a process take twice as long: its memory is still growing."""
+        for node in range(len(self.nodes)):
+            for _ in range(3):
+                self.ours(node, max(RANKS))
+        for _ in range(2):
+            self.served(max(RANKS))
+            self.trls(max(RANKS))
+
     def served(self, num_ranks: int) -> float:
         server, ranks = self.serve
         return exchange(server, ranks[:num_ranks], num_ranks, ROWS_OF_OTHERS, TOKENS)
@@ -288,10 +297,7 @@ def main() -> None:
     found: dict[tuple, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         machine = Machine(stack, Path(folder), max(plan.nodes))
-        for num_ranks in plan.ranks:
-            machine.ours(0, num_ranks)  # the first round of a process finds cold memory
-            machine.served(num_ranks)
-            machine.trls(num_ranks)
+        machine.warm_up()
         for repeat in range(plan.repeats):
             measure(machine, found, repeat, plan)
             print({key: round(values[-1], 3) for key, values in found.items() if key[1:2] != (4,)}, flush=True)
