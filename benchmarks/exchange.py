@@ -48,11 +48,11 @@ from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 RESULTS = Path(__file__).parent / "results" / "exchange.json"
 NODES = (1, 2, 4, 8)
 RANKS = (2, 3, 4, 5, 6, 7)
-RANKS_OF_TRL = (2, 4, 7)
+RANKS_OF_TRL = (2, 7)
 GROUP = 8  # completions of a prompt
 ROWS, TOKENS = 32, 2048  # of a rank; tokens of a row
 LENGTHS = (512, 1024, 4096)  # other rows, on one node with most ranks: vLLM's last step costs the same for short ones
-ROWS_OF_OTHERS = 8  # their cost is per token, and a quarter of them saves minutes
+ROWS_OF_OTHERS, TOKENS_OF_OTHERS = 8, 1024  # their cost is per token, and an eighth of them saves half an hour
 REAL = {"ranks": 2, "rows": 32, "tokens": 512}  # tiny model, real core
 REAL_VOCABULARY = 4096  # with 150,000 a CPU takes 0.3 s for a step
 PAUSE_S = 0.35  # between rounds: the engine has freed the last one's objects, as it would have after a training step
@@ -218,11 +218,11 @@ class Machine:
 
     def served(self, num_ranks: int) -> float:
         server, ranks = self.serve
-        return exchange(server, ranks[:num_ranks], num_ranks, ROWS_OF_OTHERS, TOKENS)
+        return exchange(server, ranks[:num_ranks], num_ranks, ROWS_OF_OTHERS, TOKENS_OF_OTHERS)
 
     def trls(self, world: int) -> float:
         server, ranks = self.trl
-        return exchange(server, ranks, world, ROWS_OF_OTHERS, TOKENS, world)
+        return exchange(server, ranks, world, ROWS_OF_OTHERS, TOKENS_OF_OTHERS, world)
 
     def real_core(self, real: bool) -> float:
         server, ranks = self.real if real else self.nodes[0]
@@ -278,6 +278,7 @@ def summarize(found: dict[tuple, list[float]], plan: argparse.Namespace) -> dict
     real, played = found["real",], found["played",]
     return {
         "rows_per_rank": ROWS, "tokens_per_row": TOKENS, "rows_per_rank_of_others": ROWS_OF_OTHERS,
+        "tokens_per_row_of_others": TOKENS_OF_OTHERS,
         "replaced": REPLACED,
         "cores": len(os.sched_getaffinity(0)), "cells": cells,
         "exchange_s_per_mtoken_by_length": {tokens: spread(found["length", tokens]) for tokens in LENGTHS},
@@ -290,10 +291,12 @@ def summarize(found: dict[tuple, list[float]], plan: argparse.Namespace) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few cells, two repeats: does it run, not how fast")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULTS)
     plan = parser.parse_args()
     plan.nodes, plan.ranks = ((1, 2), (2, 7)) if plan.quick else (NODES, RANKS)
-    plan.repeats, plan.repeats_of_others = (2, 1) if plan.quick else (5, 3)
+    plan.repeats = 2 if plan.quick else plan.repeats
+    plan.repeats_of_others = 1 if plan.quick else 3
     found: dict[tuple, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         machine = Machine(stack, Path(folder), max(plan.nodes))

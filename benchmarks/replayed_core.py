@@ -27,7 +27,7 @@ from trl_multinode.engine_plugin import _die_with_parent
 FORK = get_context("fork")
 VOCABULARY = 150_000  # ids as large as real ones: Python keeps small integers, and they are short in JSON
 MAX_STEPS_AHEAD = 4  # that wait for the front end; a real core is not faster than it either
-TOGETHER, TAIL = 16, 64  # tokens of a row come in sixteens, as from speculative decoding, the last 64 one by one
+TOGETHER, TAIL = 64, 64  # tokens of a row come 64 at a time, as from speculative decoding, the last 64 one by one
 ENGINE_ARGS = {
     "dtype": "float32", "max_model_len": 8192, "max_num_seqs": 512, "seed": 0, "enforce_eager": True,
     "kv_cache_memory_bytes": 256 << 20,

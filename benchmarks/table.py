@@ -78,7 +78,8 @@ def exchange(found: dict) -> str:
         f"(`benchmarks/exchange.py`). Tokens are played in the place of vLLM's engine core, on {found['cores']} "
         "cores; vLLM's front end and server above it are real. Nodes share nothing and are measured one after "
         "another. Of TRL's world ranks 0 and 1 are processes, with "
-        f"{found['rows_per_rank_of_others']} rows per rank, as `vllm serve` has.\n\n"
+        f"{found['rows_per_rank_of_others']} rows of {found['tokens_per_row_of_others']} tokens, as "
+        "`vllm serve` has.\n\n"
     )
     lengths = ", ".join(
         f"{text(value)} with {tokens} tokens a row"
