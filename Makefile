@@ -29,6 +29,7 @@ demo: setup
 	python examples/demo/run.py --mode $(MODE)
 
 bench: setup
+	python benchmarks/exchange.py
 	python benchmarks/sync.py
 	python benchmarks/projection.py
 	python benchmarks/transports.py

@@ -86,6 +86,37 @@ def lora(found: dict) -> str:
     )  # fmt: skip
 
 
+def exchange(found: dict) -> str:
+    cells = found["cells"]
+    columns = ["nodes x ranks", "`exchange_s_per_mtoken`", "`control_ratio`", "TRL's server", "the same, of the world",
+               "`vllm serve`"]  # fmt: skip
+    keys = ["exchange_s_per_mtoken", "control_ratio", "trl_s_per_mtoken", "trl_s_per_mtoken_of_the_world",
+            "serve_s_per_mtoken"]  # fmt: skip
+    rows = [[f"{cell['nodes']} x {cell['ranks']}", *(cell.get(key, "") for key in keys)] for cell in cells]
+    real = found["real_engine"]
+    head = (
+        "## Exchange\n\nFrom the last token in the engine core to rows with the slowest rank; all ranks of a "
+        "node ask at once and all rows end in one step. Seconds per million of the rank's own tokens, log-probs "
+        f"included; {found['rows_per_rank']} rows of {found['tokens_per_row']} tokens per rank "
+        f"(`benchmarks/exchange.py`). Tokens are played in the place of vLLM's engine core, on {found['cores']} "
+        "cores; vLLM's front end and server above it are real. Nodes share nothing and are measured one after "
+        "another. Of TRL's world ranks 0 and 1 are processes, with "
+        f"{found['rows_per_rank_of_others']} rows of {found['tokens_per_row_of_others']} tokens, as "
+        "`vllm serve` has.\n\n"
+    )
+    lengths = ", ".join(
+        f"{text(value)} with {tokens} tokens a row"
+        for tokens, value in found["exchange_s_per_mtoken_by_length"].items()
+    )
+    tail = (
+        f"\nOther lengths, one node with {max(cell['ranks'] for cell in cells)} ranks: {lengths}.\n\n"
+        f"With vLLM's real engine core ({real['ranks']} ranks, {real['rows']} rows of {real['tokens']} tokens, a tiny "
+        f"model on a CPU): {text(real['exchange_s_per_mtoken'])}; the same rows played: "
+        f"{text(real['played_core_s_per_mtoken'])}.\n\nReplaced names:\n\n"
+    )
+    return head + table(columns, rows) + tail + "".join(f"- `{k}`: {why}\n" for k, why in found["replaced"].items())
+
+
 def learning(found: dict) -> str:
     rows = []
     for step, after in found["after"].items():
@@ -191,6 +222,7 @@ def render() -> str:
 
 
 SECTIONS = (
+    ("exchange", exchange),
     ("sync", sync),
     ("projection", projection),
     ("transports", transports),

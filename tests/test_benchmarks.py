@@ -44,3 +44,20 @@ def test_only_the_adapter_travels_and_the_weights_stay():
     assert max(found["logprob_difference"].values()) < 1e-3
     assert found["control_ratio"]["low"] < 1.0 < found["control_ratio"]["high"]
     assert found["arms"]["merged"]["peak_mib"] < found["arms"]["trl"]["peak_mib"] / 2
+
+
+def test_the_exchange_is_within_its_limit_and_flat_in_the_number_of_nodes():
+    found = recorded("exchange")
+    times = {(cell["nodes"], cell["ranks"]): cell["exchange_s_per_mtoken"]["median"] for cell in found["cells"]}
+    assert times.keys() == {(nodes, ranks) for nodes in (1, 2, 4, 8) for ranks in range(2, 8)}
+    assert max(times.values()) <= 0.3
+    assert all(times[8, ranks] <= 1.5 * times[1, ranks] for ranks in range(2, 8))
+
+
+def test_each_cell_of_the_exchange_has_its_control_and_the_other_arms_stand_beside_it():
+    cells = recorded("exchange")["cells"]
+    for cell in cells:
+        assert cell["repeats"] >= 3 and cell["control_ratio"]["median"] == pytest.approx(1.0, abs=0.15)
+    assert {cell["nodes"] for cell in cells if "trl_s_per_mtoken" in cell} == {1, 2, 4, 8}
+    assert all(("serve_s_per_mtoken" in cell) == (cell["nodes"] == 1) for cell in cells)
+    assert recorded("exchange")["replaced"]

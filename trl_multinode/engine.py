@@ -303,18 +303,15 @@ class _Dispatch:
     def _replies(self) -> Iterator[tuple[int, Completions]]:
         """Whatever is there, waiting at most a second; every frame is a sign of work."""
         for key, _ in self._selector.select(1.0):
-            engine, connection = key.data, self._engines.connections[key.data]
-            while True:
-                reply = connection.receive(self._engines._stall_timeout_s)
-                self._heard[engine] = time.monotonic()
-                if reply.request_id not in self._open[engine]:
-                    self._engines.keep(engine, reply)
-                elif isinstance(reply, Failure):
-                    raise self._engines._error(engine, reply)
-                else:
-                    yield engine, reply
-                if not connection.has_buffered():
-                    break
+            engine = key.data
+            reply = self._engines.connections[engine].receive(self._engines._stall_timeout_s)
+            self._heard[engine] = time.monotonic()
+            if reply.request_id not in self._open[engine]:
+                self._engines.keep(engine, reply)
+            elif isinstance(reply, Failure):
+                raise self._engines._error(engine, reply)
+            else:
+                yield engine, reply
         self._check_stalls()
 
     def _check_stalls(self) -> None:
@@ -330,7 +327,9 @@ class _Dispatch:
 
 def _rows(reply: Message, engine: int) -> list[Rollout]:
     assert isinstance(reply, Completions), reply
-    ends = np.cumsum(unpack_ids(reply.lengths))[:-1]
-    tokens = np.split(unpack_ids(reply.tokens), ends)
-    logprobs = np.split(unpack_floats(reply.logprobs), ends)
-    return [Rollout(t, p, reply.version, engine) for t, p in zip(tokens, logprobs, strict=True)]
+    ends = np.cumsum(unpack_ids(reply.lengths)).tolist()
+    tokens, logprobs = unpack_ids(reply.tokens), unpack_floats(reply.logprobs)
+    return [
+        Rollout(tokens[start:end], logprobs[start:end], reply.version, engine)
+        for start, end in itertools.pairwise([0, *ends])
+    ]

@@ -242,7 +242,7 @@ def frame(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def _body_length(header: bytes) -> int:
+def _body_length(header: bytes | bytearray) -> int:
     (length,) = LENGTH.unpack(header)
     if length > MAX_FRAME_BYTES:
         raise EngineDiedError(f"Corrupt frame: it claims {length} bytes (limit {MAX_FRAME_BYTES}).")
@@ -285,7 +285,6 @@ class Connection:
         self.name = name
         self.log_path = log_path
         self._socket_path = Path(path)
-        self._buffer = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(connect_timeout_s)
         deadline = time.monotonic() + connect_timeout_s
@@ -327,33 +326,30 @@ class Connection:
         except msgspec.MsgspecError as error:
             raise EngineDiedError(f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}") from error
 
-    def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytes:
-        while len(self._buffer) < num_bytes:
+    def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytearray:
+        """So many bytes and not one of the next reply: nothing lies here unseen while a selector waits."""
+        data = bytearray(num_bytes)
+        rest = memoryview(data)
+        while rest:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
-                data = self._socket.recv(1 << 20)
+                received = self._socket.recv_into(rest)
             except TimeoutError as error:
                 raise EngineStalledError(
                     f"{self.name} said nothing for {timeout_s:.0f} s. Log: {self.log_path}"
                 ) from error
             except OSError as error:
                 raise self.ended(f"broke the connection ({error})") from error
-            if not data:
+            if not received:
                 raise self.ended("ended")
-            self._buffer += data
-        head = bytes(self._buffer[:num_bytes])
-        del self._buffer[:num_bytes]
-        return head
+            rest = rest[received:]
+        return data
 
     def ended(self, symptom: str) -> EngineDiedError:
         """The error for an engine that is gone, with its own words if it left any."""
         reason = reason_of_end(self._socket_path.with_suffix(".failure"))
         what = f"ended: {reason}" if reason else symptom
         return EngineDiedError(f"{self.name} {what}. Log: {self.log_path}")
-
-    def has_buffered(self) -> bool:
-        """Whether a reply may already lie here, so that waiting for the socket alone could wait for ever."""
-        return len(self._buffer) >= LENGTH.size
 
     def close(self) -> None:
         self._socket.close()
