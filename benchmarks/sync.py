@@ -8,7 +8,7 @@ on links of 1 Gbit/s. Arms take turns in the same ranks (`benchmarks/sync_rank.p
     ours      what a run does
     control   the same again
     trl       TRL's `VLLMGeneration.sync_weights` in server mode: a gather per parameter. Replaced in it:
-              `vllm_client`, by one that hands every tensor to the engine of the node through our slots, two at a time,
+              `vllm_client`, by one that copies every tensor into our slots and has the engine load our buckets,
               without HTTP, and `is_main_process`, which is true on every local main process: TRL has one sender and
               one server, here every node's engine is fed, so that all arms do the same work. Both favour TRL.
     world     ours, but one all-gather of the world per bucket instead of node first

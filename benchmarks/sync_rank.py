@@ -50,11 +50,11 @@ from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_multinode.probe import probe_tokens
-from trl_multinode.protocol import BeginUpdate, CommitUpdate, WeightVersion
+from trl_multinode.protocol import NUM_SLOTS, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
 from trl_multinode.shards import Pieces, ShardGather
 from trl_multinode.testing.engines import running_engines
 from trl_multinode.weight_source import ModuleSource, slot_bytes
-from trl_multinode.weight_sync import Courier, SyncTimings, WeightSync
+from trl_multinode.weight_sync import SyncTimings, WeightSync
 
 folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
 MODELS = {"40M": (512, 2048, 8, 8192, 40), "150M": (768, 3072, 12, 49152, 40)}  # hidden, MLP, layers, vocabulary, MiB
@@ -79,17 +79,29 @@ def build():
 
 
 class PerParameter:
-    """In place of TRL's `vllm_client`: parameter after parameter from TRL's own loop into this node's engine."""
+    """In place of TRL's `vllm_client`: takes parameter after parameter from TRL's own loop, into the slots of ours.
+
+    A tensor lives until the next one is gathered, so it is copied at once; the engine loads whole buckets, as in ours.
+    """
 
     def __init__(self, engines, sync: WeightSync):
         self.engines, self.sync = engines, sync
         self.version = WeightVersion()
 
     def update_named_params(self, metadata, parameters) -> None:
+        tensors, on_the_way = iter(parameters), []
         self.engines.ask_all(BeginUpdate(version=self.version))
-        with Courier(self.engines, self.sync._slots, self.sync._places, SyncTimings()) as courier:
-            for index, (_, tensor) in enumerate(parameters):
-                courier.carry(index, [Pieces.whole(tensor)]).result()
+        for index, specs in enumerate(self.sync._places):
+            if len(on_the_way) == NUM_SLOTS:
+                self.engines.wait(0, on_the_way.pop(0))
+            for spec in specs:
+                name, tensor = next(tensors)
+                assert name == spec.name, (name, spec.name)
+                self.sync._slots.write(index % NUM_SLOTS, [spec], [Pieces.whole(tensor)])
+            on_the_way.append(self.engines.post(0, LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
+        assert next(tensors, None) is None
+        while on_the_way:
+            self.engines.wait(0, on_the_way.pop(0))
         self.engines.ask_all(CommitUpdate())
 
     def reset_prefix_cache(self) -> None:
@@ -106,16 +118,15 @@ class Arms:
         self.syncs = {
             "ours": WeightSync(ModuleSource(model, torch.float32, node_first), engines, limit),
             "world": WeightSync(ModuleSource(model, torch.float32, world), engines, limit),
-            "trl": WeightSync(ModuleSource(model, torch.float32, node_first), engines, 1),
         }
-        self.syncs["control"] = self.syncs["ours"]
+        self.syncs["control"] = self.syncs["trl"] = self.syncs["ours"]
         self.trl = VLLMGeneration.__new__(VLLMGeneration)
         main = engines is not None
         self.trl.mode, self.trl.model, self.trl._weight_metadata = "server", model, None
         self.trl.accelerator = SimpleNamespace(is_main_process=main)
         plugin = SimpleNamespace(zero_stage=3)
         self.trl._dist = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
-        self.trl.vllm_client = PerParameter(engines, self.syncs["trl"]) if main else None
+        self.trl.vllm_client = PerParameter(engines, self.syncs["ours"]) if main else None
 
     def open(self, arm: str) -> None:
         """The arm's own slots and buckets, outside of the time: an engine has one plan at a time."""

@@ -146,8 +146,9 @@ def sync(found: dict) -> str:
 
 SYNC = """Full fine-tuning under ZeRO-3, fp32, nodes in network namespaces on one machine (`benchmarks/sync.py`).
 `trl`: TRL's `VLLMGeneration.sync_weights` in server mode. Replaced in it: `vllm_client`, by one that writes every
-tensor into our slots (no HTTP), and `is_main_process`, true on every local main process, so that the loop feeds each
-node's engine as ours does and not one server: both in TRL's favour. The object is made without its `__init__`.
+tensor into our slots and loads our buckets (no HTTP), and `is_main_process`, true on every local main process, so that
+the loop feeds each node's engine as ours does and not one server: both in TRL's favour. The object is made without its
+`__init__`.
 `world`: ours with one all-gather of the world per bucket. `control`: ours again.
 `wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in largest
 buckets.

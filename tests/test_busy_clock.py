@@ -61,7 +61,7 @@ def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_i
         waiting = asyncio.create_task(server._serve_one(request, clock.now))
         await asyncio.sleep(0)
         clock.now += 10  # the weights are not there yet
-        await server._weights.begin()
+        await server._weights.begin(0)
         await server._weights.end(1, WeightVersion(1, 0))
         await waiting
         return await server._serve_one(Await(min_update=1), clock.now)
