@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .engine import NodeEngines
-from .errors import ConfigurationError, EngineError
+from .errors import ConfigurationError, MultiNodeError
 from .process_group import SELF_TEST_S, within
 from .protocol import CheckSlot, OpenSlots, TensorSpec
 from .slots import BroadcastSlots, DeviceSlots, HostSlots, Slots
@@ -131,7 +131,7 @@ class Transport:
                 slots = self._tell(self._make(num_bytes), engines, places)
                 self._test(slots, engines)
                 return slots
-            except (EngineError, RuntimeError, TimeoutError) as error:
+            except (RuntimeError, TimeoutError) as error:
                 self.say(
                     f"weight_transport={self.kind!r} failed its self test ({type(error).__name__}: {error}); weights "
                     "go through host memory instead. Set weight_transport='host' to start without the test."
@@ -176,10 +176,10 @@ class Transport:
             raise failures[0]
 
 
-def _failure(engines: NodeEngines, engine: int, request_id: int) -> EngineError | None:
+def _failure(engines: NodeEngines, engine: int, request_id: int) -> MultiNodeError | None:
     """Every answer is waited for, so that none is left for whoever asks next."""
     try:
         engines.wait(engine, request_id)
         return None
-    except EngineError as error:
+    except MultiNodeError as error:
         return error
