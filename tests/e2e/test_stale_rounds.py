@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytes
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stale")
-    with Nodes(2, 1, folder=folder, env=Faults().lie_about_load(7).environment()) as nodes:
+    with Nodes(2, 1, folder=folder, env=Faults().lie_about_load(6).environment()) as nodes:
         nodes.launch(SCRIPT, str(folder))
         codes = nodes.wait(timeout_s=400)
         logs = [nodes.rank_log(rank) for rank in range(2)]
@@ -41,4 +41,4 @@ def test_a_load_that_lies_is_noticed_in_a_stale_round(run):
     assert all(run["codes"])
     for log in run["logs"]:
         assert "NOBODY NOTICED" not in log
-        assert "LogprobDivergenceError: node " in log and "with the weights of update 7 (step 5)" in log
+        assert "LogprobDivergenceError: node " in log and "with the weights of update 6 (step 5)" in log

@@ -1,7 +1,8 @@
 """Rounds made ahead on real engines; then one update lies. Usage: stale.py FOLDER
 
-Every step is a round; update k comes with step k - 1. After step 4 the engines get one update more (5), so that their
-log-probs can be compared; update 7, for the stale round of step 5, loads nothing and says it did.
+Every step is a round; update k comes with step k - 1. Update 5, of step 4, is asked for by hand so that log-probs can
+be compared before and after it; the round finds the engines there and moves nothing. Update 6, for the stale round of
+step 5, loads nothing and says it did.
 """
 
 import sys
