@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from trl_multinode.checkpoints import CheckpointLog, load_rollouts, pack_block, rollouts_file, save_rollouts
+from trl_multinode.checkpoints import (
+    CheckpointLog,
+    SavedRollouts,
+    check_zero_ranks,
+    load_rollouts,
+    pack_block,
+    rollouts_file,
+    save_rollouts,
+)
 from trl_multinode.engine import Rollout
+from trl_multinode.errors import ConfigurationError
 from trl_multinode.protocol import WeightVersion
 from trl_multinode.resume import Resume
 from trl_multinode.rollouts import LookAhead
@@ -19,7 +28,7 @@ VERSION = WeightVersion(3, 4)
 
 
 class Accelerator:
-    """Of rank 0 of two; `other` is what the other rank puts into a gather."""
+    """Of rank 0 of two; `other` is what the other rank puts into a gather of that shape, else the same as this one."""
 
     device = torch.device("cpu")
     process_index, num_processes, is_local_main_process = 0, 2, True
@@ -28,7 +37,8 @@ class Accelerator:
         self.other = other
 
     def gather(self, mine):
-        return torch.cat([mine, mine if self.other is None else torch.tensor(self.other)])
+        other = mine if self.other is None else torch.tensor(self.other)
+        return torch.cat([mine, other if other.shape == mine.shape else mine])
 
     def pad_across_processes(self, tensor, pad_index):
         return tensor
@@ -200,3 +210,40 @@ def test_a_checkpoint_written_again_by_fewer_ranks_is_whole(tmp_path):
     with log.saving(6) as folder:
         (folder / "trainer_state.json").write_text('{"epoch": 0.5}')
     assert log.last_whole() == tmp_path / "checkpoint-6"
+
+
+# ---- checkpoints of other launches ----------------------------------------------------------------------------------
+
+
+def zero_checkpoint(folder, *ranks: int, prefix: str = "") -> Path:
+    states = folder / "checkpoint-4" / "global_step4"
+    states.mkdir(parents=True)
+    for rank in ranks:
+        (states / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+        (states / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
+    return states.parent
+
+
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+@pytest.mark.parametrize(("mine", "others"), [((0, 1), (2, 1)), ((0,), (2, 1)), ((), (0, 0))], ids=str)
+def test_a_checkpoint_of_as_many_ranks_is_taken_shared_or_not_and_one_without_zero_too(tmp_path, mine, others, prefix):
+    check_zero_ranks(zero_checkpoint(tmp_path, *mine, prefix=prefix), Accelerator([list(others)]))
+
+
+@pytest.mark.parametrize(("mine", "others"), [((0, 1, 2, 3), (4, 1)), ((0, 1), (4, 0)), ((0,), (1, 0))], ids=str)
+def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(tmp_path, mine, others):
+    with pytest.raises(ConfigurationError, match=r"was written by \d ranks, this launch has 2.*Launch \d ranks again"):
+        check_zero_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
+
+
+def test_a_node_that_sees_only_its_own_ranks_knows_the_others_from_its_rollouts(tmp_path):
+    folder = zero_checkpoint(tmp_path, 0)
+    save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [4, 1, 1, 1, 1]}))
+    with pytest.raises(ConfigurationError, match="written by 4 ranks"):
+        check_zero_ranks(folder, Accelerator([[2, 1]]))
+
+
+def test_nodes_that_changed_places_are_told(tmp_path):
+    """Rank 0 finds rank 1's file and the other way round."""
+    with pytest.raises(ConfigurationError, match=r"no optimizer state for the ranks \[0, 1\].*--machine_rank"):
+        check_zero_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))

@@ -7,6 +7,7 @@ the block itself, and the epoch's permutation.
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 PREFIX = "checkpoint-"
+ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")  # in DeepSpeed's file names, after "bf16_" or nothing
 
 
 def fast_forward(sampler, epochs: int):
@@ -161,6 +163,49 @@ class CheckpointLog:
         if any(folder.glob("global_step*")) and not (folder / "latest").is_file():
             return "unfinished, DeepSpeed's file `latest` is missing on this node"
         return None
+
+
+def check_zero_ranks(folder: Path, accelerator) -> None:
+    """DeepSpeed's ZeRO states belong to their number of ranks, and it says so late and without a cure. A collective.
+
+    Args:
+        folder (`Path`):
+            The checkpoint; may differ between nodes, then each must have the files of its own ranks.
+        accelerator (`Accelerator`):
+            Of the calling rank.
+
+    Raises:
+        `ConfigurationError`: on every rank, for a checkpoint of another number of ranks, or if a rank's file is not
+            there.
+    """
+    rank, world = accelerator.process_index, accelerator.num_processes
+    files = folder.glob("global_step*/*_optim_states.pt")
+    seen = {int(found[1]) for path in files if (found := ZERO_RANK.search(path.name))}
+    at_least = max(*(number + 1 for number in seen), _world_of(folder, rank)) if seen else 0
+    mine = torch.tensor([[at_least, int(rank in seen)]], device=accelerator.device)
+    found = accelerator.gather(mine)
+    saved_by = int(found[:, 0].max())
+    if saved_by not in (0, world):  # 0: not DeepSpeed's, or without optimizer
+        raise ConfigurationError(
+            f"{folder} was written by {saved_by} ranks, this launch has {world}: DeepSpeed's ZeRO states belong to "
+            f"their number of ranks. Launch {saved_by} ranks again, or begin anew from its weights: "
+            f"`model={str(folder)!r}` and no `resume_from_checkpoint`."
+        )
+    lacking = [number for number, (_, has) in enumerate(found.tolist()) if not has]
+    if saved_by and lacking:
+        raise ConfigurationError(
+            f"{folder} has no optimizer state for the ranks {lacking} on their nodes. Nodes that do not share "
+            "`output_dir` must keep their `--machine_rank` of the first launch; or copy the `global_step*` folders of "
+            "all nodes together on each."
+        )
+
+
+def _world_of(folder: Path, rank: int) -> int:
+    """Ranks of the launch that wrote this rank's rollouts; 0 if it did not. A node alone sees only its own ranks."""
+    if not (path := rollouts_file(folder, rank)).exists():
+        return 0
+    with safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {})["notes"]).get("layout", [0])[0]
 
 
 # ---- what a rank saves ----------------------------------------------------------------------------------------------

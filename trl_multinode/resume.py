@@ -10,6 +10,7 @@ import torch
 from .checkpoints import (
     CheckpointLog,
     SavedRollouts,
+    check_zero_ranks,
     epochs_behind,
     load_rollouts,
     micro_steps_done,
@@ -42,10 +43,11 @@ class Resume:
         self.epochs = 0  # whole epochs that the resumed run has behind it
 
     def choose(self, wanted: str | bool | None) -> str | None:
-        """The checkpoint that `train(resume_from_checkpoint=wanted)` means. A collective if `wanted` is `True`.
+        """The checkpoint that `train(resume_from_checkpoint=wanted)` means. A collective.
 
         Raises:
-            `ConfigurationError`: if it means the newest, and there is none that is finished.
+            `ConfigurationError`: if it means the newest, and there is none that is finished; if it was written by
+                another number of ranks.
         """
         if wanted is True:
             self._folder = self._log.last_whole()
@@ -56,6 +58,8 @@ class Resume:
                 )
         else:
             self._folder = Path(wanted) if wanted else None
+        if self._folder is not None:
+            check_zero_ranks(self._folder, self._accelerator)
         if self._folder is not None and self._accelerator.is_local_main_process:
             print(f"[trl_multinode] resuming from {self._folder}", flush=True)
         self._to_place = True

@@ -3,8 +3,9 @@
 A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill_at` (optimizer
 step) ends every rank by SIGKILL right after that step's checkpoint, `kill_inside` in the middle of writing it;
 `resume` goes to `train()`; `copy_of` is a checkpoint that it resumes from a copy of, `without_rollouts` (ranks)
-removes their file from the copy; `prompts` is the size of the dataset. Leaves NAME_rank<r>.json, written anew at
-every log: per optimizer step loss and norm of the gradient, per generation round what the reward function saw.
+removes their file from the copy; `prompts` is the size of the dataset; "{node}" in `output` is the node's number.
+Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, per generation
+round what the reward function saw.
 """
 
 import json
@@ -89,6 +90,7 @@ def copy(trainer, checkpoint: str, name: str, without_rollouts: list[int]) -> st
 def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, resume=None, copy_of=None,
         without_rollouts=(), **settings) -> None:  # fmt: skip
     rounds = Rounds()
+    output = output.format(node=os.environ.get("GROUP_RANK", "0"))
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     trainer = make_trainer(
         tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
