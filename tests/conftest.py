@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import psutil
 import pytest
+from compatibility import Compatibility, pytest_addoption  # noqa: F401
 
 
 def unused_shared_memory() -> set[str]:
@@ -24,6 +25,10 @@ def unused_shared_memory() -> set[str]:
         path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm_", "trl_multinode_"))
     ]
     return {name for name in names if f"/dev/shm/{name}" not in mapped}
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Compatibility(config.getoption("--compatibility")))
 
 
 REAL = {"engine", "zero3", "two_node"}

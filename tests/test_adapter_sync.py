@@ -134,13 +134,18 @@ def an_unfrozen_norm() -> PeftModel:
         (an_unfrozen_norm, r"model\.norm\.weight is trained besides"),
         (lambda: adapted(targets=["q_proj", "lm_head"]), "lm_head is not a linear layer below the head"),
         (lambda: adapted(targets=["q_proj", "embed_tokens"]), "embed_tokens is not a linear layer"),
-        (lambda: adapted(targets=["q_proj"], lora_bias=True), "q_proj has more than plain A and B"),
+        (lambda: adapted(targets=["q_proj"], use_dora=True), "q_proj is DoRA's"),
         (lambda: adapted(targets=["q_proj"], r=520), "its rank is 520, and vLLM serves 512 at most"),
     ],
 )
 def test_which_adapters_vllm_serves_and_why_not(make, reason):
     found = adapter_obstacle(make().get_base_model(), torch.float32, on_gpu=False)
     assert found is None if reason is None else re.search(reason, found or "")
+
+
+def test_a_bias_of_the_adapter_which_no_sync_would_send_is_refused():
+    with pytest.raises(ConfigurationError, match="q_proj has lora_bias"):
+        adapter_obstacle(adapted(targets=["q_proj"], lora_bias=True).get_base_model(), torch.float32, on_gpu=False)
 
 
 def test_float32_is_not_served_on_a_gpu_and_bfloat16_is():

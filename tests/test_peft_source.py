@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.peft_source import PeftSource
@@ -20,10 +20,12 @@ def adapted(**settings):
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=3.0, generator=generator)
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
     return model
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_what_is_sent_is_what_peft_would_merge(settings):
     model = adapted(**settings)
     source = PeftSource(model.get_base_model(), torch.float32)
@@ -38,9 +40,26 @@ def test_what_is_sent_is_what_peft_would_merge(settings):
     assert all(torch.allclose(sent[name], expected[name], atol=1e-6) for name in sent)
 
 
-def test_other_adapters_are_refused_with_the_way_out():
-    with pytest.raises(ConfigurationError, match="colocate"):
-        PeftSource(adapted(use_dora=True).get_base_model(), torch.float32)
+@pytest.mark.feature("Training", "adapters besides LoRA, rsLoRA, DoRA", engine="none", refused=True)
+def test_other_adapters_are_refused_with_the_way_out(record_property):
+    with pytest.raises(ConfigurationError, match="ALoraLinearVariant.*colocate") as refused:
+        PeftSource(adapted(alora_invocation_tokens=[5, 6]).get_base_model(), torch.float32)
+    record_property("message", str(refused.value))
+    with pytest.raises(ConfigurationError, match="ia3.*colocate"):
+        model = get_peft_model(tiny_qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+        PeftSource(model.get_base_model(), torch.float32)
+
+
+def test_two_adapters_at_once_are_merged_but_not_if_one_is_dora():
+    two = adapted()
+    two.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    two.base_model.set_adapter(["default", "second"])
+    PeftSource(two.get_base_model(), torch.float32)
+    with_dora = adapted(use_dora=True)
+    with_dora.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    with_dora.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ConfigurationError, match="one at a time"):
+        PeftSource(with_dora.get_base_model(), torch.float32)
 
 
 def test_trainable_tokens_are_refused():

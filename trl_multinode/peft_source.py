@@ -27,10 +27,11 @@ from .weight_source import (
 )
 
 LARGEST_RANK = 512  # that vLLM serves
+DORA = "DoraLinearVariant"  # PEFT's name
 
 
 class PeftSource(ModuleSource):
-    """Base weights with their active LoRA adapters added (LoRA and rsLoRA), under the names of the base model.
+    """Base weights with their active adapters merged (LoRA, rsLoRA, DoRA), under the names of the base model.
 
     The model itself is not touched: the sum is made on copies while a bucket is gathered. That the result is right is
     proven by the probe after the first sync, whose forward runs through the adapters.
@@ -44,7 +45,7 @@ class PeftSource(ModuleSource):
             Of this rank; default: for a world of one.
 
     Raises:
-        `ConfigurationError`: for adapters that are not LoRA, and for DoRA.
+        `ConfigurationError`: for adapters that are not LoRA, and for its variants besides DoRA.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
@@ -84,14 +85,16 @@ class PeftSource(ModuleSource):
         layer = self._layers.get(name)
         if layer is None or layer.disable_adapters or layer.merged:
             return pieces
-        deltas = [
-            full(layer.get_delta_weight(adapter)) for adapter in layer.active_adapters if adapter in layer.scaling
-        ]
+        active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
+        deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
+        lengths = [full(layer.lora_magnitude_vector[adapter].weight) for adapter in active if is_dora(layer, adapter)]
         if pieces.data.numel() == 0:
             return pieces
         weight = pieces.full()
         for delta in deltas:
             weight = weight + delta.to(weight.dtype)
+        for length in lengths:  # at most one: DoRA (Liu et al. 2024, equation 5) learns the lengths of the rows
+            weight = weight * (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
         return Pieces.whole(weight)
 
 
@@ -171,7 +174,7 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
             Of the engine.
 
     Raises:
-        `ConfigurationError`: for adapters that are not LoRA, and for DoRA.
+        `ConfigurationError`: for adapters that are not LoRA, and for its variants besides DoRA.
     """
     layers = lora_layers(model)
     active = active_adapters(layers.values())
@@ -193,13 +196,13 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
 def layer_obstacle(layer, is_head: bool, adapter: str) -> str | None:
     if is_head or not isinstance(layer.get_base_layer(), nn.Linear):
         return "is not a linear layer below the head, and vLLM has an adapter for no other in every model"
-    if adapter in layer.lora_variant or layer.lora_bias.get(adapter):
-        return "has more than plain A and B (a LoRA variant, lora_bias)"
+    if is_dora(layer, adapter):
+        return "is DoRA's, which has more than A and B"
     return None
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """PEFT's layers by name; raises `ConfigurationError` for adapters that are not LoRA, and for DoRA."""
+    """PEFT's layers by name; raises `ConfigurationError` for adapters that cannot be merged here."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -220,11 +223,22 @@ def lora_rank(model: nn.Module) -> int:
 
 
 def check_layer(name: str, module: nn.Module, lora_layer: type) -> None:
-    if not isinstance(module, lora_layer) or any(getattr(module, "use_dora", {}).values()):
-        raise ConfigurationError(
-            f"Node mode sends LoRA and rsLoRA adapters; {name} has a {type(module).__name__} of another kind (DoRA?). "
-            "Use plain LoRA, or vllm_mode='colocate' or 'server'."
-        )
+    if isinstance(module, lora_layer):
+        variants = {type(variant).__name__ for variant in module.lora_variant.values()}
+        variants |= {"lora_bias"} if any(module.lora_bias.values()) else set()
+        alone = not variants or len(module.active_adapters) == 1
+        if variants <= {DORA} and alone and not (variants and module.fan_in_fan_out):
+            return
+    else:
+        variants = {f"{type(module).__module__}.{type(module).__name__}"}
+    raise ConfigurationError(
+        f"Node mode sends LoRA, rsLoRA and (one at a time, on linear layers) DoRA adapters; {name} has "
+        f"{', '.join(sorted(variants))}. Use one of them, or vllm_mode='colocate' or 'server'."
+    )
+
+
+def is_dora(layer, adapter: str) -> bool:
+    return type(layer.lora_variant.get(adapter)).__name__ == DORA
 
 
 def is_adapter(name: str, active: set[str]) -> bool:

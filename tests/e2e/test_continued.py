@@ -1,6 +1,7 @@
 """A run that was killed goes on as if it had not been: same rows, same losses, on real ZeRO-3 and two nodes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,39 @@ def test_a_checkpoint_that_was_being_written_is_skipped_and_named(folder, killed
 
 def test_the_markers_of_finished_checkpoints_are_gone(folder, killed):
     assert list((folder / "killed" / "_multinode" / "saving").iterdir()) == []
+
+
+# ---- other layouts --------------------------------------------------------------------------------------------------
+
+APART = {"output": "apart/node{node}", "save_on_each_node": True, "max_staleness": 0}
+
+
+@pytest.fixture(scope="module")
+def apart(folder, whole):
+    """Two nodes that do not share `output_dir`: killed after a checkpoint, then continued."""
+    with Nodes(2, 1, folder=folder / "apart_nodes", env=ENVIRONMENT) as nodes:
+        assert 0 not in launch(nodes, folder, APART | {"name": "apart1", "kill_at": INSIDE})
+        assert launch(nodes, folder, APART | {"name": "apart2", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
+
+
+@pytest.mark.feature("Resume", "nodes that share `output_dir`")
+def test_nodes_that_share_the_output_directory_go_on(folder, killed):
+    assert (folder / "killed" / f"checkpoint-{LAST}").is_dir()
+    same(results(folder, "third"), results(folder, "full1"), LAST - 2, LAST)
+
+
+@pytest.mark.feature("Resume", "nodes that do not share `output_dir`")
+def test_nodes_that_do_not_share_it_go_on_too(folder, apart):
+    for node in range(2):
+        states = (folder / "apart" / f"node{node}" / f"checkpoint-{LAST}").rglob("*_optim_states.pt")
+        assert [path.name for path in states] == [f"zero_pp_rank_{node}_mp_rank_00_optim_states.pt"]
+    same(results(folder, "apart2"), results(folder, "full0"), INSIDE, LAST)
+
+
+@pytest.mark.feature("Resume", "another number of nodes, ZeRO", refused=True)
+def test_another_number_of_nodes_is_refused_in_plain_words(folder, apart, record_property):
+    with Nodes(1, 1, folder=folder / "one_node", env=ENVIRONMENT) as nodes:
+        assert launch(nodes, folder, APART | {"name": "alone", "resume": True}) != [0]
+        told = re.search("ConfigurationError: (.* was written by 2 ranks, this launch has 1: .*)", nodes.rank_log(0))
+        assert told, nodes.rank_log(0)[-3000:]
+        record_property("message", re.sub(r"\S*/checkpoint-", "checkpoint-", told[1]))

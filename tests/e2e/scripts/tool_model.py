@@ -1,0 +1,41 @@
+"""A model that calls tools: after "assistant" it says either a whole tool call or "done", by the toss of a coin."""
+
+from importlib import resources
+
+import torch
+from transformers import AddedToken
+
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+
+TURN_END = "<|im_end|>"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+DONE = "done"
+
+
+def tool_tokenizer():
+    """Qwen2.5's chat template over bytes; a turn's end, a tool call and "done" are a token each."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, special=text.startswith("<|")) for text in ("<|im_start|>", TURN_END)])
+    tokenizer.add_tokens([AddedToken(CALL), AddedToken(DONE)])
+    tokenizer.eos_token = TURN_END
+    tokenizer.chat_template = resources.files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
+    return tokenizer
+
+
+def tool_model():
+    """As `counting_model`: with layers that add nothing the logits are `head @ norm(embedding[last token])`."""
+    tokenizer, model = tool_tokenizer(), tiny_qwen2(tied=False)
+    newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
+    call, done, end = (tokenizer.convert_tokens_to_ids(text) for text in (CALL, DONE, TURN_END))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        units = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=-1)
+        model.model.embed_tokens.weight.copy_(units)
+        head = torch.zeros_like(units)
+        head[call] = head[done] = 8 * units[newline]
+        head[end] = 8 * (units[call] + units[done])
+        model.lm_head.weight.copy_(head)
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    return model

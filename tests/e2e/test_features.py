@@ -1,0 +1,108 @@
+"""Features of TRL on two nodes under ZeRO-3: what our trainer does with them is what TRL's own does, number by number.
+
+One launch; `scripts/scenarios.py` has what is trained, `scripts/both_arms.py` how the two are compared.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.engines import FAKE
+from trl_multinode.testing.launch_files import ZERO3
+from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.nodes import Nodes
+
+SCRIPT = Path(__file__).parent / "scripts" / "features.py"
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(1500)]
+LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+ROWS = {
+    "plain": [("Training", "full fine-tuning")],
+    "losses": [("Losses", f"`loss_type={loss!r}`") for loss in LOSSES],
+    "loss_options": [
+        ("Losses", "`importance_sampling_level='sequence'`"), ("Losses", "`scale_rewards='batch'`"),
+        ("Losses", "`top_entropy_quantile`, `entropy_coef`"), ("Losses", "`mask_truncated_completions`"),
+        ("Losses", "`off_policy_mask_threshold`"), ("Generation", "`temperature`"),
+    ],
+    "reference_model": [("Reference model", "`beta > 0`"), ("Reference model", "`sync_ref_model`")],
+    "rewards": [
+        ("Rewards", "several functions, `reward_weights`"), ("Rewards", "async functions"),
+        ("Rewards", "`None` rewards"), ("Rewards", "reward models"), ("Rewards", "`multi_objective_aggregation`"),
+    ],
+    "conversations": [
+        ("Data", "conversational prompts"), ("Logging", "`log_completions`"), ("Logging", "callbacks"),
+    ],
+    "trackers": [("Logging", "TensorBoard"), ("Logging", "trackio")],
+    "tools": [("Agents", "`tools`, several and unequal turns per rank")],
+    "environments": [("Agents", "`environment_factory`, with its own prompt and reward")],
+    "rollout_func": [("Agents", "`rollout_func` that calls `vllm_generation.generate`")],
+    "schedule": [
+        ("Schedule", "`num_iterations`"), ("Schedule", "`steps_per_generation`"),
+        ("Schedule", "`gradient_accumulation_steps`"),
+    ],
+    "generation_batch_size": [
+        ("Schedule", "`generation_batch_size`"), ("Schedule", "groups larger than a rank's batch"),
+    ],
+    "iterable_dataset": [("Data", "iterable datasets")],
+    "streamed_dataset": [("Data", "streaming datasets"), ("Data", "columns for the reward")],
+    "evaluation": [("Evaluation", "`eval_strategy`"), ("Evaluation", "`num_generations_eval`")],
+    "gradient_checkpointing": [("Training", "gradient checkpointing")],
+    "lora": [("Training", "LoRA"), ("Reference model", "`beta > 0` with an adapter")],
+    "rslora": [("Training", "rsLoRA")],
+    "dora": [("Training", "DoRA")],
+    "server_mode": [("Passed through", "`vllm_mode='server'`")],
+    "colocate_mode": [("Passed through", "`vllm_mode='colocate'`")],
+    "without_vllm": [("Passed through", "`use_vllm=False`")],
+}  # fmt: skip
+PASSED_THROUGH = {"server_mode": "server", "colocate_mode": "colocate", "without_vllm": "none"}
+
+
+def marked(name: str):
+    engine = "none" if name in PASSED_THROUGH else "fake"
+    return pytest.param(name, marks=[pytest.mark.feature(*row, engine=engine) for row in ROWS[name]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """All scenarios, one after another, on two nodes of one rank."""
+    folder = tmp_path_factory.mktemp("features")
+    tiny_qwen2(seed=1).save_pretrained(folder / "reference")
+    env = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRACKIO_DIR": str(folder / "trackio")}
+    with Nodes(2, 1, folder=folder, env=env, deepspeed=ZERO3) as nodes:
+        nodes.launch(SCRIPT, str(folder), ",".join(ROWS))
+        nodes.wait(timeout_s=1200)
+        print(nodes.rank_log(0)[-4000:])
+    return folder
+
+
+def results(folder: Path, name: str) -> list[dict]:
+    paths = [folder / f"{name}_rank{rank}.json" for rank in range(2)]
+    assert all(path.exists() for path in paths), f"scenario {name} did not end; see the launch's log above"
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.mark.parametrize("name", map(marked, ROWS))
+def test_metrics_gradients_and_weights_are_trls(name, folder):
+    for found in results(folder, name):
+        assert found["world"] == 2
+        assert found["mode"] == PASSED_THROUGH.get(name, found["mode"])
+        assert found["engine"] == ("none" if name in PASSED_THROUGH else "fake")
+        assert found["not_replayed"] == 0 and (name in PASSED_THROUGH or found["rows"] > 0)
+        assert min(found["moved"]) > 1e-4, "the weights did not move: equal weights would say nothing"
+        assert max(found["weights"]) <= 1e-6 * max(1.0, max(found["moved"])), found["weights"]
+        assert found["missing"] == []
+        assert max(found["metrics"].values()) < 1e-5, found["metrics"]
+        assert {"loss", "grad_norm", "reward"} <= found["metrics"].keys()
+
+
+@pytest.mark.parametrize("name", ["conversations", "environments", "trackers"])
+def test_what_a_user_sees_is_trls(name, folder):
+    ours, trls = results(folder, name)[0]["observed"]
+    assert ours == trls and ours
+
+
+def test_ranks_took_different_numbers_of_turns(folder):
+    for name in ("tools", "environments", "rollout_func"):
+        first, second = results(folder, name)
+        assert first["calls"] != second["calls"], name
+    assert results(folder, "tools")[0]["logs"][0]["tools/call_frequency"] > 0

@@ -1,0 +1,48 @@
+"""Settings of the sampler on two nodes with vLLM: the completions obey them, and the training is TRL's."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.launch_files import ZERO3
+from trl_multinode.testing.nodes import Nodes
+
+SCRIPT = Path(__file__).parent / "scripts" / "features.py"
+STOPS = "aeiou"
+pytestmark = [pytest.mark.engine, pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, dict]:
+    folder = tmp_path_factory.mktemp("sampling")
+    names = ["structured_outputs", "stop_strings"]
+    with Nodes(2, 1, folder=folder, deepspeed=ZERO3) as nodes:
+        nodes.launch(SCRIPT, str(folder), ",".join(names))
+        assert nodes.wait(timeout_s=500) == [0, 0], nodes.rank_log(0)[-3000:]
+    return {name: json.loads((folder / f"{name}_rank0.json").read_text()) for name in names}
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "stop_strings"])
+def test_the_training_is_trls(found, name):
+    assert found[name]["engine"] not in ("fake", "none") and found[name]["rows"] > 0
+    assert max(found[name]["weights"]) <= 1e-6 and min(found[name]["moved"]) > 1e-4
+    assert found[name]["missing"] == [] and max(found[name]["metrics"].values()) < 1e-5
+    assert found[name]["observed"][0] == found[name]["observed"][1]
+
+
+@pytest.mark.feature("Generation", "`vllm_structured_outputs_regex`")
+def test_every_completion_matches_the_regex(found):
+    completions = found["structured_outputs"]["observed"][0]["completions"]
+    assert completions and all(re.fullmatch("[0-9]{3}", text) for text in completions)
+
+
+@pytest.mark.feature("Generation", "stop strings")
+@pytest.mark.feature("Generation", "`generation_kwargs`")
+@pytest.mark.feature("Generation", "`top_k`, `top_p`, `min_p`, `repetition_penalty`")
+def test_completions_end_with_the_first_stop_string(found):
+    completions = found["stop_strings"]["observed"][0]["completions"]
+    stopped = [text for text in completions if re.search(f"[{STOPS}]", text)]
+    assert len(stopped) > len(completions) / 4
+    assert all(not re.search(f"[{STOPS}]", text[:-1]) for text in stopped)
