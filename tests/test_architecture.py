@@ -42,8 +42,9 @@ ARROWS = {
     "check.reading": {"check.launch"},
     "check.launch": set(),
     "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
-    "trainer": {"checkpoints", "config", "errors", "generation", "host", "microbatches", "monitor", "reporting",
-                "resume", "rollouts", "staleness", "text_logging"},
+    "trainer": {"config", "generation", "host", "microbatches", "monitor", "node_trainer", "rollouts"},
+    "node_trainer": {"checkpoints", "config", "errors", "generation", "host", "reporting", "resume", "staleness",
+                     "text_logging"},
     "microbatches": {"batching", "config", "errors", "layouts", "local_metrics", "row_exchange", "topology"},
     "batching": set(),
     "layouts": set(),
@@ -91,7 +92,13 @@ ARROWS = {
 # Who may import a library, and whether only inside functions ("lazily").
 LIBRARIES = {
     "trl": {"config": "", "trainer": "", "microbatches": "", "__init__": "lazily"},
-    "transformers": {"trainer": "", "microbatches": "", "testing.models": "", "testing.fake_engine": ""},
+    "transformers": {
+        "config": "",
+        "node_trainer": "",
+        "microbatches": "",
+        "testing.models": "",
+        "testing.fake_engine": "",
+    },
     "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
     "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
     "deepspeed": {"weight_source": "lazily", "testing.sources": "lazily"},
