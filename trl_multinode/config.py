@@ -18,6 +18,14 @@ REFUSED_GENERATION_KEYS = {
     "seed": "use `rollout_seed`, which gives every row its own seed",
     "logprobs": "the trainer needs exactly the sampled token's log-prob",
 }
+GRPO_ONLY = {
+    "max_staleness": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
+    "micro_batch_tokens": "only GRPO's loss is cut anew. Leave it out, or use GRPO.",
+}
+NO_LOGPROBS = {
+    "logprob_divergence_limit": "this trainer never scores what it sampled, so there is nothing to compare. Leave it "
+    "out: the probe after the first weight sync and the version of every row hold without it."
+}
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
 LORA_SYNCS = ("auto", "adapter", "merged")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")

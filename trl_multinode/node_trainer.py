@@ -7,9 +7,10 @@ and puts around the trainer what a run on many nodes needs; a trainer stands on 
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
@@ -52,7 +53,9 @@ class NodeTrainer(_Trainer):
 
     _trl: ClassVar[type]  # the trainer of TRL that this one stands on
     _config: ClassVar[type]  # ours for it
-    _builds_in: ClassVar[str] = ""  # the module where TRL looks `VLLMGeneration` up; default: of `_trl`
+    _builds_in: ClassVar[ModuleType | None] = (
+        None  # where TRL looks `VLLMGeneration` up; default: the module of `_trl`
+    )
     _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute with the step that vLLM has
 
     host: NodeHost | None
@@ -91,7 +94,7 @@ class NodeTrainer(_Trainer):
     @contextmanager
     def _replacing(self, host: NodeHost):
         """While TRL's `__init__` runs, its `VLLMGeneration` is ours."""
-        module = sys.modules[self._builds_in or self._trl.__module__]
+        module = self._builds_in or sys.modules[self._trl.__module__]
         with mock.patch.object(module, "VLLMGeneration", partial(self._build_generation, host)):
             yield
 
@@ -133,7 +136,7 @@ class NodeTrainer(_Trainer):
         Tells the trainer that the model's weights became others without an optimizer step, so that the next generation
         sends them to the engines. All training ranks call it. Without it they are sent once per optimizer step.
         """
-        setattr(self, self._sync_mark, -1)
+        setattr(self, self._sync_mark, -getattr(self, "vllm_sync_frequency", 1))
         if self.host is not None:
             self.vllm_generation.weights_changed()
 
@@ -146,6 +149,8 @@ class NodeTrainer(_Trainer):
         else:
             self.vllm_generation.begin_round("eval", self._eval_rounds)
             self._eval_rounds += 1
+        if getattr(self, "vllm_sync_frequency", 1) > 1 and self.vllm_generation.must_sync:
+            self.vllm_generation.sync_weights()  # TRL would wait for its next multiple, also after a resume
 
     def _one_round(self, make: Callable[[], Any]) -> Any:
         """What `make` returns, which is TRL's method that generates one round."""
@@ -156,6 +161,14 @@ class NodeTrainer(_Trainer):
         if self.model.training:
             self._meter.add_round(*self.vllm_generation.lag)
         return output
+
+    def close(self) -> None:
+        """
+        Ends this trainer's engines in good order; without it they end with the process. All training ranks call it,
+        and wait for each other. For scripts that build another trainer afterwards: its engines need the GPUs.
+        """
+        if self.host is not None:
+            self.host.close()
 
     # ---- seams ------------------------------------------------------------------------------------------------------
 
@@ -213,6 +226,10 @@ class RewardedNodeTrainer(NodeTrainer):
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
         self._texts = TextLogging(sys.modules[self._trl.__module__], keep=self.args.log_completions)
+
+    def _one_round(self, make: Callable[[], Any]) -> Any:
+        with self._texts.during_scoring() if self.host is not None else nullcontext():
+            return super()._one_round(make)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         if self.host is None:
