@@ -4,9 +4,9 @@ import pytest
 from trl import GRPOConfig
 
 import trl_multinode
-from trl_multinode.config import MultiNodeGRPOConfig, check_fields, field_or_default, is_node_mode
+from trl_multinode.config import MultiNodeGRPOConfig, NodeFields, check_fields, field_or_default, is_node_mode
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.trainer import check_call, check_foreseeable
+from trl_multinode.node_trainer import check_call, check_foreseeable
 
 
 def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
@@ -38,9 +38,11 @@ def test_exactly_three_of_trls_defaults_differ():
 
 
 def test_every_field_of_ours_has_help_and_a_line_in_the_docstring():
-    for name in MultiNodeGRPOConfig.__annotations__:
-        assert MultiNodeGRPOConfig.__dataclass_fields__[name].metadata["help"], name
-        assert f"{name} (" in MultiNodeGRPOConfig.__doc__ or f"`{name}=" in MultiNodeGRPOConfig.__doc__, name
+    ours = [name for name in NodeFields.__annotations__ if not name.startswith("_")]
+    assert len(ours) > 15 and set(ours) <= set(MultiNodeGRPOConfig.__dataclass_fields__)
+    for name in ours:
+        assert NodeFields.__dataclass_fields__[name].metadata["help"], name
+        assert f"{name} (" in NodeFields.__doc__ or f"`{name}=" in NodeFields.__doc__, name
 
 
 def test_node_mode_is_the_default_and_leaves_the_gpu_share_to_the_devices(tmp_path):

@@ -11,8 +11,8 @@ from trl_multinode.engine_process import engine_environment
 from trl_multinode.engine_settings import EngineSettings, check_vllm, engine_dtype
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.host import NodeHost
+from trl_multinode.node_trainer import check_dataset
 from trl_multinode.topology import EngineDevices, Topology
-from trl_multinode.trainer import check_dataset
 
 ONE_RESERVED = EngineDevices((("7",),), shared_with_training=False)
 NODE_1 = Topology(rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True)

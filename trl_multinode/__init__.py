@@ -3,6 +3,8 @@
 ```python
 from trl_multinode import GRPOConfig, GRPOTrainer   # instead of: from trl import GRPOConfig, GRPOTrainer
 ```
+
+TRL's other trainers that generate with vLLM have the same names here: see docs/trainers.md.
 """
 
 from importlib import import_module
@@ -13,25 +15,46 @@ if TYPE_CHECKING:
     from .config import MultiNodeGRPOConfig as GRPOConfig
     from .trainer import MultiNodeGRPOTrainer
     from .trainer import MultiNodeGRPOTrainer as GRPOTrainer
+    from .trainers import (
+        MultiNodeDistillationConfig,
+        MultiNodeDistillationTrainer,
+        MultiNodeRLOOConfig,
+        MultiNodeRLOOTrainer,
+    )
+    from .trainers import MultiNodeDistillationConfig as DistillationConfig
+    from .trainers import MultiNodeDistillationTrainer as DistillationTrainer
+    from .trainers import MultiNodeRLOOConfig as RLOOConfig
+    from .trainers import MultiNodeRLOOTrainer as RLOOTrainer
 
 __version__ = "0.1.0"
-__all__ = ["GRPOConfig", "GRPOTrainer", "MultiNodeGRPOConfig", "MultiNodeGRPOTrainer"]
 
 # Loaded on first use: vLLM's processes import this package for its plugin and must not load TRL.
-_HOMES = {
-    "GRPOConfig": ("config", "MultiNodeGRPOConfig"),
-    "GRPOTrainer": ("trainer", "MultiNodeGRPOTrainer"),
-    "MultiNodeGRPOConfig": ("config", "MultiNodeGRPOConfig"),
-    "MultiNodeGRPOTrainer": ("trainer", "MultiNodeGRPOTrainer"),
+_HOMES = {"GRPOConfig": "config", "GRPOTrainer": "trainer"} | {
+    f"{trainer}{kind}": home
+    for trainer, home in {
+        "RLOO": "trainers",
+        "Distillation": "trainers",
+        "SDFT": "experimental.sdft",
+        "SDPO": "experimental.sdpo",
+        "GOLD": "experimental.gold",
+        "IWOPD": "experimental.iw_opd",
+    }.items()
+    for kind in ("Config", "Trainer")
 }
+__all__ = [
+    "GRPOConfig", "GRPOTrainer", "MultiNodeGRPOConfig", "MultiNodeGRPOTrainer",
+    "RLOOConfig", "RLOOTrainer", "MultiNodeRLOOConfig", "MultiNodeRLOOTrainer",
+    "DistillationConfig", "DistillationTrainer", "MultiNodeDistillationConfig", "MultiNodeDistillationTrainer",
+]  # fmt: skip
 
 
 def __getattr__(name: str):
-    if name not in _HOMES:
+    """Every class under TRL's own name and under `MultiNode...`; those of TRL's experimental trainers too."""
+    own = name.removeprefix("MultiNode")
+    if own not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    return getattr(import_module(f".{module}", __name__), attribute)
+    return getattr(import_module(f".{_HOMES[own]}", __name__), f"MultiNode{own}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_HOMES) + [f"MultiNode{name}" for name in sorted(_HOMES)]

@@ -1,17 +1,30 @@
-"""`MultiNodeGRPOConfig`: TRL's config plus our fields, and the checks that need fields only."""
+"""`NodeFields`: our fields, which any of TRL's configs can take on, and the checks that need fields only."""
 
 from dataclasses import dataclass, field
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trl import GRPOConfig
 
 from .errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments as _Arguments
+else:
+    _Arguments = object  # the mixin stands before one of TRL's configs
+
 REFUSED_GENERATION_KEYS = {
     "n": "the number of completions is `num_generations`",
     "seed": "use `rollout_seed`, which gives every row its own seed",
     "logprobs": "the trainer needs exactly the sampled token's log-prob",
+}
+GRPO_ONLY = {
+    "max_staleness": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
+    "micro_batch_tokens": "only GRPO's loss is cut anew. Leave it out, or use GRPO.",
+}
+NO_LOGPROBS = {
+    "logprob_divergence_limit": "this trainer never scores what it sampled, so there is nothing to compare. Leave it "
+    "out: the probe after the first weight sync and the version of every row hold without it."
 }
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
 LORA_SYNCS = ("auto", "adapter", "merged")
@@ -21,10 +34,16 @@ GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
 
 
 @dataclass
-class MultiNodeGRPOConfig(GRPOConfig):
+class NodeFields(_Arguments):
     r"""
-    TRL's [`~trl.GRPOConfig`] with three other defaults (`use_vllm=True`, `vllm_mode="node"`,
-    `vllm_gpu_memory_utilization=None`) and the settings of node mode.
+    Three other defaults than TRL's (`use_vllm=True`, `vllm_mode="node"`, `vllm_gpu_memory_utilization=None`) and the
+    settings of node mode, for a config that stands on one of TRL's:
+
+    ```python
+    @dataclass
+    class MultiNodeRLOOConfig(NodeFields, RLOOConfig):
+        _not_for = {"max_staleness": "RLOO has no ... Leave it at 0, or use GRPO."}  # refused here: why, and a way out
+    ```
 
     Parameters:
         vllm_devices (`list[int]`, *optional*):
@@ -71,6 +90,8 @@ class MultiNodeGRPOConfig(GRPOConfig):
         balance_across (`str`, *optional*, defaults to `"node"`):
             Among which ranks rows may move for it: those of one node, or `"world"`, over the network too.
     """
+
+    _not_for: ClassVar[dict[str, str]] = {}  # fields without a meaning for this trainer
 
     use_vllm: bool = field(
         default=True, metadata={"help": "Whether to generate with vLLM. Here the default is `True` (TRL: `False`)."}
@@ -140,11 +161,10 @@ class MultiNodeGRPOConfig(GRPOConfig):
         default="node", metadata={"help": "Rows move between the ranks of a 'node', or of the 'world'."}
     )
 
-    _VALID_DICT_FIELDS = [*getattr(GRPOConfig, "_VALID_DICT_FIELDS", []), "engine_kwargs"]
-
     def __post_init__(self):
+        self._VALID_DICT_FIELDS: list[str] = [*super()._VALID_DICT_FIELDS, "engine_kwargs"]
         if self.vllm_mode != "node" and self.vllm_gpu_memory_utilization is None:
-            self.vllm_gpu_memory_utilization = GPU_SHARE_OF_TRAINING
+            self.vllm_gpu_memory_utilization = trls_default(type(self), "vllm_gpu_memory_utilization")
         try:
             super().__post_init__()
         except ValueError as error:
@@ -162,14 +182,30 @@ class MultiNodeGRPOConfig(GRPOConfig):
         )
 
 
+@dataclass
+class MultiNodeGRPOConfig(NodeFields, GRPOConfig):
+    """TRL's [`~trl.GRPOConfig`] with the settings, and the three other defaults, of [`NodeFields`]."""
+
+
+def trls_default(config: type, name: str) -> Any:
+    """The default of a field in the config of TRL that ours stands on."""
+    order = config.__mro__
+    return order[order.index(NodeFields) + 1].__dataclass_fields__[name].default  # type: ignore[attr-defined]
+
+
 def check_fields(args: GRPOConfig) -> None:
-    """Checks that need nothing but fields; a plain `trl.GRPOConfig` goes through them too.
+    """Checks that need nothing but fields; a plain config of TRL goes through them too.
 
     Raises:
         `ConfigurationError`: naming field, value and cure.
     """
+    for name, reason in getattr(args, "_not_for", {}).items():
+        if getattr(args, name) != (default := NodeFields.__dataclass_fields__[name].default):
+            raise ConfigurationError(
+                f"`{name}` must stay {default} in a {type(args).__name__}, got {getattr(args, name)}: {reason}"
+            )
     for key, reason in REFUSED_GENERATION_KEYS.items():
-        if key in (args.generation_kwargs or {}) and is_node_mode(args):
+        if key in (getattr(args, "generation_kwargs", None) or {}) and is_node_mode(args):
             raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
     for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"):
         if getattr(args, name, 1) <= 0:
@@ -225,5 +261,5 @@ def is_node_mode(args: GRPOConfig) -> bool:
 
 
 def field_or_default(args: GRPOConfig, name: str) -> Any:
-    """A field of ours; a plain `trl.GRPOConfig` has the defaults."""
-    return getattr(args, name, MultiNodeGRPOConfig.__dataclass_fields__[name].default)
+    """A field of ours; a plain config of TRL has the defaults."""
+    return getattr(args, name, NodeFields.__dataclass_fields__[name].default)

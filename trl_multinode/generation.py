@@ -78,6 +78,8 @@ class NodeGeneration:
         self.engines: NodeEngines = host.start_engines(model, processing_class, engine_keywords)
         self.last_sync = SyncTimings()
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
+        self._returns_logprobs = logprobs is not None
+        self.rows: list[Rollout] = []  # of the last call
         self.used = Rollouts(0, [], [], self.version)  # first turn of the present round
         self.on_stale: Callable[[Rollouts], None] = lambda made: None  # called before the engines get busy again
         self.begin_round("train", 0)
@@ -104,6 +106,11 @@ class NodeGeneration:
         """How old the present round's completions are: generation rounds, optimizer steps."""
         version = self.used.version
         return int(version != self.version), self._host.step() - version.step
+
+    @property
+    def must_sync(self) -> bool:
+        """Whether the engines have no weights yet, or others than the trainer for another reason than a step."""
+        return self._weights_changed
 
     def weights_changed(self) -> None:
         """The weights became others without an optimizer step; all training ranks call it, before a sync."""
@@ -134,7 +141,7 @@ class NodeGeneration:
         images: list[list | None] | None,
         num_generations: int,
         profiler=None,
-    ) -> tuple[list, list, list, list]:
+    ) -> tuple[list, list, list | None, list | None]:
         """Completions of this rank's prompts from its node's engines. Not a collective.
 
         Args:
@@ -149,7 +156,7 @@ class NodeGeneration:
 
         Returns:
             `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, rows in the order of `prompts`; the last two
-            of shape `(B, T, 1)`.
+            of shape `(B, T, 1)`, or `None` if built with `logprobs=None`, as by trainers that do not read them.
 
         Raises:
             `PromptTooLongError`: naming the row.
@@ -159,9 +166,13 @@ class NodeGeneration:
         self._check_lengths(prompts)
         with self._phases("generate"), profiler or nullcontext():
             rows = self._first_turn(prompts, images) if self._takes_ahead else self._fresh(prompts, images)
+        self.rows = rows
+        completion_ids = [row.tokens.tolist() for row in rows]
+        if not self._returns_logprobs:
+            return prompts, completion_ids, None, None
         return (
             prompts,
-            [row.tokens.tolist() for row in rows],
+            completion_ids,
             [FloatRow(row.logprobs) for row in rows],
             [TokenRow(row.tokens) for row in rows],
         )

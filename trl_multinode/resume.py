@@ -132,7 +132,8 @@ class Resume:
     def _layout(self) -> list[int]:
         """Saved rows belong to one rank and one place in its block; with another layout they are other rows."""
         args = self._trainer.args
-        per_rank = [args.per_device_train_batch_size, args.steps_per_generation, self._trainer.num_iterations]
+        slices = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # of trainers without it
+        per_rank = [args.per_device_train_batch_size, slices, getattr(self._trainer, "num_iterations", 1)]
         return [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
 
 

@@ -38,13 +38,13 @@ class StalenessMeter:
 
     Args:
         args ([`~trl.GRPOConfig`]):
-            For the limits of the importance-sampling correction.
+            For the limits of the importance-sampling correction, which only GRPO has.
     """
 
     def __init__(self, args):
-        self._per_sequence = args.vllm_importance_sampling_mode.startswith("sequence")
-        self._low = args.vllm_importance_sampling_clip_min
-        self._high = args.vllm_importance_sampling_clip_max
+        self._per_sequence = getattr(args, "vllm_importance_sampling_mode", "").startswith("sequence")
+        self._low = getattr(args, "vllm_importance_sampling_clip_min", None)
+        self._high = getattr(args, "vllm_importance_sampling_clip_max", None)
         self._sums = RoundSums()
         self._since = time.monotonic()
         self._clocks: list[tuple[float, float]] = []

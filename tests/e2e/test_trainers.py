@@ -1,0 +1,114 @@
+"""TRL's other trainers on two nodes under ZeRO-3, one after another in one launch, on the fake engine."""
+
+import json
+
+import pytest
+
+from trl_multinode.testing.engines import FAKE
+from trl_multinode.testing.faults import Faults
+from trl_multinode.testing.launch_files import ZERO3
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.testing.nodes import Nodes
+
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(900)]
+TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD"]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+UPDATES = {name: [1, 2, 3, 4, 5] for name in TRAINERS}  # of the weights that made each round
+UPDATES |= {name: [1, 2, 3] for name in ("RLOO", "SDFT", "SDPO")}
+UPDATES["GOLD"] = [1, 1, 2, 2, 3]  # with `vllm_sync_frequency=2`
+ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With a student and a teacher in it."""
+    folder = tmp_path_factory.mktemp("trainers")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    for name, seed in (("student", 0), ("teacher", 1)):
+        tiny_qwen2(seed=seed).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder, request):
+    """What both ranks wrote about every trainer."""
+    script = request.path.parent / "scripts" / "trainers.py"
+    with Nodes(2, 1, folder=folder, env=ENVIRONMENT, deepspeed=ZERO3) as nodes:
+        nodes.launch(script, str(folder), *TRAINERS)
+        assert nodes.wait(timeout_s=800) == [0, 0], nodes.rank_log(0)[-4000:]
+    return {
+        name: [json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(2)] for name in TRAINERS
+    }
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_round_comes_from_this_nodes_engine_with_the_weights_of_its_step(found, name):
+    for rank in found[name]:
+        ours, updates = rank["ours"], UPDATES[name]
+        rows = 5 * 8 if len(updates) == 5 else 3 * 16  # of every optimizer step, or of two
+        assert ours["world"] == 2 and ours["sharded"]
+        assert ours["rows"] == rows and ours["tokens"] > ours["rows"]
+        assert ours["versions"] == [[update] * (rows // len(updates)) for update in updates]
+        assert ours["engines_left"] == 0
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_engine_and_trainer_agree_after_training_and_not_without_a_sync(found, name):
+    for rank in found[name]:
+        assert rank["ours"]["fresh"] < 1e-4 and rank["ours"]["healed"] < 1e-4
+        assert rank["ours"]["stale"] > 0.1
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_losses_and_gradients_are_those_of_trls_own_trainer_given_the_same_completions(found, name):
+    for rank in found[name]:
+        ours, trls = rank["ours"], rank["trl"]
+        assert len(set(ours["grad_norm"])) == 5 and min(ours["grad_norm"]) > 0  # that they agree says something
+        assert ours["grad_norm"] == pytest.approx(trls["grad_norm"], rel=1e-5)
+        assert ours["loss"] == pytest.approx(trls["loss"], rel=1e-5, abs=1e-6)
+
+
+def test_one_other_token_in_one_completion_would_show(found):
+    for rank in found["Distillation"]:
+        differences = [abs(a / b - 1) for a, b in zip(rank["ours"]["loss"], rank["tampered"]["loss"], strict=True)]
+        assert min(differences) > 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINERS if name != "IWOPD"])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(found, name):
+    """RLOO, SDFT and SDPO inside a generation round, and distillation across the end of an epoch."""
+    for rank in found[name]:
+        first = rank["resumed"]["from"]
+        for what in ("loss", "grad_norm"):
+            assert rank["resumed"][what] == pytest.approx(rank["ours"][what], rel=1e-6, abs=1e-9)
+        assert len(rank["ours"]["loss"][first:]) >= 2
+
+
+@pytest.mark.parametrize("name", ["RLOO", "Distillation", "SDFT", "SDPO"])
+def test_two_evaluations_with_the_same_weights_see_the_same_completions(found, name):
+    for rank in found[name]:
+        first, second = rank["ours"]["evaluations"]
+        assert first == second and len(first) == 8
+
+
+def test_only_rloo_compares_log_probs_at_every_round(found):
+    for name in TRAINERS:
+        for rank in found[name]:
+            monitor = rank["ours"]["monitor"]
+            assert monitor is None if name != "RLOO" else 0 < monitor < 1e-3
+
+
+def test_log_probs_are_returned_to_the_trainer_that_reads_them(found):
+    assert {name for name in TRAINERS if found[name][0]["ours"]["returns_logprobs"]} == {"IWOPD"}
+
+
+def test_weights_that_rloos_engine_did_not_load_stop_the_run(folder, request):
+    env = ENVIRONMENT | Faults().lie_about_load(2).environment()
+    with Nodes(2, 1, folder=folder / "lie", env=env, deepspeed=ZERO3) as nodes:
+        nodes.launch(request.path.parent / "scripts" / "trainers.py", str(folder), "RLOO")
+        assert nodes.wait(timeout_s=200) == [1, 1]
+        assert all("LogprobDivergenceError" in nodes.rank_log(rank) for rank in range(2))

@@ -1,0 +1,162 @@
+"""TRL's seam in the trainers beside GRPO, pinned as test_contract.py pins GRPO's: from sources, before any launch."""
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+import trl
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import trl_multinode
+from trl_multinode.config import NodeFields, is_node_mode
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.generation import NodeGeneration
+from trl_multinode.node_trainer import NodeTrainer, check_dataset
+
+VERSION = f"TRL {trl.__version__}"
+TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD"]
+CLASSES = {name: getattr(trl_multinode, f"{name}Trainer") for name in TRAINERS}  # here, because vLLM sets variables
+ROUND = {  # the method of TRL that generates one round, and what it takes
+    "RLOO": ("_generate_and_score_completions", ["inputs"]),
+    "Distillation": ("_generate_and_score_completions", ["inputs"]),
+    "SDFT": ("_prepare_training_batch", ["inputs"]),
+    "SDPO": ("_prepare_training_batch", ["inputs"]),
+    "GOLD": ("_fill_buffer", ["generation_batch", "buffer_steps"]),
+    "IWOPD": ("_fill_buffer", ["generation_batch", "buffer_steps"]),
+}
+
+
+def ours(name: str) -> type:
+    return CLASSES[name]
+
+
+def source(name: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[ours(name)._trl.__module__]))
+
+
+def calls(name: str, text: str) -> list[ast.Call]:
+    return [n for n in ast.walk(source(name)) if isinstance(n, ast.Call) and ast.unparse(n.func) == text]
+
+
+def config(name: str, tmp_path, **fields):
+    kind = getattr(trl_multinode, f"{name}Config")
+    return kind(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **fields)
+
+
+# ---- TRL's side
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_trainer_builds_its_generation_object_once_with_keywords_that_grpo_passes_too(name):
+    (call,) = calls(name, "VLLMGeneration")
+    from test_contract import KEYWORDS
+
+    assert not call.args and {keyword.arg for keyword in call.keywords} <= KEYWORDS, (
+        f"{VERSION}: {name} passes new keywords to VLLMGeneration; see NodeGeneration.__init__ in generation.py"
+    )
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_generation_object_is_replaced_where_the_trainer_looks_it_up(name):
+    module = ours(name)._builds_in or sys.modules[ours(name)._trl.__module__]
+    assert hasattr(module, "VLLMGeneration"), f"{VERSION}: {module.__name__} has no VLLMGeneration"
+    imports = [n for n in ast.walk(source(name)) if isinstance(n, ast.ImportFrom) and
+               any(alias.name == "VLLMGeneration" for alias in n.names)]  # fmt: skip
+    at_the_top = imports[0] in source(name).body or imports[0].col_offset == 0
+    assert len(imports) == 1 and at_the_top == (ours(name)._builds_in is None), (
+        f"{VERSION}: {name} imports VLLMGeneration elsewhere; see `_builds_in` in node_trainer.py"
+    )
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_generate_is_called_by_keyword(name):
+    known = set(inspect.signature(NodeGeneration.generate).parameters) - {"self"}
+    for call in calls(name, "self.vllm_generation.generate"):
+        assert not call.args and {keyword.arg for keyword in call.keywords} <= known
+    assert calls(name, "self.vllm_generation.generate") and calls(name, "self.vllm_generation.sync_weights")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_method_that_generates_a_round_is_the_one_that_is_wrapped(name):
+    method, parameters = ROUND[name]
+    theirs = list(inspect.signature(getattr(ours(name)._trl, method)).parameters)[1:]
+    assert theirs == parameters, f"{VERSION}: {name}'s {method} takes {theirs}"
+    owners = [cls for cls in ours(name).__mro__ if method in vars(cls)]
+    assert owners[0].__module__.startswith("trl_multinode") and "_one_round" in inspect.getsource(owners[0])
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_attributes_that_are_set_from_outside_are_trls(name):
+    text = inspect.getsource(sys.modules[ours(name)._trl.__module__])
+    for attribute in (ours(name)._sync_mark, "_buffered_inputs", "_buffer_step" if name == "IWOPD" else "_step"):
+        assert f"self.{attribute} = " in text, f"{VERSION}: {name} has no {attribute}; see node_trainer.py, resume.py"
+
+
+# ---- ours
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_trainer_has_trls_name_and_node_modes_defaults(name, tmp_path):
+    assert ours(name) is getattr(trl_multinode, f"MultiNode{name}Trainer") and issubclass(ours(name), NodeTrainer)
+    assert ours(name)._tag_names == [*ours(name)._trl._tag_names, "trl-multinode"]
+    args = config(name, tmp_path)
+    assert isinstance(args, NodeFields) and is_node_mode(args) and args.vllm_gpu_memory_utilization is None
+    theirs = ours(name)._config.__mro__
+    theirs = next(kind for kind in theirs if kind.__module__.startswith("trl."))
+    given = config(name, tmp_path, vllm_mode="colocate").vllm_gpu_memory_utilization
+    assert given == theirs.__dataclass_fields__["vllm_gpu_memory_utilization"].default  # GOLD has 0.9
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_engine_kwargs_may_be_json_and_trls_own_dicts_too(name, tmp_path):
+    args = config(name, tmp_path, engine_kwargs='{"a": 1}', model_init_kwargs='{"dtype": "float32"}')
+    assert args.engine_kwargs == {"a": 1} and args.model_init_kwargs == {"dtype": "float32"}
+
+
+REFUSED = {"max_staleness": 1, "micro_batch_tokens": 4096, "logprob_divergence_limit": 0.5}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_setting_without_a_meaning_for_the_trainer_is_refused_with_a_way_out(name, field, tmp_path):
+    if name == "RLOO" and field == "logprob_divergence_limit":
+        assert config(name, tmp_path, **{field: REFUSED[field]}).logprob_divergence_limit == 0.5
+        return
+    with pytest.raises(ConfigurationError, match=rf"`{field}` must stay .* MultiNode{name}Config, got .*Leave it out"):
+        config(name, tmp_path, **{field: REFUSED[field]})
+
+
+@pytest.mark.parametrize("name", ["SDFT", "SDPO"])
+def test_a_teacher_on_trls_server_is_refused_in_node_mode(name, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"`use_teacher_server=False`.*or `vllm_mode='server'`"):
+        config(name, tmp_path, use_teacher_server=True)
+    assert config(name, tmp_path, use_teacher_server=True, vllm_mode="server").use_teacher_server
+
+
+@pytest.mark.parametrize(("name", "prompts"), [("RLOO", 4), ("Distillation", 16), ("SDFT", 4), ("GOLD", 16)])
+def test_a_dataset_smaller_than_one_round_is_refused_by_the_rows_that_the_trainer_takes(name, prompts, tmp_path):
+    fields = {"num_generations": 4} if name in ("RLOO", "SDFT") else {}
+    args = config(name, tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=2, **fields)
+    check_dataset([0] * prompts, args)
+    with pytest.raises(ConfigurationError, match=f"has {prompts - 1} rows, one generation batch takes {prompts} "):
+        check_dataset([0] * (prompts - 1), args)
+
+
+def test_the_stable_trainers_import_no_experimental_one():
+    """`trl.experimental.utils` is imported by TRL itself."""
+    code = (
+        "import sys, trl_multinode; from trl_multinode import RLOOTrainer, GRPOTrainer, DistillationTrainer;"
+        "print(sorted({m.split('.')[2] for m in sys.modules if m.startswith('trl.experimental.')} - {'utils'}),"
+        "'SDFTTrainer' in dir(trl_multinode), 'trl_multinode.experimental' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.stdout.split("\n")[-2] == "[] True False", run.stdout + run.stderr
+
+
+def test_an_unknown_name_is_no_attribute():
+    with pytest.raises(AttributeError, match="KTOTrainer"):
+        trl_multinode.KTOTrainer  # noqa: B018

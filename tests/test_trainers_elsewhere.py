@@ -1,0 +1,71 @@
+"""Without node mode TRL's other trainers are TRL's: the same losses and gradients, and no host."""
+
+import os
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import pytest
+from datasets import Dataset
+from replays import on_ranks
+from transformers import AutoTokenizer
+
+import trl_multinode
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+
+PROMPTS = Dataset.from_dict({"prompt": [f"{i} =" for i in range(16)], "privileged_context": ["1"] * 16})
+CHATS = Dataset.from_list(
+    [{"messages": [{"role": "user", "content": f"{i} ="}, {"role": "assistant", "content": " 2"}]} for i in range(16)]
+)
+GROUPS = {"num_generations": 4}
+
+# Imported before the ranks are forked
+CLASSES = {
+    name: [getattr(trl_multinode, f"{name}{kind}") for kind in ("Trainer", "Config")]
+    for name in ("RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD")
+}
+
+
+def reward(completions, **_):
+    return [float(len(set(text))) for text in completions]
+
+
+CALLS = {
+    "RLOO": ({"reward_funcs": reward, "train_dataset": PROMPTS.remove_columns("privileged_context")}, GROUPS),
+    "Distillation": ({"teacher_model": "teacher", "train_dataset": PROMPTS.remove_columns("privileged_context")}, {}),
+    "SDFT": ({"train_dataset": PROMPTS}, GROUPS),
+    "SDPO": ({"reward_funcs": reward, "train_dataset": PROMPTS}, GROUPS),
+    "GOLD": ({"teacher_model": "teacher", "train_dataset": CHATS}, {"lmbda": 1.0, "max_length": 32}),
+    "IWOPD": ({"teacher_model": "teacher", "train_dataset": CHATS}, {"max_length": 32}),
+}
+
+
+def one_step(config: type, trainer: type, name: str, folder) -> tuple[bool, float, float]:
+    call, settings = CALLS[name]
+    args = config(
+        output_dir=str(folder / "out"), use_cpu=True, bf16=False, use_vllm=False, report_to=[], max_steps=1,
+        max_completion_length=6, logging_steps=1, save_strategy="no", gradient_checkpointing=False,
+        disable_tqdm=True, per_device_train_batch_size=4, **settings,
+    )  # fmt: skip
+    call = call | ({"teacher_model": str(folder / "teacher")} if "teacher_model" in call else {})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "student")
+    made = trainer(str(folder / "student"), args=args, processing_class=tokenizer, **call)
+    made.train()
+    entry = made.state.log_history[0]
+    return getattr(made, "host", None) is None, entry["loss"], entry["grad_norm"]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_node_mode_a_trainer_is_trls(name, tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for seed, folder in enumerate(("student", "teacher")):
+        tiny_qwen2(seed=seed).save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    trainer, config = CLASSES[name]
+    theirs = next(kind for kind in config.__mro__ if kind.__module__.startswith("trl."))
+
+    def compare(rank: int) -> list:
+        return [one_step(config, trainer, name, tmp_path), one_step(theirs, trainer._trl, name, tmp_path)]
+
+    ((ours, trls),) = on_ranks(compare, 1, tmp_path)
+    assert ours == trls and ours[0] is True and ours[2] > 0

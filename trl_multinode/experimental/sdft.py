@@ -1,0 +1,18 @@
+"""TRL's experimental SDFT on the engines of every node."""
+
+from dataclasses import dataclass
+
+from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+
+from .self_distillation import SelfDistillationFields, SelfDistillationNodeTrainer
+
+
+@dataclass
+class MultiNodeSDFTConfig(SelfDistillationFields, SDFTConfig):
+    """TRL's `SDFTConfig` with the settings, and the three other defaults, of [`NodeFields`]."""
+
+
+class MultiNodeSDFTTrainer(SelfDistillationNodeTrainer, SDFTTrainer):
+    """TRL's `SDFTTrainer`, same arguments, where every node's engines generate the completions."""
+
+    _trl, _config = SDFTTrainer, MultiNodeSDFTConfig

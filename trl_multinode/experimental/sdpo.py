@@ -1,0 +1,26 @@
+"""TRL's experimental SDPO on the engines of every node."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+
+from .self_distillation import SelfDistillationFields, SelfDistillationNodeTrainer
+
+
+@dataclass
+class MultiNodeSDPOConfig(SelfDistillationFields, SDPOConfig):
+    """TRL's `SDPOConfig` with the settings, and the three other defaults, of [`NodeFields`]."""
+
+
+class MultiNodeSDPOTrainer(SelfDistillationNodeTrainer, SDPOTrainer):
+    """
+    TRL's `SDPOTrainer`, same arguments, where every node's engines generate the completions. TRL gathers prompts and
+    completions of all ranks, because a row's teacher may be another rank's success; that crosses nodes.
+    """
+
+    _trl, _config = SDPOTrainer, MultiNodeSDPOConfig
+
+    def _calculate_rewards(self, *args, **kwargs):
+        with self.host.phases("reward") if self.host is not None else nullcontext():
+            return super()._calculate_rewards(*args, **kwargs)

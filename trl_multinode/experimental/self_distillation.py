@@ -1,0 +1,34 @@
+"""What SDFT and SDPO have in common: TRL has the same generation code in both."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from trl.generation import vllm_generation
+
+from ..config import GRPO_ONLY, NO_LOGPROBS, NodeFields, is_node_mode
+from ..errors import ConfigurationError
+from ..node_trainer import NodeTrainer
+
+
+@dataclass
+class SelfDistillationFields(NodeFields):
+    """[`NodeFields`], and a check that the teacher does not need a server of TRL's."""
+
+    _not_for = GRPO_ONLY | NO_LOGPROBS
+
+    def __post_init__(self):
+        super().__post_init__()
+        if is_node_mode(self) and self.use_teacher_server:
+            raise ConfigurationError(
+                "`use_teacher_server=True` asks TRL's generation server for the teacher's log-probs, and node mode "
+                "has none. Use `use_teacher_server=False`: the ranks compute them; or `vllm_mode='server'`."
+            )
+
+
+class SelfDistillationNodeTrainer(NodeTrainer):
+    """[`NodeTrainer`] for a trainer that looks `VLLMGeneration` up while it is built."""
+
+    _builds_in = vllm_generation
+
+    def _prepare_training_batch(self, inputs):
+        return self._one_round(partial(super()._prepare_training_batch, inputs))

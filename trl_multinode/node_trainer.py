@@ -1,0 +1,286 @@
+"""`NodeTrainer`: what makes one of TRL's trainers generate on the engines of every node. Wiring only.
+
+TRL's trainers build one `VLLMGeneration` and call `sync_weights()` and `generate()`. This mixin replaces that object
+and puts around the trainer what a run on many nodes needs; a trainer stands on it in a few lines.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
+
+import torch
+from transformers import AutoConfig
+
+from .checkpoints import CheckpointLog, fast_forward
+from .config import NodeFields, check_fields, field_or_default, is_node_mode
+from .errors import ConfigurationError
+from .generation import NodeGeneration, Prompts
+from .host import NodeHost
+from .reporting import StepReport, announce
+from .resume import Resume
+from .staleness import StalenessMeter
+from .text_logging import TextLogging
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the mixin stands before one of TRL's trainers
+
+
+class NodeTrainer(_Trainer):
+    """
+    Node mode for a trainer of TRL that builds a `VLLMGeneration`. With any other mode every method is TRL's.
+
+    ```python
+    class MultiNodeRLOOTrainer(NodeTrainer, RLOOTrainer):
+        _trl, _config = RLOOTrainer, MultiNodeRLOOConfig
+
+        def _generate_and_score_completions(self, inputs):  # whatever generates one round
+            return self._one_round(partial(super()._generate_and_score_completions, inputs))
+    ```
+
+    All training ranks call every method; `training_step`, `train`, `evaluate` and `log` are collectives.
+
+    Raises:
+        `ConfigurationError`: before any weights file is opened, the same on every rank.
+    """
+
+    _trl: ClassVar[type]  # the trainer of TRL that this one stands on
+    _config: ClassVar[type]  # ours for it
+    _builds_in: ClassVar[ModuleType | None] = (
+        None  # where TRL looks `VLLMGeneration` up; default: the module of `_trl`
+    )
+    _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute with the step that vLLM has
+
+    host: NodeHost | None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "_trl" in vars(cls):
+            cls._tag_names = [*cls._trl._tag_names, "trl-multinode"]  # type: ignore[attr-defined]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        call = inspect.signature(self._trl.__init__).bind(self, *args, **kwargs).arguments  # type: ignore[misc]
+        del call["self"]
+        self.host = None
+        settings = call["args"] = call.get("args") or self._default_args(call["model"])
+        if not is_node_mode(settings):
+            self._say_off(settings)
+            super().__init__(**call)
+            return
+        self.host = NodeHost(settings)
+        with self.host.watch.guard():
+            check_call(self.host, call["model"], settings, call.get("train_dataset"), call)
+            with self._replacing(self.host):
+                super().__init__(**call)
+            self._wire(self.host)
+
+    def _default_args(self, model):
+        name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
+        return self._config(f"{name.split('/')[-1]}-{self._name}")
+
+    def _say_off(self, args) -> None:
+        if not isinstance(args, NodeFields) and args.process_index == 0:
+            name = self._config.__name__.removeprefix("MultiNode")
+            print(f"[trl_multinode] node mode is off: a plain trl.{name} is taken literally. For node mode use "
+                  f"trl_multinode.{name}, or use_vllm=True, vllm_mode='node'.", flush=True)  # fmt: skip
+
+    @contextmanager
+    def _replacing(self, host: NodeHost):
+        """While TRL's `__init__` runs, its `VLLMGeneration` is ours."""
+        module = self._builds_in or sys.modules[self._trl.__module__]
+        with mock.patch.object(module, "VLLMGeneration", partial(self._build_generation, host)):
+            yield
+
+    @staticmethod
+    def _build_generation(host: NodeHost, *, mode: str, **keywords: Any) -> NodeGeneration:
+        """Called by TRL's `__init__` with what it passes to `VLLMGeneration`."""
+        return NodeGeneration(host=host, **keywords)
+
+    def _wire(self, host: NodeHost) -> None:
+        host.step = lambda: self.state.global_step
+        self._eval_rounds = 0
+        self._meter = StalenessMeter(self.args)
+        self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation)
+        self._resume = Resume(self)
+
+    @property
+    def steps_per_round(self) -> int:
+        """Calls of `training_step` that one generation round serves."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    @property
+    def max_staleness(self) -> int:
+        return field_or_default(self.args, "max_staleness") if self.host is not None else 0
+
+    def last_checkpoint(self) -> str | None:
+        """
+        The newest checkpoint in `output_dir` that was written to its end, for `train(resume_from_checkpoint=...)`;
+        `None` if there is none. Unfinished ones are named in the log. All training ranks call it.
+
+        Raises:
+            `ConfigurationError`: on every rank, if nodes see finished checkpoints and have none in common.
+        """
+        with self._guarded():
+            folder = CheckpointLog(Path(self.args.output_dir), self.accelerator).last_whole()
+            return str(folder) if folder else None
+
+    def weights_changed(self) -> None:
+        """
+        Tells the trainer that the model's weights became others without an optimizer step, so that the next generation
+        sends them to the engines. All training ranks call it. Without it they are sent once per optimizer step.
+        """
+        setattr(self, self._sync_mark, -getattr(self, "vllm_sync_frequency", 1))
+        if self.host is not None:
+            self.vllm_generation.weights_changed()
+
+    # ---- one generation round ---------------------------------------------------------------------------------------
+
+    def _begin_round(self, following: Callable[[], Prompts | None] | None = None) -> None:
+        """Before TRL generates for a new batch of prompts; every rank does, in the same mode."""
+        if self.model.training:
+            self.vllm_generation.begin_round("train", self._step // self.steps_per_round, following)
+        else:
+            self.vllm_generation.begin_round("eval", self._eval_rounds)
+            self._eval_rounds += 1
+        if getattr(self, "vllm_sync_frequency", 1) > 1 and self.vllm_generation.must_sync:
+            self.vllm_generation.sync_weights()  # TRL would wait for its next multiple, also after a resume
+
+    def _one_round(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns, which is TRL's method that generates one round."""
+        if self.host is None:
+            return make()
+        self._begin_round()
+        output = make()
+        if self.model.training:
+            self._meter.add_round(*self.vllm_generation.lag)
+        return output
+
+    def close(self) -> None:
+        """
+        Ends this trainer's engines in good order; without it they end with the process. All training ranks call it,
+        and wait for each other. For scripts that build another trainer afterwards: its engines need the GPUs.
+        """
+        if self.host is not None:
+            self.host.close()
+
+    # ---- seams ------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        with self._guarded():
+            if self.host is not None:
+                resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
+                self.weights_changed()
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any):
+        self._eval_rounds = 0  # every evaluation samples with the same seeds, wherever a run was resumed
+        with self._guarded():
+            return super().evaluate(*args, **kwargs)
+
+    @contextmanager
+    def _guarded(self):
+        if self.host is None:
+            yield
+        else:
+            with self.host.watch.guard():
+                yield
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        return sampler if self.host is None else fast_forward(sampler, self._resume.epochs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.host is None:
+            return super().training_step(*args, **kwargs)
+        self._resume.place()
+        self.host.phases.step = self.state.global_step
+        with self.host.phases("train"):
+            return super().training_step(*args, **kwargs)
+
+    def _save_checkpoint(self, model, trial):
+        if self.host is None:
+            return super()._save_checkpoint(model, trial)
+        with self._resume.saving():
+            super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self.weights_changed()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.host is not None and self.model.training:
+            logs |= self._report.metrics(self.vllm_generation.last_sync)
+        super().log(logs, start_time)
+
+
+class RewardedNodeTrainer(NodeTrainer):
+    """[`NodeTrainer`] for trainers with reward functions, whose texts TRL gathers to all ranks for its log."""
+
+    def _wire(self, host: NodeHost) -> None:
+        super()._wire(host)
+        self._texts = TextLogging(sys.modules[self._trl.__module__], keep=self.args.log_completions)
+
+    def _one_round(self, make: Callable[[], Any]) -> Any:
+        with self._texts.during_scoring() if self.host is not None else nullcontext():
+            return super()._one_round(make)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if self.host is None:
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._texts.remember(prompts, completions)
+        with self.host.phases("reward"):
+            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+
+# ---- checks of a call, before the model -----------------------------------------------------------------------------
+
+
+def check_call(host: NodeHost, model, args, dataset, kwargs: dict) -> None:
+    """Checks that need the trainer's arguments but no weights; raises `ConfigurationError`."""
+    check_fields(args)
+    check_dataset(dataset, args)
+    check_foreseeable(args, kwargs)
+    if kwargs.get("tools") or kwargs.get("environment_factory"):
+        config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+        host.check_context(getattr(config.get_text_config(), "max_position_embeddings", 0))
+    if host.topology.rank == 0:
+        announce(args, host)
+
+
+def check_foreseeable(args, kwargs: dict) -> None:
+    """Raises `ConfigurationError` for completions that depend on more than the dataset row, if they run ahead."""
+    for name in ("rollout_func", "environment_factory"):
+        if kwargs.get(name) and field_or_default(args, "max_staleness"):
+            raise ConfigurationError(
+                f"`max_staleness=1` generates from the dataset's prompts before `{name}` is called. Use "
+                "`max_staleness=0` with it."
+            )
+
+
+def check_dataset(dataset, args) -> None:
+    """Raises `ConfigurationError` for an empty dataset, or one with fewer prompts than a generation batch takes."""
+    if dataset is None or not hasattr(dataset, "__len__"):
+        return
+    per_prompt = getattr(args, "num_generations", 1)
+    rows, how, lower = rows_per_round(args)
+    if len(dataset) < rows // per_prompt:
+        raise ConfigurationError(
+            f"The training dataset has {len(dataset)} rows, one generation batch takes {rows // per_prompt} prompts "
+            f"({how} {rows} / num_generations {per_prompt}). "
+            f"Use more data, or lower `per_device_train_batch_size` or `{lower}`."
+        )
+
+
+def rows_per_round(args) -> tuple[int, str, str]:
+    """Completions of one generation batch on all ranks; of which fields they are made, and which one to lower."""
+    if hasattr(args, "steps_per_generation"):
+        return args.generation_batch_size, "generation_batch_size", "steps_per_generation"
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return rows, "rows of an optimizer step", "gradient_accumulation_steps"

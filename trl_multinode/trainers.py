@@ -1,0 +1,73 @@
+"""TRL's other trainers that generate with vLLM, on the seam of [`NodeTrainer`]: RLOO and distillation."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from trl import DistillationConfig, DistillationTrainer, RLOOConfig, RLOOTrainer
+
+from .config import GRPO_ONLY, NO_LOGPROBS, NodeFields
+from .host import NodeHost
+from .monitor import DivergenceMonitor
+from .node_trainer import NodeTrainer, RewardedNodeTrainer
+
+
+@dataclass
+class MultiNodeRLOOConfig(NodeFields, RLOOConfig):
+    """TRL's [`~trl.RLOOConfig`] with the settings, and the three other defaults, of [`NodeFields`]."""
+
+    _not_for = GRPO_ONLY
+
+
+class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
+    """
+    TRL's [`~trl.RLOOTrainer`] where every node generates on its own vLLM engines: same arguments, with a
+    [`MultiNodeRLOOConfig`]. The alarm for stale weights compares log-probs at every round, as with GRPO.
+    """
+
+    _trl, _config = RLOOTrainer, MultiNodeRLOOConfig
+    _scores: list[torch.Tensor] | None = None  # log-probs of this round's completions; the model's own come first
+
+    def _wire(self, host: NodeHost) -> None:
+        super()._wire(host)
+        self._monitor = DivergenceMonitor(host, self.args, self.model, self.vllm_generation)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if self._scores is not None:
+            self._scores.append(found[0])
+        return found
+
+    def _generate_and_score_completions(self, inputs):
+        self._scores = [] if self.host is not None else None
+        output = self._one_round(partial(super()._generate_and_score_completions, inputs))
+        if self._scores:
+            sampled = torch.zeros_like(self._scores[0])
+            for row, made in zip(sampled, self.vllm_generation.rows, strict=True):
+                row[: len(made.logprobs)] = torch.tensor(made.logprobs)
+            self._monitor.check(output | {"old_per_token_logps": self._scores[0], "sampling_per_token_logps": sampled})
+        self._scores = None
+        return output
+
+
+@dataclass
+class MultiNodeDistillationConfig(NodeFields, DistillationConfig):
+    """TRL's [`~trl.DistillationConfig`] with the settings, and the three other defaults, of [`NodeFields`]."""
+
+    _not_for = GRPO_ONLY | NO_LOGPROBS
+
+
+class MultiNodeDistillationTrainer(NodeTrainer, DistillationTrainer):
+    """
+    TRL's [`~trl.DistillationTrainer`] where every node's engines generate the student's completions: same arguments,
+    with a [`MultiNodeDistillationConfig`].
+    """
+
+    _trl, _config = DistillationTrainer, MultiNodeDistillationConfig
+
+    @property
+    def steps_per_round(self) -> int:
+        return self.args.gradient_accumulation_steps
+
+    def _generate_and_score_completions(self, inputs):
+        return self._one_round(partial(super()._generate_and_score_completions, inputs))
