@@ -8,7 +8,7 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo bench check test test-e2e lock clean
+.PHONY: help setup demo bench check test test-e2e compatibility lock clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (15 minutes at most)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
+	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
 	@echo "make lock      resolve requirements/cpu.in again"
 
@@ -50,6 +51,10 @@ test: setup
 
 test-e2e: setup
 	python -m pytest tests/e2e --durations 15
+
+compatibility: setup
+	rm -f docs/compatibility.json
+	python -m pytest tests -m feature --compatibility
 
 lock: setup
 	python requirements/lock.py

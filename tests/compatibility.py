@@ -95,10 +95,16 @@ def table(rows: list[dict]) -> str:
             group = row["group"]
             lines += [f"\n## {group}\n", "| feature | result | engine | test |", "| --- | --- | --- | --- |"]
         engines = ", ".join(sorted({ENGINES[test["engine"]] for test in row["tests"]}))
-        tests = "<br>".join(f"`{test['test']}`" for test in row["tests"])
+        tests = "<br>".join(f"`{test}`" for test in short_names([test["test"] for test in row["tests"]]))
         messages = "".join(f": {test['message']}" for test in row["tests"][:1] if test["message"])
         lines.append(f"| {row['row']} | {result}{messages} | {engines} | {tests} |")
     return "\n".join(lines) + "\n"
+
+
+def short_names(tests: list[str]) -> list[str]:
+    """Several cases of one test are named once."""
+    functions = [test.split("[")[0] for test in tests]
+    return list(dict.fromkeys(f if functions.count(f) > 1 else t for f, t in zip(functions, tests, strict=True)))
 
 
 def verdict(tests: list[dict]) -> str:

@@ -98,9 +98,11 @@ def test_an_unknown_mode_is_refused_with_the_known_ones(tmp_path):
 REFUSED = {"n": "`num_generations`", "seed": "`rollout_seed`", "logprobs": "sampled token's log-prob"}
 
 
+@pytest.mark.feature("Generation", "`n`, `seed` or `logprobs` in `generation_kwargs`", engine="none", refused=True)
 @pytest.mark.parametrize("key", REFUSED)
-def test_generation_kwargs_that_node_mode_sets_itself_are_refused_with_the_cure(tmp_path, key):
+def test_generation_kwargs_that_node_mode_sets_itself_are_refused_with_the_cure(tmp_path, key, record_property):
     message = refusal(ours, tmp_path, generation_kwargs={"top_k": 3, key: 1})
+    record_property("message", message)
     assert f"`generation_kwargs` may not contain '{key}' in node mode" in message and REFUSED[key] in message
 
 

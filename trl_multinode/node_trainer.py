@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
 
 import torch
-from transformers import AutoConfig
 
 from .checkpoints import CheckpointLog, fast_forward
 from .config import NodeFields, check_fields, field_or_default, is_node_mode
 from .errors import ConfigurationError
 from .generation import NodeGeneration, Prompts
 from .host import NodeHost
+from .model_checks import check_model, config_of
 from .reporting import StepReport, announce
 from .resume import Resume
 from .staleness import StalenessMeter
@@ -247,9 +247,9 @@ def check_call(host: NodeHost, model, args, dataset, kwargs: dict) -> None:
     check_fields(args)
     check_dataset(dataset, args)
     check_foreseeable(args, kwargs)
+    check_model(model, args, kwargs)
     if kwargs.get("tools") or kwargs.get("environment_factory"):
-        config = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
-        host.check_context(getattr(config.get_text_config(), "max_position_embeddings", 0))
+        host.check_context(getattr(config_of(model).get_text_config(), "max_position_embeddings", 0))
     if host.topology.rank == 0:
         announce(args, host)
 

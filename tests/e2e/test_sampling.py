@@ -27,7 +27,7 @@ def found(tmp_path_factory) -> dict[str, dict]:
 @pytest.mark.parametrize("name", ["structured_outputs", "stop_strings"])
 def test_the_training_is_trls(found, name):
     assert found[name]["engine"] not in ("fake", "none") and found[name]["rows"] > 0
-    assert max(found[name]["weights"]) <= 1e-6 and min(found[name]["moved"]) > 1e-4
+    assert max(found[name]["weights"]) <= 1e-6 and found[name]["moved"][-1] > 1e-4
     assert found[name]["missing"] == [] and max(found[name]["metrics"].values()) < 1e-5
     assert found[name]["observed"][0] == found[name]["observed"][1]
 

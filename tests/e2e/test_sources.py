@@ -10,6 +10,12 @@ from trl_multinode.testing.nodes import Nodes
 from trl_multinode.testing.sources import KINDS
 
 SCRIPT = Path(__file__).parent / "scripts" / "sources.py"
+NAMES = {
+    "ddp": "DDP (below the trainer: accelerate does not start it on a CPU)",
+    "fsdp2": "FSDP2 (below the trainer: accelerate does not start it on a CPU)",
+    "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload_optimizer": "ZeRO-3, optimizer offloaded",
+    "zero3_offload_param": "ZeRO-3, parameters and optimizer offloaded",
+}  # fmt: skip
 pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
 
 
@@ -23,7 +29,9 @@ def found(tmp_path_factory) -> list[dict]:
     return [json.loads((folder / f"result_rank{rank}.json").read_text()) for rank in range(4)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.feature("Weight sources", NAMES[kind])) for kind in KINDS]
+)
 def test_log_probs_agree_after_each_of_five_syncs_and_disagree_before(kind, found):
     for rank in (0, 2):
         assert min(found[rank][kind]["stale"]) > 0.1 and len(found[rank][kind]["stale"]) == 5
