@@ -95,6 +95,30 @@ def test_equal_prompts_apart_are_requests_of_their_own_and_rows_keep_their_order
     assert logprobs == [[[-0.5], [None]]] * 3 and ids[1] == [[0], [1]]
 
 
+def test_a_trainer_that_reads_no_log_probs_gets_none_and_the_engines_are_kept_for_the_alarm():
+    generation = build(logprobs=None)
+    _, completions, logprobs, ids = generation.generate([A, C], None, num_generations=1)
+    assert logprobs is None and ids is None and len(completions) == 2  # as TRL's own class
+    assert [row.logprobs[0] for row in generation.rows] == [-0.5, -0.5]
+
+
+def test_a_round_knows_whether_anything_was_generated_in_it():
+    generation = build()
+    assert not generation.generated
+    generation.generate([A], None, num_generations=1)
+    assert generation.generated
+    generation.begin_round("train", 1)
+    assert not generation.generated
+
+
+def test_weights_must_be_sent_at_first_and_when_they_changed_without_a_step():
+    generation, wanted = build(), []
+    for action in (generation.sync_weights, generation.weights_changed, generation.sync_weights):
+        wanted.append(generation.must_sync)
+        action()
+    assert [*wanted, generation.must_sync] == [True, False, True, False]
+
+
 def test_rows_with_other_images_are_other_requests():
     class Picture:
         mode, size = "L", (2, 1)

@@ -96,6 +96,43 @@ def test_the_attributes_that_are_set_from_outside_are_trls(name):
         assert f"self.{attribute} = " in text, f"{VERSION}: {name} has no {attribute}; see node_trainer.py, resume.py"
 
 
+def method(name: str, which: str) -> ast.FunctionDef:
+    found = [n for n in ast.walk(source(name)) if isinstance(n, ast.FunctionDef) and n.name == which]
+    assert found, f"{VERSION}: {name} has no {which}"
+    return found[-1]
+
+
+def gathered(node: ast.AST) -> set[str]:
+    return {ast.unparse(n.args[0]) for n in ast.walk(node) if isinstance(n, ast.Call) and
+            ast.unparse(n.func) == "gather_object"}  # fmt: skip
+
+
+def test_rloo_gathers_the_very_lists_of_texts_that_its_rewards_got():
+    body = method("RLOO", "_generate_and_score_completions")
+    (rewards,) = [n for n in ast.walk(body) if isinstance(n, ast.Call) and
+                  ast.unparse(n.func) == "self._calculate_rewards"]  # fmt: skip
+    assert [ast.unparse(a) for a in rewards.args[1:3]] == ["prompts", "completions"], f"{VERSION}: see text_logging.py"
+    assert {"prompts", "completions"} <= gathered(body)
+    made_anew = [n.lineno for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+                 and n.id in ("prompts", "completions") and n.lineno > rewards.lineno]  # fmt: skip
+    assert not made_anew, f"{VERSION}: new texts in lines {made_anew}, after the rewards; see text_logging.py"
+
+
+def test_gold_gathers_the_texts_of_its_buffer():
+    body = method("GOLD", "training_step")
+    assert "prompt_texts, completion_texts = self._buffered_text_logs[slice_idx]" in ast.unparse(body)
+    assert gathered(body) == {"prompt_texts", "completion_texts"}, f"{VERSION}: see experimental/gold.py"
+
+
+def test_rloo_scores_the_completions_with_the_model_itself_first():
+    """The monitor takes the first pass of a round for the model's own."""
+    body = method("RLOO", "_generate_and_score_completions")
+    scores = [n for n in ast.walk(body) if isinstance(n, ast.Call) and
+              ast.unparse(n.func) == "self._get_per_token_logps_and_entropies"]  # fmt: skip
+    first = min(scores, key=lambda call: call.lineno)
+    assert ast.unparse(first.args[0]) == "self.model" and "old_per_token_logps" in ast.unparse(body)
+
+
 # ---- ours
 
 

@@ -100,6 +100,7 @@ class NodeGeneration:
         self._number = number
         self._following = following
         self._takes_ahead = mode == "train"
+        self.generated = False  # in this round; trainers that mix in other data may not
 
     @property
     def lag(self) -> tuple[int, int]:
@@ -164,6 +165,7 @@ class NodeGeneration:
             `EngineError`: if the engine failed or stalled.
         """
         self._check_lengths(prompts)
+        self.generated = True
         with self._phases("generate"), profiler or nullcontext():
             rows = self._first_turn(prompts, images) if self._takes_ahead else self._fresh(prompts, images)
         self.rows = rows

@@ -158,7 +158,7 @@ class NodeTrainer(_Trainer):
             return make()
         self._begin_round()
         output = make()
-        if self.model.training:
+        if self.model.training and self.vllm_generation.generated:
             self._meter.add_round(*self.vllm_generation.lag)
         return output
 

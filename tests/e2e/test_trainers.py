@@ -95,6 +95,12 @@ def test_two_evaluations_with_the_same_weights_see_the_same_completions(found, n
         assert first == second and len(first) == 8
 
 
+@pytest.mark.parametrize("name", ["RLOO", "GOLD"])
+def test_texts_that_trl_gathers_to_all_ranks_unasked_stay_where_they_are(found, name):
+    for rank in found[name]:
+        assert rank["ours"]["texts"] == 0 and rank["trl"]["texts"] > 0
+
+
 def test_only_rloo_compares_log_probs_at_every_round(found):
     for name in TRAINERS:
         for rank in found[name]:

@@ -65,7 +65,9 @@ def train(trainer, resume: str | None = None) -> dict:
     set_seed(3)  # TRL shuffles a round's rows among its micro-batches
     trainer.train(resume_from_checkpoint=resume)
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {name: [entry[name] for entry in steps] for name in ("loss", "grad_norm")}
+    texts = getattr(trainer, "_logs", getattr(trainer, "_textual_logs", {"prompt": []}))  # gathered from all ranks
+    logs = {name: [entry[name] for entry in steps] for name in ("loss", "grad_norm")}
+    return logs | {"texts": len(texts["prompt"])}
 
 
 def on_our_engines(name: str) -> tuple[dict, list]:
