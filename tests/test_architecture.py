@@ -42,8 +42,12 @@ ARROWS = {
     "check.reading": {"check.launch"},
     "check.launch": set(),
     "__init__": {"config", "trainer"},  # for type checkers; loaded lazily
-    "trainer": {"checkpoints", "config", "errors", "generation", "host", "microbatches", "monitor", "reporting",
-                "resume", "rollouts", "staleness", "text_logging"},
+    "trainer": {"checkpoints", "config", "errors", "generation", "host", "hub", "microbatches", "monitor",
+                "reporting", "resume", "rollouts", "staleness", "text_logging"},
+    "hub": {"config", "errors", "host", "model_card", "pushing", "saved_weights"},
+    "pushing": {"errors"},
+    "model_card": {"topology"},
+    "saved_weights": {"errors", "weight_source"},
     "microbatches": {"batching", "config", "errors", "layouts", "local_metrics", "row_exchange", "topology"},
     "batching": set(),
     "layouts": set(),
@@ -91,11 +95,18 @@ ARROWS = {
 # Who may import a library, and whether only inside functions ("lazily").
 LIBRARIES = {
     "trl": {"config": "", "trainer": "", "microbatches": "", "__init__": "lazily"},
-    "transformers": {"trainer": "", "microbatches": "", "testing.models": "", "testing.fake_engine": ""},
+    "transformers": {
+        "trainer": "",
+        "hub": "",
+        "saved_weights": "",
+        "microbatches": "",
+        "testing.models": "",
+        "testing.fake_engine": "",
+    },
     "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
     "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
     "deepspeed": {"weight_source": "lazily", "testing.sources": "lazily"},
-    "peft": {"peft_source": "lazily"},
+    "peft": {"peft_source": "lazily", "saved_weights": "lazily"},
     "torch.distributed": {
         "blackboard": "",
         "watch": "",

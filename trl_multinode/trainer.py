@@ -18,6 +18,7 @@ from .config import MultiNodeGRPOConfig, check_fields, field_or_default, is_node
 from .errors import ConfigurationError
 from .generation import NodeGeneration, Prompts
 from .host import NodeHost
+from .hub import HubTrainer
 from .microbatches import BalancedGRPOTrainer
 from .monitor import DivergenceMonitor
 from .reporting import StepReport, announce
@@ -29,7 +30,7 @@ from .text_logging import TextLogging
 logger = logging.getLogger(__name__)
 
 
-class MultiNodeGRPOTrainer(BalancedGRPOTrainer):
+class MultiNodeGRPOTrainer(HubTrainer, BalancedGRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`] where every node generates on its own vLLM engines.
 
