@@ -51,8 +51,12 @@ ARROWS = {
     "experimental.self_distillation": {"config", "errors", "node_trainer"},
     "experimental.buffered": {"node_trainer"},
     "experimental.__init__": set(),
-    "node_trainer": {"checkpoints", "config", "errors", "generation", "host", "model_checks", "reporting", "resume",
+    "node_trainer": {"checkpoints", "config", "errors", "generation", "host", "hub", "model_checks", "reporting", "resume",
                      "staleness", "text_logging"},
+    "hub": {"config", "errors", "host", "model_card", "pushing", "saved_weights"},
+    "pushing": {"errors"},
+    "model_card": {"topology"},
+    "saved_weights": {"errors", "weight_source"},
     "microbatches": {"batching", "config", "errors", "layouts", "local_metrics", "row_exchange", "topology"},
     "batching": set(),
     "layouts": set(),
@@ -115,7 +119,8 @@ LIBRARIES = {
     "transformers": {
         "config": "",
         "model_checks": "",
-        "node_trainer": "",
+        "hub": "",
+        "saved_weights": "",
         "microbatches": "",
         "testing.models": "",
         "testing.fake_engine": "",
@@ -123,7 +128,7 @@ LIBRARIES = {
     "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
     "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
     "deepspeed": {"weight_source": "lazily", "testing.sources": "lazily"},
-    "peft": {"peft_source": "lazily"},
+    "peft": {"peft_source": "lazily", "saved_weights": "lazily"},
     "torch.distributed": {
         "blackboard": "",
         "watch": "",

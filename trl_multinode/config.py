@@ -89,6 +89,9 @@ class NodeFields(_Arguments):
             `per_device_train_batch_size` rows. See docs/balance.md.
         balance_across (`str`, *optional*, defaults to `"node"`):
             Among which ranks rows may move for it: those of one node, or `"world"`, over the network too.
+        hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
+            Whether a push to the Hub that failed, after it was tried again, ends the run. Without, it is reported with
+            the command that repeats it. See docs/hub.md.
     """
 
     _not_for: ClassVar[dict[str, str]] = {}  # fields without a meaning for this trainer
@@ -159,6 +162,9 @@ class NodeFields(_Arguments):
     )
     balance_across: str = field(
         default="node", metadata={"help": "Rows move between the ranks of a 'node', or of the 'world'."}
+    )
+    hub_push_must_succeed: bool = field(
+        default=False, metadata={"help": "Whether a push to the Hub that failed ends the run. Else it is reported."}
     )
 
     def __post_init__(self):

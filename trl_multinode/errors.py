@@ -11,6 +11,8 @@
     ├── WeightSyncError                        an update failed; the engine must not serve
     │   ├── WeightVersionError                 a reply was made with other weights than expected
     │   └── LogprobDivergenceError             engine and trainer disagree: some weights are stale
+    ├── SavedWeightsError                      saved weights are not the trained model; nothing is pushed
+    ├── HubPushError                           a push failed; raised if `hub_push_must_succeed`
     └── PeerFailureError                       another rank, launcher or node failed first
 
 A message says where (node, rank), what (got, expected) and the cure (the setting or command).
@@ -59,6 +61,14 @@ class WeightVersionError(WeightSyncError):
 
 class LogprobDivergenceError(WeightSyncError):
     """The engine's log-probs and the trainer's disagree by more than sampling noise: some weights are stale."""
+
+
+class SavedWeightsError(MultiNodeError):
+    """The weights in a folder are not the trained model: keys, shapes, types or bytes are wrong."""
+
+
+class HubPushError(MultiNodeError):
+    """The Hub did not take a push, or a repository could not be created; what was saved is untouched."""
 
 
 class PeerFailureError(MultiNodeError):

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -21,19 +21,15 @@ from .config import NodeFields, check_fields, field_or_default, is_node_mode
 from .errors import ConfigurationError
 from .generation import NodeGeneration, Prompts
 from .host import NodeHost
+from .hub import HubTrainer
 from .model_checks import check_model, config_of
 from .reporting import StepReport, announce
 from .resume import Resume
 from .staleness import StalenessMeter
 from .text_logging import TextLogging
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object  # the mixin stands before one of TRL's trainers
 
-
-class NodeTrainer(_Trainer):
+class NodeTrainer(HubTrainer):
     """
     Node mode for a trainer of TRL that builds a `VLLMGeneration`. With any other mode every method is TRL's.
 
@@ -57,8 +53,6 @@ class NodeTrainer(_Trainer):
         None  # where TRL looks `VLLMGeneration` up; default: the module of `_trl`
     )
     _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute with the step that vLLM has
-
-    host: NodeHost | None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -4,8 +4,10 @@ import base64
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,6 +15,18 @@ USER = "tester"
 TIMEOUT_S = 30.0
 LFS_SUFFIXES = (".safetensors", ".bin")
 Answer = tuple[int, bytes, dict[str, str]]  # status, body, headers
+
+
+CUT, STALL = -1, -2  # instead of a status
+
+
+@dataclass
+class Fault:
+    """What happens to requests instead of an answer."""
+
+    status: int
+    on: str  # regular expression, searched in "POST /api/models/tester/run/commit/main"
+    times: float  # requests left
 
 
 class LoopbackHub:
@@ -23,6 +37,7 @@ class LoopbackHub:
     with LoopbackHub() as hub:
         subprocess.run(command, env=os.environ | hub.environment)  # pushes to `tester/my-model`
         weights = safetensors.torch.load(hub.repos["tester/my-model"]["model.safetensors"])
+        hub.fail(500, times=1, on="/commit/").cut_connection(on="PUT /lfs/")  # from now on
     ```
 
     Attributes:
@@ -37,6 +52,8 @@ class LoopbackHub:
     def __init__(self):
         self.repos: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
+        self._faults: list[Fault] = []
+        self._healed = threading.Event()
         self._objects: dict[str, bytes] = {}  # LFS: sha256 -> content
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
@@ -49,9 +66,39 @@ class LoopbackHub:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.heal()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(TIMEOUT_S)
+
+    # ---- faults
+
+    def fail(self, status: int, times: float = float("inf"), on: str = "") -> "LoopbackHub":
+        """The next `times` requests whose method and path hold the regular expression `on` get `status`."""
+        self._healed.clear()
+        self._faults.append(Fault(status, on, times))
+        return self
+
+    def cut_connection(self, times: float = float("inf"), on: str = "") -> "LoopbackHub":
+        """Their connections are reset before their content was read."""
+        return self.fail(CUT, times, on)
+
+    def stall(self, times: float = float("inf"), on: str = "") -> "LoopbackHub":
+        """They get no answer until `heal`, or for 30 s; then their connections are reset."""
+        return self.fail(STALL, times, on)
+
+    def heal(self) -> "LoopbackHub":
+        """No fault any more."""
+        self._faults.clear()
+        self._healed.set()
+        return self
+
+    def _fault_of(self, request: str) -> int | None:
+        for fault in self._faults:
+            if fault.times > 0 and re.search(fault.on, request):
+                fault.times -= 1
+                return fault.status
+        return None
 
     # ---- one method for each route, see _ROUTES
 
@@ -124,8 +171,16 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = TIMEOUT_S  # a client that stalls does not hold its thread for ever
 
     def _serve(self) -> None:
+        request = f"{self.command} {self.path.partition('?')[0]}"
+        if (fault := self.hub._fault_of(request)) in (CUT, STALL):
+            if fault == STALL:
+                self.hub._healed.wait(TIMEOUT_S)
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        status, content, headers = self._answer(f"{self.command} {self.path.partition('?')[0]}", body)
+        answer = (fault, b"", {}) if fault is not None else self._answer(request, body)
+        status, content, headers = answer
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(content))} | headers).items():
             self.send_header(name, value)
