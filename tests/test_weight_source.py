@@ -9,7 +9,7 @@ from trl_multinode.weight_source import (
     ALIGNMENT,
     ModuleSource,
     WeightMeta,
-    checkpoint_name,
+    checkpoint_names,
     layer_key,
     place,
     plan_buckets,
@@ -82,7 +82,7 @@ def test_a_sharded_parameter_is_described_by_its_full_shape():
 
 def test_wrappers_of_activation_checkpointing_do_not_show_in_names():
     name = "model.layers.0._checkpoint_wrapped_module.mlp.weight"
-    assert checkpoint_name(name) == "model.layers.0.mlp.weight"
+    assert checkpoint_names(nn.Linear(1, 1), [name]) == {name: "model.layers.0.mlp.weight"}
 
 
 def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
