@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.models import renamed_llava, tiny_qwen2
 from trl_multinode.weight_source import (
     ALIGNMENT,
     ModuleSource,
@@ -71,6 +71,12 @@ def test_names_and_shapes_are_those_of_the_checkpoint():
         metadata = ModuleSource(model, torch.float32).metadata()
         assert {meta.name: meta.shape for meta in metadata} == state
         assert len(metadata) == len(state)
+
+
+def test_names_are_those_of_the_checkpoint_where_transformers_renames_while_it_loads(tmp_path):
+    model, names = renamed_llava(tmp_path)
+    assert not names & {name for name, _ in model.named_parameters()} and len(names) > 50
+    assert {meta.name for meta in ModuleSource(model, torch.float32).metadata()} == names
 
 
 def test_a_sharded_parameter_is_described_by_its_full_shape():
