@@ -20,6 +20,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 # From top to bottom: a module may import what stands in its row, and only rows further down can stand there.
 ARROWS = {
+    "testing.architectures": {"testing.models", "testing.pil_idefics3"},
     "testing.engines": {"engine", "engine_process", "engine_settings", "faults", "protocol", "transports",
                         "weight_source", "weight_sync", "testing.faults", "testing.models"},
     "testing.replay": {"trainer"},
@@ -28,6 +29,7 @@ ARROWS = {
     "testing.faults": {"faults"},
     "testing.hub": set(),
     "testing.models": set(),
+    "testing.pil_idefics3": set(),
     "testing.sources": set(),
     "testing.launch_files": set(),
     "testing.namespaces": set(),
@@ -51,8 +53,8 @@ ARROWS = {
     "experimental.self_distillation": {"config", "errors", "node_trainer"},
     "experimental.buffered": {"node_trainer"},
     "experimental.__init__": set(),
-    "node_trainer": {"checkpoints", "config", "errors", "generation", "host", "hub", "model_checks", "reporting", "resume",
-                     "staleness", "text_logging"},
+    "node_trainer": {"checkpoints", "config", "errors", "generation", "host", "hub", "model_checks", "reporting",
+                     "resume", "staleness", "text_logging"},
     "hub": {"config", "errors", "host", "model_card", "pushing", "saved_weights"},
     "pushing": {"errors"},
     "model_card": {"topology"},
@@ -87,7 +89,8 @@ ARROWS = {
     "engine_process": {"engine_server", "errors", "protocol", "supervisor"},
     "engine_main": {"engine_plugin", "engine_server", "protocol", "supervisor"},
     "engine_server": {"protocol"},
-    "engine_worker": {"faults", "process_group", "protocol", "receiving"},
+    "engine_worker": {"faults", "process_group", "protocol", "receiving", "reloading"},
+    "reloading": set(),
     "receiving": {"process_group", "protocol"},
     "process_group": set(),
     "engine_plugin": set(),
@@ -123,10 +126,12 @@ LIBRARIES = {
         "saved_weights": "",
         "microbatches": "",
         "testing.models": "",
+        "testing.architectures": "",
+        "testing.pil_idefics3": "",
         "testing.fake_engine": "",
     },
     "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
-    "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": ""},
+    "vllm": {"engine_main": "lazily", "engine_plugin": "lazily", "engine_worker": "", "reloading": ""},
     "deepspeed": {"weight_source": "lazily", "testing.sources": "lazily"},
     "peft": {"peft_source": "lazily", "saved_weights": "lazily"},
     "torch.distributed": {

@@ -5,9 +5,9 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.peft_source import PeftSource
+from trl_multinode.peft_source import AdapterSource, PeftSource
 from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines
-from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.models import renamed_llava, tiny_qwen2
 from trl_multinode.weight_source import plan_buckets
 
 
@@ -103,3 +103,21 @@ def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, 
         assert torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=1e-3)
         with model.disable_adapter():
             assert not torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=0.1)
+
+
+def test_layers_with_an_adapter_have_the_checkpoints_names_too(tmp_path):
+    base, names = renamed_llava(tmp_path)
+    targets = r".*language_model\.layers\.\d+\.self_attn\.q_proj"
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+    merged = PeftSource(model.get_base_model(), torch.float32)
+    assert {meta.name for meta in merged.metadata()} == names
+    adapter = {meta.name for meta in AdapterSource(model.get_base_model(), torch.float32).metadata()} - names
+    layers = [f"language_model.model.layers.{index}.self_attn.q_proj" for index in range(2)]
+    assert adapter == {layer + end for layer in layers for end in (".lora_A.weight", ".lora_B.weight")}
+    name = f"{layers[0]}.weight"
+    bucket = tuple(meta for meta in merged.metadata() if meta.name == name)
+    with merged.gathering(bucket) as finish:
+        got = finish()[0].full()
+    layer = model.get_base_model().model.language_model.layers[0].self_attn.q_proj
+    expected = layer.base_layer.weight + layer.get_delta_weight("default")
+    assert torch.allclose(got, expected) and not torch.allclose(got, layer.base_layer.weight)

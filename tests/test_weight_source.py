@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.models import renamed_llava, tiny_qwen2
 from trl_multinode.weight_source import (
     ALIGNMENT,
     ModuleSource,
     WeightMeta,
-    checkpoint_name,
+    checkpoint_names,
     layer_key,
     place,
     plan_buckets,
@@ -73,6 +73,12 @@ def test_names_and_shapes_are_those_of_the_checkpoint():
         assert len(metadata) == len(state)
 
 
+def test_names_are_those_of_the_checkpoint_where_transformers_renames_while_it_loads(tmp_path):
+    model, names = renamed_llava(tmp_path)
+    assert not names & {name for name, _ in model.named_parameters()} and len(names) > 50
+    assert {meta.name for meta in ModuleSource(model, torch.float32).metadata()} == names
+
+
 def test_a_sharded_parameter_is_described_by_its_full_shape():
     module = nn.Linear(1, 1, bias=False)
     module.weight.data = torch.empty(0)
@@ -82,7 +88,7 @@ def test_a_sharded_parameter_is_described_by_its_full_shape():
 
 def test_wrappers_of_activation_checkpointing_do_not_show_in_names():
     name = "model.layers.0._checkpoint_wrapped_module.mlp.weight"
-    assert checkpoint_name(name) == "model.layers.0.mlp.weight"
+    assert checkpoint_names(nn.Linear(1, 1), [name]) == {name: "model.layers.0.mlp.weight"}
 
 
 def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():

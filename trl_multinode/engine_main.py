@@ -65,6 +65,9 @@ class VllmBackend(Backend):
         )
         args.enable_lora = args.enable_lora and has_lora(args)
         self._llm = AsyncLLM.from_engine_args(args)
+        self._sees_images = self._llm.vllm_config.model_config.is_multimodal_model
+        if self._sees_images:
+            take_expanded_prompts(self._llm.renderer.get_mm_processor())
         self._params_cls = SamplingParams
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
@@ -155,6 +158,8 @@ class VllmBackend(Backend):
         await self._llm.finish_weight_update()
         committed = await self._llm.collective_rpc("commit_weights")
         await self._llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        if self._sees_images:
+            await self._llm.reset_encoder_cache()  # and so do embeddings of pictures
         await self._llm.resume_generation()
         self._adapter = in_memory_adapter(committed[0][2])
         return [WeightVersion(update, step) for update, step, _ in committed]
@@ -164,6 +169,20 @@ class VllmBackend(Backend):
 
     async def stop(self) -> None:
         self._llm.shutdown(timeout=5)
+
+
+def take_expanded_prompts(processor) -> None:
+    """TRL's prompts hold all the tokens of a picture already. vLLM 0.31 would replace the first of them by all, once
+    more, and embed the others as text; here it looks first whether they are all there."""
+    expand = processor._maybe_apply_prompt_updates
+
+    def find_or_expand(mm_items, mm_res):
+        found = processor._find_mm_placeholders(mm_res.prompt_ids, mm_res.prompt_updates)
+        if all(len(found.get(kind, ())) == count for kind, count in mm_items.get_all_counts().items()):
+            return mm_res.prompt_ids, found
+        return expand(mm_items=mm_items, mm_res=mm_res)
+
+    processor._maybe_apply_prompt_updates = find_or_expand
 
 
 def has_lora(args) -> bool:

@@ -14,13 +14,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from . import faults
 from .process_group import SELF_TEST_S, within
 from .protocol import ADAPTER_TENSORS, OpenSlots
 from .receiving import OpenedSlots
+from .reloading import begin_reload, end_reload
 
 
 @dataclass
@@ -94,9 +93,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         if self._next_bucket != len(self._buckets):
             raise RuntimeError(f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came.")
         if self._reloads:
-            finalize_layerwise_reload(self.model, self.model_config)
-            if not faults.is_active("stale_head", self._version[0]):
-                self._repack_vocabulary_layers()
+            end_reload(self.model, self.model_config, faults.is_active("stale_head", self._version[0]))
 
     def commit(self) -> list[int]:
         """Update, step, and number of the active adapter (0: none)."""
@@ -116,7 +113,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         self._reloads = info.first == 0 and not self._skip
         if self._reloads:  # from here on everything is new
             self._adapter = {}
-            initialize_layerwise_reload(self.model)
+            begin_reload(self.model, self.device)
 
     def _activate(self, number: int) -> None:
         """Scaling was multiplied into B by the sender, so r = alpha here and vLLM multiplies by 1. Fresh containers,
@@ -132,13 +129,6 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         if strangers := sorted(set(adapter.loras) - set(manager.modules)):
             raise RuntimeError(f"vLLM has no LoRA for {strangers[0]} in this model: use `lora_sync='merged'`.")
         manager.activate_adapter(number)
-
-    def _repack_vocabulary_layers(self) -> None:
-        """On CPU a head tied to the embedding has a packed copy that vLLM's reload does not rebuild (log-probs -5.16
-        where the trainer had -6.01). A no-op on GPUs."""
-        for module in self.model.modules():
-            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "quant_method"):
-                module.quant_method.process_weights_after_loading(module)
 
 
 class WorkerExtension:

@@ -18,6 +18,7 @@ from .weight_source import (
     Finish,
     ModuleSource,
     WeightMeta,
+    checkpoint_names,
     count_collectives,
     full,
     gather_pieces,
@@ -49,7 +50,9 @@ class PeftSource(ModuleSource):
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
-        self._layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
+        layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
+        names = checkpoint_names(model, layers)
+        self._layers = {names[name]: layer for name, layer in layers.items()}
         super().__init__(model, dtype, gather)
         active = active_adapters(self._layers.values())
         adapters = {name for name in self._places if is_adapter(name, active)}

@@ -53,6 +53,5 @@ def probe_engines(model, engines: NodeEngines | None, dtype: torch.dtype, topolo
             raise LogprobDivergenceError(
                 f"{connection.name} and the trainer (rank {topology.rank}) differ by {difference:.3f} per token on a "
                 f"probe prompt after the first weight update (limit {limit}): some weights did not arrive. Check that "
-                "vLLM supports this architecture with reloaded weights (on a CPU mixture-of-experts models are not). "
-                "With LoRA, try `lora_sync='merged'`."
+                "vLLM supports this architecture with reloaded weights. With LoRA, try `lora_sync='merged'`."
             )

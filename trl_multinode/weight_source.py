@@ -4,7 +4,7 @@ Gathering is a collective, one of few: `tests/test_architecture.py` lists them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -194,17 +194,32 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Tensor]]:
     """Parameters (tied ones once) and persistent buffers: checkpoint name, where it lies, what lies there."""
     modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        prefix, _, attribute = name.rpartition(".")
-        yield checkpoint_name(name), (modules[prefix], attribute), parameter
+    found = dict(model.named_parameters())
     for prefix, module in modules.items():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield checkpoint_name(f"{prefix}.{name}" if prefix else name), (module, name), buffer
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    names = checkpoint_names(model, found)
+    for name, tensor in found.items():
+        prefix, _, attribute = name.rpartition(".")
+        yield names[name], (modules[prefix], attribute), tensor
 
 
-def checkpoint_name(name: str) -> str:
-    return name.replace("_checkpoint_wrapped_module.", "")
+def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """
+    What the checkpoint calls the tensors of `model`, from which vLLM knows them.
+
+    transformers 5 renames while it loads (`language_model.model` -> `model.language_model`, no `vision_model` in CLIP
+    and SigLIP) and leaves in the model how. Fused experts stay fused: vLLM takes them so.
+    """
+    conversions = [conversion.reverse_transform() for conversion in getattr(model, "_weight_conversions", None) or ()]
+    renamings = [conversion for conversion in reversed(conversions) if not hasattr(conversion, "operations")]
+    found = {}
+    for name in sorted(names):  # a renaming may wait for another's name, and counts on this order
+        found[name] = name.replace("_checkpoint_wrapped_module.", "")
+        for renaming in renamings:
+            found[name], _ = renaming.rename_source_key(found[name])
+    return found
 
 
 # ---- buckets --------------------------------------------------------------------------------------------------------

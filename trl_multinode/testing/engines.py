@@ -32,6 +32,7 @@ def running_engines(
     faults: Faults = NO_FAULTS,
     window: int = 64,
     stall_timeout_s: float = 60.0,
+    processing_class=None,
     **engine_args,
 ) -> Iterator[NodeEngines]:
     """Engines of one node on this machine's CPU, with dummy weights, and one rank's connections to them.
@@ -43,9 +44,11 @@ def running_engines(
             `FAKE` or `REAL`.
         faults (`Faults`):
             What shall go wrong.
+        processing_class (*optional*):
+            The engines' tokenizer or processor; default: the tiny tokenizer.
     """
     folder = RunFolder(0)
-    save_without_weights(model, tiny_tokenizer(), folder.path / "model")
+    save_without_weights(model, processing_class or tiny_tokenizer(), folder.path / "model")
     args = {
         "model": str(folder.path / "model"),
         "dtype": "float32",

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
@@ -73,3 +75,17 @@ def save_tiny(folder: Path, **keywords) -> Path:
     tiny_qwen2(**keywords).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def renamed_llava(folder: Path) -> tuple[PreTrainedModel, set[str]]:
+    """A LLaVA from a checkpoint as the hub has it, whose names transformers 5 changes while loading, and the names."""
+    text = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64}
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "image_size": 16}
+    few = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"num_key_value_heads": 2, "tie_word_embeddings": False}
+    config = transformers.LlavaConfig(text_config=text | few | sizes, vision_config=vision | few | {"patch_size": 8})
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.replace("vision_tower.", "vision_tower.vision_model."): t for name, t in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return transformers.LlavaForConditionalGeneration.from_pretrained(folder), set(weights)

@@ -1,0 +1,149 @@
+"""Log-probs of engine and trainer agree after a sync, and do not before, for every architecture that we say works."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trl_multinode.engine import PromptRequest
+from trl_multinode.errors import EngineError
+from trl_multinode.generation import NodeGeneration
+from trl_multinode.testing.architectures import model_for
+from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines, worst_difference
+from trl_multinode.weight_source import ModuleSource
+from trl_multinode.weight_sync import WeightSync
+
+PROMPTS = [[5, 6, 7] * 9, [9, 8, 7, 6]]  # the first is longer than Gemma's window of 16
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+REAL_ONES = ["qwen2", "qwen3", "llama", "gemma2", "gemma3", "qwen3_moe", "idefics3"]
+FAKED = ["qwen3", "llama", "qwen3_moe"]
+LAST_K = "layers.1.self_attn.k_proj.weight"
+
+
+def case(name: str, module: str):
+    return pytest.param((name, module), id=f"{name}-{'vllm' if module == REAL else 'fake'}",
+                        marks=[pytest.mark.engine] if module == REAL else [])  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(case(name, REAL) for name in REAL_ONES),
+        *(case(name, FAKE) for name in FAKED),
+    ],
+)
+def running(request, tmp_path_factory):
+    """An engine with dummy weights, and its trainer."""
+    name, module = request.param
+    found = model_for(name, engine=module == REAL)
+    keywords = {"trust_remote_code": True} if name == "idefics3" else {}
+    folder = tmp_path_factory.mktemp("log")
+    with running_engines(found.model, folder, module, processing_class=found.processing_class, **keywords) as engines:
+        yield (Illustrated if name == "idefics3" else Written)(name, found, engines)
+
+
+class Written(Trainer):
+    """Two prompts of text."""
+
+    incomplete = {
+        LAST_K: r"self_attn\.qkv_proj \(\d+ of \d+ elements came",
+        "model.norm.weight": "model.norm .nothing",
+    }
+
+    def __init__(self, name, found, engines):
+        super().__init__(found.model, engines)
+        self.name = name
+        if name == "qwen3_moe":
+            self.incomplete = self.incomplete | {"experts.down_proj": r"experts.* \(\d+ of \d+ elements came"}
+
+    def difference(self) -> float:
+        requests = [PromptRequest(prompt, 3, 11 + 100 * i) for i, prompt in enumerate(PROMPTS)]
+        groups = self.engines.generate(requests, 12, SAMPLING, self.version.update)
+        return worst_difference(self, groups, PROMPTS)
+
+
+class Illustrated(Trainer):
+    """Four prompts, with a picture, without, with another one, with both, as a rank's rows: two of each."""
+
+    incomplete = {
+        "vision_model.encoder.layers.1.self_attn.k_proj.weight": r"vision_model.*qkv_proj \(\d+ of \d+ elements came",
+        "connector.modality_projection.proj.weight": r"connector.* \(nothing came",
+    }
+
+    def __init__(self, name, found, engines):
+        super().__init__(found.model, engines)
+        self.name, self.processor = name, found.processing_class
+        random = np.random.default_rng(0)
+        first, second = (Image.fromarray(random.integers(0, 256, (h, 50, 3), dtype=np.uint8)) for h in (40, 90))
+        self.pictures = [[first], None, [second], [first, second]]
+        texts = ["what is <image> ?", "no picture", "what is <image> ?", "<image> or <image>"]
+        # With all the tokens of a picture, as TRL sends them
+        self.inputs = [
+            self.processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
+            for text, pictures in zip(texts, self.pictures, strict=True)
+        ]
+
+    @torch.no_grad()
+    def logprobs_with(self, inputs, completion) -> torch.Tensor:
+        prompt = inputs["input_ids"]
+        ids = torch.cat([prompt, torch.tensor([completion])], dim=1)
+        images = {name: value for name, value in inputs.items() if name.startswith("pixel")}
+        scores = self.model(input_ids=ids, **images).logits[0, prompt.shape[1] - 1 : -1].log_softmax(-1)
+        return scores.gather(1, ids[0, prompt.shape[1] :, None])[:, 0]
+
+    def rows(self):
+        prompts = [inputs["input_ids"][0].tolist() for inputs in self.inputs for _ in range(2)]
+        requests = NodeGeneration._requests(prompts, [p for p in self.pictures for _ in range(2)], seed=11)
+        assert [len(request.images) for request in requests] == [1, 0, 1, 2]
+        return self.engines.generate(requests, 12, SAMPLING, self.version.update)
+
+    def difference(self, inputs=None) -> float:
+        return max(
+            (self.logprobs_with(given, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy())).abs().max().item()
+            for given, rows in zip(inputs or self.inputs, self.rows(), strict=True)
+            for row in rows
+        )
+
+
+def test_log_probs_agree_after_each_sync_and_disagree_before(running):
+    stale, fresh = [], []
+    for _ in range(4):
+        running.perturb()
+        if running.version.update:
+            stale.append(running.difference())
+        running.send()
+        fresh.append(running.difference())
+    print(
+        f"[architectures] {running.name}: {max(fresh):.1e} after a sync, {min(stale):.2f} to {max(stale):.2f} before"
+    )
+    assert max(fresh) < 1e-3 and min(stale) > 0.1
+
+
+def test_pictures_matter(running):
+    if not isinstance(running, Illustrated):
+        return
+    first, text, second, both = running.inputs
+    assert first["input_ids"].equal(second["input_ids"])
+    assert running.difference([second, text, first, both]) > 0.01
+
+
+class Without(ModuleSource):
+    """Leaves one tensor out, as a name that vLLM does not know would."""
+
+    def __init__(self, model, name_end: str):
+        super().__init__(model, torch.float32)
+        before = len(self._metadata)
+        self._metadata = [meta for meta in self._metadata if not meta.name.endswith(name_end)]
+        assert len(self._metadata) < before
+
+
+def test_a_layer_that_does_not_get_all_its_weights_is_named(running, request):
+    if request.node.callspec.id.endswith("fake"):
+        return  # it loads by name, and has no layers of several tensors
+    for name_end, message in running.incomplete.items():
+        running.sync = WeightSync(Without(running.model, name_end), running.engines, 40_000)
+        with pytest.raises(EngineError, match=message):
+            running.send()
+    running.sync = WeightSync(ModuleSource(running.model, torch.float32), running.engines, 40_000)
+    running.send()
+    assert running.difference() < 1e-3

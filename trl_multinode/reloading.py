@@ -1,0 +1,96 @@
+"""What vLLM's layer-wise reload leaves out, in a worker process: weights that a CPU packs, layers that got nothing."""
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+
+def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
+    """From here on the loaders of `model` collect what they are given, layer by layer."""
+    if device.type == "cpu":
+        forget_packed_experts(model)
+    initialize_layerwise_reload(model)
+
+
+def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -> None:
+    """
+    All weights were given. Raises `RuntimeError` if a layer did not get all of its own.
+
+    Args:
+        stale_head (`bool`, *optional*, defaults to `False`):
+            Test-only: leave vLLM's bug with a tied head as it is.
+    """
+    hungry = [f"{name} ({reason})" for name, reason in incomplete_layers(model, is_tied(model_config))]
+    finalize_layerwise_reload(model, model_config)
+    if hungry:
+        raise RuntimeError(
+            f"{len(hungry)} layers of vLLM's {type(model).__name__} did not get all their weights, and would keep old "
+            f"or random ones: {', '.join(hungry[:5])}. The trainer's model has other names, or other tensors, than "
+            "vLLM knows for this architecture: use versions of transformers and vLLM that agree on it."
+        )
+    if not stale_head:
+        repack_vocabulary_layers(model)
+
+
+def is_tied(model_config) -> bool:
+    return getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+
+
+def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str]]:
+    """
+    Layers for which the reload has too few elements of parameters, and why.
+
+    vLLM logs a line at most: a layer that got nothing keeps its old weights, and what a linear layer lacks (a query
+    without its key, experts without their second matrix) is uninitialized memory. Left out are quantized layers, whose
+    scales need not be in a checkpoint, and the rows that pad a vocabulary.
+    """
+    found = []
+    for name, layer in model.named_modules():
+        info, expected = get_layerwise_info(layer), num_elements(layer)
+        is_tied_head = tied and isinstance(layer, ParallelLMHead)
+        if not expected or not info.can_load() or is_quantized(layer) or is_tied_head:
+            continue
+        if info.load_numel == 0 and not is_deferred_attention_layer(layer):
+            found.append((name, "nothing came"))
+        elif has_no_padding(layer) and info.load_numel < expected:
+            found.append((name, f"{info.load_numel} of {expected} elements came"))
+    return found
+
+
+def has_no_padding(layer: torch.nn.Module) -> bool:
+    """Linear layers have none, and experts do not count theirs."""
+    return isinstance(layer, LinearBase) or isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+
+
+def num_elements(layer: torch.nn.Module) -> int:
+    """Elements of the layer's own parameters that a checkpoint has."""
+    own = [(name, p) for name, p in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
+    return sum(get_tensor_load_numel(parameter) for _, parameter in own)
+
+
+def is_quantized(layer: torch.nn.Module) -> bool:
+    method = getattr(layer, "quant_method", None)
+    return method is not None and not type(method).__name__.startswith("Unquantized")
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """On a CPU experts are packed, and vLLM 0.31 packs them only while it builds their kernel: after a reload they lay
+    there unpacked (log-probs 0.3 to 0.9 from the trainer's). Without a kernel it builds one, and packs. Not for GPUs,
+    where captured graphs hold the kernel's tensors."""
+    for module in model.modules():
+        if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def repack_vocabulary_layers(model: torch.nn.Module) -> None:
+    """On a CPU a head tied to the embedding has a packed copy that vLLM's reload does not rebuild (log-probs -5.16
+    where the trainer had -6.01). A no-op on GPUs."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
