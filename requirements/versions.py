@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -146,14 +147,16 @@ def test(package: str, folder: Path) -> dict:
         raise RuntimeError(f"pytest ended with code {done.returncode} and no result")
     (suite,) = ElementTree.parse(result).getroot().iter("testsuite")
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-    bad = [case for case in suite.iter("testcase") if {child.tag for child in case} & {"failure", "error"}]
     passed = int(suite.get("tests", 0)) - failed - int(suite.get("skipped", 0))
-    return {
-        "code": done.returncode,
-        "passed": passed,
-        "failed": failed,
-        "why": ", ".join(str(case.get("name")) for case in bad[:6]),
-    }
+    return {"code": done.returncode, "passed": passed, "failed": failed, "why": failures(suite)}
+
+
+def failures(suite: ElementTree.Element) -> str:
+    """Which tests failed, without their parameters, and how the first one did."""
+    bad = [(case, mark) for case in suite.iter("testcase") for mark in case if mark.tag in ("failure", "error")]
+    names = list(dict.fromkeys(str(case.get("name")).split("[")[0] for case, _ in bad))
+    how = [str(mark.get("message")).strip().splitlines()[0][:200] for _, mark in bad[:1]]
+    return "; ".join([*how, *(f"`{name}`" for name in names[:3])])
 
 
 def run(name: str, wanted: str, folder: Path) -> dict:
@@ -212,6 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="NAME==VERSION")
     chosen = [tuple(text.split("==")) for text in parser.parse_args().versions] or ends()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that pip or pytest end too
     rows = []
     for name, wanted in chosen:
         print(f"[versions] {name} {wanted}", flush=True)
