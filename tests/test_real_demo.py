@@ -8,7 +8,9 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import mean, variance
 
+import deepspeed  # noqa: F401  sets a variable when `save_pretrained` imports it: let that be before the tests
 import pytest
 import torch
 
@@ -131,6 +133,8 @@ def test_the_table_of_the_recorded_run_is_that_of_its_record():
 def test_the_recorded_run_learned_beyond_its_noise():
     record = json.loads((DOCS / "demo-real.json").read_text())
     rewards = [row["reward"] for row in record["rows"]]
-    assert min(rewards[-5:]) > max(rewards[:5]), "the worst of the last five steps beats the best of the first"
-    assert record["eval_reward"][-1] > record["eval_reward"][0]
+    first, last = rewards[:5], rewards[-5:]
+    error = ((variance(first) + variance(last)) / 5) ** 0.5
+    assert mean(last) - mean(first) > 2 * error, "of prompts that differ in difficulty from step to step"
+    assert record["eval_reward"][-1] > record["eval_reward"][0] + 0.2, "and on the same, held-out prompts"
     assert all(row["log-prob difference"] < 1e-3 for row in record["rows"]), "the engines had the newest weights"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl_multinode import GRPOConfig, GRPOTrainer
 
 NUM_GENERATIONS = 8
-ROWS_PER_RANK = 32  # 8 prompts a step on 2 ranks
+ROWS_PER_RANK = 24  # 6 prompts a step on 2 ranks
 NUM_HELD_OUT = 16
 
 
@@ -29,27 +29,33 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         gradient_checkpointing=False,
         max_steps=options.steps,
         per_device_train_batch_size=ROWS_PER_RANK,
-        per_device_eval_batch_size=ROWS_PER_RANK // 2,
+        per_device_eval_batch_size=16,
         num_generations=NUM_GENERATIONS,
         max_completion_length=16,
-        learning_rate=2e-5,
+        learning_rate=1e-5,
         lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,
         seed=options.seed,
         rollout_seed=options.seed,
         logprob_divergence_limit=0 if options.no_sync else None,  # the alarm would stop a run on stale weights
-        # Half of a rank's rows at a time, and weights in pieces of 64 MiB instead of 512, of which a rank and its
-        # node's slots hold two each: without both, two ranks with Adam in float32 and two engines took 20 GB
-        micro_batch_tokens=ROWS_PER_RANK // 2 * 32,
+        # Memory: half of a rank's rows at a time, weights in pieces of 64 MiB, a prompt has 16 tokens
+        micro_batch_tokens=384,
         sync_bucket_mb=64,
-        engine_kwargs={"max_model_len": 128},  # a prompt has 16 tokens
+        engine_kwargs={"max_model_len": 128, "kv_cache_memory_bytes": 128 << 20},
         eval_on_start=True,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
     )
+
+
+def reduce_in_pieces(config: GRPOConfig) -> None:
+    """DeepSpeed collects up to 5e8 gradients (2 GB) before it reduces them: here all, and a copy of all."""
+    plugin = getattr(config, "deepspeed_plugin", None)
+    if plugin is not None:
+        plugin.hf_ds_config.config["zero_optimization"]["reduce_bucket_size"] = 10**7
 
 
 def main() -> None:
@@ -60,10 +66,12 @@ def main() -> None:
     folder = options.output_dir / "model"
     # before the config, which would make DeepSpeed shard the model while it is loaded
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = make_config(options)
+    reduce_in_pieces(config)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=sum_reward,
-        args=make_config(options),
+        args=config,
         train_dataset=train_set,
         eval_dataset=held_out,
         processing_class=AutoTokenizer.from_pretrained(folder),
