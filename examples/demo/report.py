@@ -1,6 +1,7 @@
 """Reads what a demo run left in its folder and writes `summary.json`, `reward.png` and the table per step.
 
-`docs/demo.md` says what each key of the summary means and how it is measured. `python report.py FOLDER` does it again.
+`docs/demo.md` says what each key of the summary means and how it is measured. `python report.py FOLDER` does it again,
+`python report.py FOLDER RECORD` also writes RECORD.json and RECORD.png, to be kept, and prints the table as Markdown.
 """
 
 import json
@@ -12,6 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 PHASES = ("sync", "generate", "reward", "train", "wait")
+COLUMNS = {
+    "step": "d", "reward": ".3f", "length": ".1f", **dict.fromkeys(PHASES, ".3f"), "log-prob difference": ".1e"
+}  # fmt: skip
 REASONS = {
     "valid_tokens_per_device_hour": "the run had no devices: ranks and engines shared the cores of one CPU",
     "rollout_bytes_between_nodes": "both nodes are this machine: their traffic shares one loopback interface, which "
@@ -130,15 +134,33 @@ class Report:
             reasons["wall_s"] = "the report was made without the run that timed its launchers"
         return reasons
 
-    def table(self) -> Table:
+    def rows(self) -> list[dict]:
         """A row per step; seconds are means over ranks, so that a row adds up to the step."""
-        table = Table(title="Seconds of each step, mean over ranks", header_style="bold")
-        for column in ("step", "reward", *PHASES):
+        return [
+            {
+                "step": entry["step"],
+                "reward": entry["reward"],
+                "length": entry["completions/mean_length"],  # tokens
+                **{phase: self.phase_s(phase, entry["step"]) for phase in PHASES},
+                # of one token, engine against trainer, mean over tokens and ranks
+                "log-prob difference": entry["sampling/sampling_logp_difference/mean"],
+            }
+            for entry in self.steps
+        ]
+
+    def table(self) -> Table:
+        table = Table(title="Tokens and seconds of each step, mean over ranks", header_style="bold")
+        for column in COLUMNS:
             table.add_column(column, justify="right")
-        for entry in self.steps:
-            seconds = [f"{self.phase_s(phase, entry['step']):.3f}" for phase in PHASES]
-            table.add_row(str(entry["step"]), f"{entry['reward']:.3f}", *seconds)
+        for row in self.rows():
+            table.add_row(*cells(row))
         return table
+
+    def keep(self, record: Path) -> None:
+        """Write summary, rows and evaluations to `record`.json, the picture to `record`.png."""
+        kept = {"summary": self.summary(), "eval_reward": rounded(self.evals), "rows": rounded(self.rows())}
+        record.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+        self.picture(record.with_suffix(".png"))
 
     def picture(self, path: Path) -> None:
         """The reward over the steps, held-out prompts before and after, and the best constant answer."""
@@ -172,10 +194,29 @@ def rounded(value):
     """Four digits behind the point are more than any of these figures is good for."""
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
-    return round(value, 4) if isinstance(value, float) else value
+    if isinstance(value, list):
+        return [rounded(inner) for inner in value]
+    return (round(value, 4) or value) if isinstance(value, float) else value  # a difference of 1e-6 is not 0
 
 
-if __name__ == "__main__":
+def cells(row: dict) -> list[str]:
+    return [format(row[column], spec) for column, spec in COLUMNS.items()]
+
+
+def markdown(rows: list[dict]) -> str:
+    """The table per step, for a document."""
+    lines = [list(COLUMNS), ["---:"] * len(COLUMNS), *map(cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
     report = Report(Path(sys.argv[1]))
     Console().print(report.table())
     print(json.dumps(report.write(), indent=2))
+    if len(sys.argv) > 2:
+        report.keep(Path(sys.argv[2]))
+        print(markdown(report.rows()))
+
+
+if __name__ == "__main__":
+    main()

