@@ -17,7 +17,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .errors import SavedWeightsError
-from .weight_source import checkpoint_name, is_zero3, shape_of
+from .weight_source import is_zero3, shape_of, without_wrappers
 
 Weights = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> dtype as safetensors calls it, full shape
 
@@ -97,7 +97,7 @@ def state_without_data(model: nn.Module) -> dict[str, torch.Tensor]:
             if name not in module._non_persistent_buffers_set:
                 tensors[f"{prefix}.{name}" if prefix else name] = buffer
     return {
-        checkpoint_name(name): torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
+        without_wrappers(name): torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()
     }
 

@@ -216,10 +216,15 @@ def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     renamings = [conversion for conversion in reversed(conversions) if not hasattr(conversion, "operations")]
     found = {}
     for name in sorted(names):  # a renaming may wait for another's name, and counts on this order
-        found[name] = name.replace("_checkpoint_wrapped_module.", "")
+        found[name] = without_wrappers(name)
         for renaming in renamings:
             found[name], _ = renaming.rename_source_key(found[name])
     return found
+
+
+def without_wrappers(name: str) -> str:
+    """Activation checkpointing of FSDP puts a module between."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 # ---- buckets --------------------------------------------------------------------------------------------------------
