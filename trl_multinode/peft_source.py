@@ -226,7 +226,7 @@ def lora_rank(model: nn.Module) -> int:
     return max(layer.r[name] for layer in layers for name in active_adapters([layer]))
 
 
-def check_layer(name: str, module: Any, lora_layer: type) -> None:
+def check_layer(name: str, module: Any, lora_layer: type[Any]) -> None:
     if isinstance(module, lora_layer):
         variants = {type(variant).__name__ for variant in module.lora_variant.values()}
         variants |= {"lora_bias"} if any(module.lora_bias.values()) else set()
