@@ -62,3 +62,23 @@ def leaves_nothing_behind():
     assert not (changed - {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}), (
         f"environment changed: {changed}"
     )
+
+
+@pytest.fixture
+def loopback_hub(monkeypatch):
+    """A hub for this process: huggingface_hub has read its variables, hence the constants. It retries at once."""
+    from types import SimpleNamespace
+
+    from huggingface_hub import constants
+    from huggingface_hub.utils import _http, close_session
+
+    from trl_multinode.testing.hub import LoopbackHub
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda seconds: None))  # 23 s
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()
+    with LoopbackHub() as hub:
+        yield hub
+    close_session()

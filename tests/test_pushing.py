@@ -6,12 +6,10 @@ import shlex
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import _http, close_session
+from huggingface_hub import HfApi
 
 from trl_multinode import pushing
 from trl_multinode.errors import HubPushError, SavedWeightsError
@@ -23,19 +21,9 @@ COMMIT, UPLOAD = "/commit/", "PUT /lfs/"
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """huggingface_hub reads its variables when it is imported, hence the constants."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def hub(loopback_hub, monkeypatch):
     monkeypatch.setattr(pushing, "WAITS_S", (0.01, 0.02, 0.04))
-    monkeypatch.setattr(
-        _http, "time", SimpleNamespace(sleep=lambda seconds: None)
-    )  # of huggingface_hub's own tries: 23 s
-    close_session()
-    with LoopbackHub() as hub:
-        yield hub
-    close_session()
+    return loopback_hub
 
 
 @pytest.fixture
@@ -86,7 +74,7 @@ def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(hub, folder,
     fault(hub)
     assert push(connect(hub, folder), folder) is None
     told = capsys.readouterr().out
-    assert f"({tries} tries in" in told and said in told and "node 0, rank 0: the push of" in told
+    assert f"({pushing.counted(tries)} in" in told and said in told and "node 0, rank 0: the push of" in told
     assert told.count("Trying again") == tries - 1
     assert told.count("Push them again with `trainer.push_to_hub()`") == 1
     command = (

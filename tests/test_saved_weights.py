@@ -30,6 +30,12 @@ def lora(**settings):
     return get_peft_model(tiny_qwen2(tied=False), config)
 
 
+def with_reference(model):
+    """With `beta > 0` TRL keeps the adapter as it was at first beside the trained one."""
+    model.add_adapter("ref", model.peft_config["default"])
+    return model
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -39,8 +45,9 @@ def lora(**settings):
         tiny_moe,
         lora,
         lambda: lora(modules_to_save=["lm_head"]),
+        lambda: with_reference(lora()),
     ],
-    ids=["tied", "untied", "bfloat16", "experts", "adapter", "adapter and a module"],
+    ids=["tied", "untied", "bfloat16", "experts", "adapter", "adapter and a module", "adapter and TRL's reference"],
 )
 def test_what_save_pretrained_writes_is_the_model(build, tmp_path):
     model = build()
@@ -102,7 +109,7 @@ def test_another_dtype_has_other_bytes(saved):
     assert f"{KEY} ('F16', (128, 64)), expected ('F32', (128, 64))" in message(folder, model)
 
 
-@pytest.mark.parametrize("size", [1, 7, 100, -1])
+@pytest.mark.parametrize("size", [0, 1, 7, 100, -1])
 def test_a_file_that_was_cut_off_cannot_be_read(saved, size):
     model, folder = saved
     content = (folder / "model.safetensors").read_bytes()
@@ -155,6 +162,13 @@ def test_a_file_of_an_earlier_save_beside_shards_is_refused_because_it_would_be_
     model, folder, _ = sharded
     save_file({"old": torch.zeros(1)}, folder / "model.safetensors")
     assert "both model.safetensors and model.safetensors.index.json" in message(folder, model)
+
+
+@pytest.mark.parametrize("content", ['{"weight_map": {', "{}", "[]"])
+def test_an_index_that_was_cut_off_cannot_be_read(sharded, content):
+    model, folder, _ = sharded
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json cannot be read" in message(folder, model)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------

@@ -91,10 +91,11 @@ def throughput(log_history: Sequence[dict], num_devices: int) -> str:
         seconds, step = seconds + entry["step_time"] * (entry["step"] - step), entry["step"]
     if seconds <= 0.0:
         return "not logged yet"
-    rate = tokens / seconds
+    rate, first, last = tokens / seconds, start["step"] + 1, logs[-1]["step"]
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
     return (
         f"{rate:.1f} tokens/s, {rate / num_devices:.1f} per device on {num_devices} devices, reserved ones included "
-        f"(prompts and completions, steps {start['step'] + 1} to {logs[-1]['step']})"
+        f"(prompts and completions, {steps})"
     )
 
 

@@ -117,8 +117,10 @@ class CheckedHub:
                 wait = next(waits, None) if is_passing(error) else None
                 seconds = time.monotonic() - start
                 if wait is None or seconds + wait > LIMIT_S:
-                    raise HubPushError(f"{reason} ({tries} tries in {seconds:.0f} s). {cure(error)}".strip()) from None
-            tell(f"{self._settings.where}: the Hub did not take a request: {reason}. Trying again in {wait:.0f} s.")
+                    raise HubPushError(
+                        f"{reason} ({counted(tries)} in {seconds:.0f} s). {cure(error)}".strip()
+                    ) from None
+            tell(f"{self._settings.where}: the Hub did not take a request: {reason}. Trying again in {wait:g} s.")
             time.sleep(wait)
 
 
@@ -138,7 +140,12 @@ def tell(what: object) -> None:
     print(f"[trl_multinode] {what}", flush=True)
 
 
+def counted(tries: int) -> str:
+    return "1 try" if tries == 1 else f"{tries} tries"
+
+
 def limit_silence() -> None:
+    """Of the client that all calls of huggingface_hub share, unless somebody has limited it already."""
     session = get_session()
     if session.timeout == httpx.Timeout(None):
         session.timeout = httpx.Timeout(STALL_S)
@@ -167,7 +174,7 @@ def is_passing(error: BaseException) -> bool:
 def describe(error: BaseException) -> str:
     root = next((one for one in causes(error) if isinstance(one, HfHubHTTPError | httpx.TransportError)), error)
     text = re.sub(r"For more information check: \S+", "", str(root))
-    text = " ".join(text.split())
+    text = " ".join(text.split()).rstrip(".")
     text = text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + "..."
     return f"{type(root).__name__}: {text}"
 

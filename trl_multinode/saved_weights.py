@@ -30,7 +30,8 @@ NAMES = {
 SHOWN = 3  # tensors of each kind of defect that a message names
 CURES = {
     "empty": "Under ZeRO-3 set `zero3_save_16bit_model: true` in the YAML, or "
-    '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file.',
+    '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file; under FSDP '
+    "`fsdp_state_dict_type: FULL_STATE_DICT`.",
     "unreadable": "Look whether the disk is full, and save again with `trainer.save_model()`.",
     "other": "Only the trainer may write into this folder: empty it, and save again with `trainer.save_model()`.",
 }
@@ -119,7 +120,11 @@ def read_folder(folder: Path, is_adapter: bool = False) -> Weights:
         return read_file(single)
     if single.is_file():
         raise wrong(folder, f"both {single.name} and {index.name} are there, and the first would be loaded", "other")
-    return read_shards(folder, json.loads(index.read_text())["weight_map"])
+    try:
+        weight_map = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise wrong(folder, f"{index.name} cannot be read ({type(error).__name__}: {error})", "unreadable") from error
+    return read_shards(folder, weight_map)
 
 
 def read_shards(folder: Path, weight_map: Mapping[str, str]) -> Weights:
@@ -141,7 +146,7 @@ def read_file(path: Path) -> Weights:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: (piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         size = path.stat().st_size
         raise wrong(path.parent, f"{path.name} ({size} bytes) cannot be read ({error})", "unreadable") from error
 
