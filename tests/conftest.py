@@ -71,7 +71,7 @@ def leaves_nothing_behind():
 
 @pytest.fixture
 def loopback_hub(monkeypatch):
-    """For this process: huggingface_hub has read its variables, hence the constants. It tries again at once."""
+    """A hub for this process: huggingface_hub has read its variables, hence the constants. It retries at once."""
     from types import SimpleNamespace
 
     from huggingface_hub import constants
