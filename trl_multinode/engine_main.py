@@ -174,15 +174,15 @@ class VllmBackend(Backend):
 def take_expanded_prompts(processor) -> None:
     """TRL's prompts hold all the tokens of a picture already. vLLM 0.31 would replace the first of them by all, once
     more, and embed the others as text; here it looks first whether they are all there."""
-    expand = processor._maybe_apply_prompt_updates
+    expand = processor._apply_prompt_updates
 
-    def find_or_expand(mm_items, mm_res):
-        found = processor._find_mm_placeholders(mm_res.prompt_ids, mm_res.prompt_updates)
-        if all(len(found.get(kind, ())) == count for kind, count in mm_items.get_all_counts().items()):
-            return mm_res.prompt_ids, found
-        return expand(mm_items=mm_items, mm_res=mm_res)
+    def find_or_expand(token_ids, updates):
+        found = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(found.get(kind, ())) == len(items) for kind, items in updates.items()):
+            return token_ids, found
+        return expand(token_ids, updates)
 
-    processor._maybe_apply_prompt_updates = find_or_expand
+    processor._apply_prompt_updates = find_or_expand
 
 
 def has_lora(args) -> bool:
