@@ -1,5 +1,6 @@
 """Log-probs of engine and trainer agree after a sync, and do not before, for every architecture that we say works."""
 
+import cv2  # noqa: F401  (transformers imports it with the first picture, and it changes LD_LIBRARY_PATH)
 import numpy as np
 import pytest
 import torch

@@ -18,24 +18,29 @@ def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
     initialize_layerwise_reload(model)
 
 
-def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -> None:
+def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -> str | None:
     """
-    All weights were given. Raises `RuntimeError` if a layer did not get all of its own.
+    All weights were given.
 
     Args:
         stale_head (`bool`, *optional*, defaults to `False`):
             Test-only: leave vLLM's bug with a tied head as it is.
+
+    Returns:
+        `str`, *optional*: which layers did not get all of theirs, if any. Not an error here: vLLM would take no other
+        update after one whose end failed.
     """
     hungry = [f"{name} ({reason})" for name, reason in incomplete_layers(model, is_tied(model_config))]
     finalize_layerwise_reload(model, model_config)
-    if hungry:
-        raise RuntimeError(
-            f"{len(hungry)} layers of vLLM's {type(model).__name__} did not get all their weights, and would keep old "
-            f"or random ones: {', '.join(hungry[:5])}. The trainer's model has other names, or other tensors, than "
-            "vLLM knows for this architecture: use versions of transformers and vLLM that agree on it."
-        )
     if not stale_head:
         repack_vocabulary_layers(model)
+    if not hungry:
+        return None
+    return (
+        f"{len(hungry)} layers of vLLM's {type(model).__name__} did not get all their weights, and would keep old or "
+        f"random ones: {', '.join(hungry[:5])}. The trainer's model has other names, or other tensors, than vLLM knows "
+        "for this architecture: use versions of transformers and vLLM that agree on it."
+    )
 
 
 def is_tied(model_config) -> bool:
