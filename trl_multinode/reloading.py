@@ -38,8 +38,8 @@ def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -
         return None
     return (
         f"{len(hungry)} layers of vLLM's {type(model).__name__} did not get all their weights, and would keep old or "
-        f"random ones: {', '.join(hungry[:5])}. The trainer's model has other names, or other tensors, than vLLM knows "
-        "for this architecture: use versions of transformers and vLLM that agree on it."
+        f"random ones: {', '.join(hungry[:5])}. The trainer's model has other names, or other tensors, than vLLM "
+        "knows for this architecture: use versions of transformers and vLLM that agree on it."
     )
 
 
