@@ -65,8 +65,7 @@ class VllmBackend(Backend):
         )
         args.enable_lora = args.enable_lora and has_lora(args)
         self._llm = AsyncLLM.from_engine_args(args)
-        self._sees_images = self._llm.vllm_config.model_config.is_multimodal_model
-        if self._sees_images:
+        if self._llm.vllm_config.model_config.is_multimodal_model:
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
         self._params_cls = SamplingParams
         gc.freeze()
@@ -158,8 +157,6 @@ class VllmBackend(Backend):
         await self._llm.finish_weight_update()
         committed = await self._llm.collective_rpc("commit_weights")
         await self._llm.reset_prefix_cache()  # cached keys and values belong to the old weights
-        if self._sees_images:
-            await self._llm.reset_encoder_cache()  # and so do embeddings of pictures
         await self._llm.resume_generation()
         self._adapter = in_memory_adapter(committed[0][2])
         return [WeightVersion(update, step) for update, step, _ in committed]
