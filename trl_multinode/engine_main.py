@@ -65,8 +65,7 @@ class VllmBackend(Backend):
         )
         args.enable_lora = args.enable_lora and has_lora(args)
         self._llm = AsyncLLM.from_engine_args(args)
-        self._sees_images = self._llm.vllm_config.model_config.is_multimodal_model
-        if self._sees_images:
+        if self._llm.vllm_config.model_config.is_multimodal_model:
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
         self._params_cls = SamplingParams
         gc.freeze()
@@ -158,8 +157,6 @@ class VllmBackend(Backend):
         await self._llm.finish_weight_update()
         committed = await self._llm.collective_rpc("commit_weights")
         await self._llm.reset_prefix_cache()  # cached keys and values belong to the old weights
-        if self._sees_images:
-            await self._llm.reset_encoder_cache()  # and so do embeddings of pictures
         await self._llm.resume_generation()
         self._adapter = in_memory_adapter(committed[0][2])
         return [WeightVersion(update, step) for update, step, _ in committed]
@@ -174,15 +171,15 @@ class VllmBackend(Backend):
 def take_expanded_prompts(processor) -> None:
     """TRL's prompts hold all the tokens of a picture already. vLLM 0.31 would replace the first of them by all, once
     more, and embed the others as text; here it looks first whether they are all there."""
-    expand = processor._maybe_apply_prompt_updates
+    expand = processor._apply_prompt_updates
 
-    def find_or_expand(mm_items, mm_res):
-        found = processor._find_mm_placeholders(mm_res.prompt_ids, mm_res.prompt_updates)
-        if all(len(found.get(kind, ())) == count for kind, count in mm_items.get_all_counts().items()):
-            return mm_res.prompt_ids, found
-        return expand(mm_items=mm_items, mm_res=mm_res)
+    def find_or_expand(token_ids, updates):
+        found = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(found.get(kind, ())) == len(items) for kind, items in updates.items()):
+            return token_ids, found
+        return expand(token_ids, updates)
 
-    processor._maybe_apply_prompt_updates = find_or_expand
+    processor._apply_prompt_updates = find_or_expand
 
 
 def has_lora(args) -> bool:

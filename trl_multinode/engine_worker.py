@@ -62,6 +62,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         self._version = [0, 0]
         self._next_bucket: int | None = None
         self._reloads = self._skip = False
+        self._lacking: str | None = None
         self._adapter: dict[str, torch.Tensor] = {}
 
     def init_transfer_engine(self, init_info: SlotsInfo) -> None:
@@ -93,10 +94,12 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         if self._next_bucket != len(self._buckets):
             raise RuntimeError(f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came.")
         if self._reloads:
-            end_reload(self.model, self.model_config, faults.is_active("stale_head", self._version[0]))
+            self._lacking = end_reload(self.model, self.model_config, faults.is_active("stale_head", self._version[0]))
 
     def commit(self) -> list[int]:
-        """Update, step, and number of the active adapter (0: none)."""
+        """Update, step, and number of the active adapter (0: none). Raises `RuntimeError` if weights are lacking."""
+        if self._lacking:
+            raise RuntimeError(self._lacking)
         if not faults.is_active("skip_load", self._version[0]):
             self.committed = self._version
         if self._adapter:
@@ -112,6 +115,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         self._skip = faults.is_active("skip_load", update) or faults.is_active("skip_load_silently", update)
         self._reloads = info.first == 0 and not self._skip
         if self._reloads:  # from here on everything is new
+            self._lacking = None
             self._adapter = {}
             begin_reload(self.model, self.device)
 

@@ -1,14 +1,14 @@
 """What vLLM's layer-wise reload leaves out, in a worker process: weights that a CPU packs, layers that got nothing."""
 
 import torch
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+LOADABLE = "weight_loader_numel"  # attribute of a padded parameter: elements that a checkpoint has
 
 
 def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
@@ -18,24 +18,29 @@ def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
     initialize_layerwise_reload(model)
 
 
-def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -> None:
+def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -> str | None:
     """
-    All weights were given. Raises `RuntimeError` if a layer did not get all of its own.
+    All weights were given.
 
     Args:
         stale_head (`bool`, *optional*, defaults to `False`):
             Test-only: leave vLLM's bug with a tied head as it is.
+
+    Returns:
+        `str`, *optional*: which layers did not get all of theirs, if any. Not an error here: vLLM would take no other
+        update after one whose end failed.
     """
     hungry = [f"{name} ({reason})" for name, reason in incomplete_layers(model, is_tied(model_config))]
     finalize_layerwise_reload(model, model_config)
-    if hungry:
-        raise RuntimeError(
-            f"{len(hungry)} layers of vLLM's {type(model).__name__} did not get all their weights, and would keep old "
-            f"or random ones: {', '.join(hungry[:5])}. The trainer's model has other names, or other tensors, than "
-            "vLLM knows for this architecture: use versions of transformers and vLLM that agree on it."
-        )
     if not stale_head:
         repack_vocabulary_layers(model)
+    if not hungry:
+        return None
+    return (
+        f"{len(hungry)} layers of vLLM's {type(model).__name__} did not get all their weights, and would keep old or "
+        f"random ones: {', '.join(hungry[:5])}. The trainer's model has other names, or other tensors, than vLLM "
+        "knows for this architecture: use versions of transformers and vLLM that agree on it."
+    )
 
 
 def is_tied(model_config) -> bool:
@@ -56,7 +61,7 @@ def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str
         is_tied_head = tied and isinstance(layer, ParallelLMHead)
         if not expected or not info.can_load() or is_quantized(layer) or is_tied_head:
             continue
-        if info.load_numel == 0 and not is_deferred_attention_layer(layer):
+        if info.load_numel == 0:
             found.append((name, "nothing came"))
         elif has_no_padding(layer) and info.load_numel < expected:
             found.append((name, f"{info.load_numel} of {expected} elements came"))
@@ -64,14 +69,14 @@ def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str
 
 
 def has_no_padding(layer: torch.nn.Module) -> bool:
-    """Linear layers have none, and experts do not count theirs."""
-    return isinstance(layer, LinearBase) or isinstance(getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod)
+    """Linear layers have none, and vLLM 0.31 says how many elements of padded experts are none."""
+    return isinstance(layer, LinearBase) or any(hasattr(p, LOADABLE) for p in layer.parameters(recurse=False))
 
 
 def num_elements(layer: torch.nn.Module) -> int:
     """Elements of the layer's own parameters that a checkpoint has."""
-    own = [(name, p) for name, p in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
-    return sum(get_tensor_load_numel(parameter) for _, parameter in own)
+    own = [parameter for name, parameter in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
+    return sum(getattr(parameter, LOADABLE, parameter.numel()) for parameter in own)
 
 
 def is_quantized(layer: torch.nn.Module) -> bool:
