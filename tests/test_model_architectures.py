@@ -22,9 +22,15 @@ WITHOUT_PICTURES = {"allowed_token_ids": list(range(258))}  # a sampled image to
 LAST_K = "layers.1.self_attn.k_proj.weight"
 
 
+ROWS = {
+    "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "gemma2": "Gemma 2", "gemma3": "Gemma 3",
+    "qwen3_moe": "Qwen3-MoE (mixture of experts)", "idefics3": "Idefics3 (vision and language)",
+}  # fmt: skip
+
+
 def case(name: str, module: str):
-    return pytest.param((name, module), id=f"{name}-{'vllm' if module == REAL else 'fake'}",
-                        marks=[pytest.mark.engine] if module == REAL else [])  # fmt: skip
+    marks = [pytest.mark.engine, pytest.mark.feature("Architectures", ROWS[name])] if module == REAL else []
+    return pytest.param((name, module), id=f"{name}-{'vllm' if module == REAL else 'fake'}", marks=marks)
 
 
 @pytest.fixture(

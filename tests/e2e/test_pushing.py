@@ -66,6 +66,7 @@ def runs(tmp_path_factory, request):
 both = pytest.mark.parametrize("kind", ["full", "lora"])
 
 
+@pytest.mark.feature("Hub", "pushes from ZeRO-3, all weights and LoRA")
 @both
 def test_from_pretrained_gives_the_trained_tensors_and_not_the_initial_ones(runs, kind):
     loaded, trained = runs[kind]["loaded"], load_file(runs["folder"] / f"{kind}-trained.safetensors")
@@ -155,6 +156,7 @@ def test_the_token_is_in_no_log_and_no_file(runs, kind):
     assert not any(TOKEN.encode() in content for content in contents)
 
 
+@pytest.mark.feature("Hub", "the model card")
 @both
 def test_the_model_card_says_where_it_was_trained_and_how_fast(runs, kind):
     card = runs["hub"].repos[f"tester/{kind}"]["README.md"].decode()

@@ -1,4 +1,4 @@
-"""Settings of the sampler on two nodes with vLLM: the completions obey them, and the training is TRL's."""
+"""What only vLLM can do, on two nodes: settings of the sampler are obeyed, pictures seen, and the training is TRL's."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from trl_multinode.testing.launch_files import ZERO3
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "features.py"
+NAMES = ["structured_outputs", "stop_strings", "pictures"]
 STOPS = "aeiou"
 pytestmark = [pytest.mark.engine, pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(600)]
 
@@ -17,14 +18,16 @@ pytestmark = [pytest.mark.engine, pytest.mark.two_node, pytest.mark.zero3, pytes
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("sampling")
-    names = ["structured_outputs", "stop_strings"]
-    with Nodes(2, 1, folder=folder, deepspeed=ZERO3) as nodes:
-        nodes.launch(SCRIPT, str(folder), ",".join(names))
+        with Nodes(2, 1, folder=folder, deepspeed=ZERO3) as nodes:
+        nodes.launch(SCRIPT, str(folder), ",".join(NAMES))
         assert nodes.wait(timeout_s=500) == [0, 0], nodes.rank_log(0)[-3000:]
-    return {name: json.loads((folder / f"{name}_rank0.json").read_text()) for name in names}
+    return {name: json.loads((folder / f"{name}_rank0.json").read_text()) for name in NAMES}
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "stop_strings"])
+PICTURES = pytest.mark.feature("Data", "images, prompts with and without in one batch")
+
+
+@pytest.mark.parametrize("name", [*NAMES[:2], pytest.param(NAMES[2], marks=PICTURES)])
 def test_the_training_is_trls(found, name):
     assert found[name]["engine"] not in ("fake", "none") and found[name]["rows"] > 0
     assert max(found[name]["weights"]) <= 1e-6 and found[name]["moved"][-1] > 1e-4

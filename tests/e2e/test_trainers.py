@@ -63,7 +63,9 @@ def test_engine_and_trainer_agree_after_training_and_not_without_a_sync(found, n
         assert rank["ours"]["stale"] > 0.1
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.feature("Trainers", f"`{name}Trainer`")) for name in TRAINERS]
+)
 def test_losses_and_gradients_are_those_of_trls_own_trainer_given_the_same_completions(found, name):
     for rank in found[name]:
         ours, trls = rank["ours"], rank["trl"]

@@ -6,16 +6,19 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import torch
 from both_arms import STEPS, Scenario, distinct
 from common import RANK
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, Image, Value, load_dataset
 from peft import LoraConfig
+from PIL import Image as Picture
 from tensorboardX.proto.event_pb2 import Event
 from tool_model import tool_model, tool_tokenizer
 from trackio.sqlite_storage import SQLiteStorage
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 
+from trl_multinode.testing.architectures import model_for
 from trl_multinode.testing.models import tiny_qwen2
 
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {}
@@ -378,3 +381,26 @@ def stop_strings(folder: Path) -> Scenario:
 
 def texts(trainer) -> dict:
     return {"completions": list(trainer._logs["completion"])}
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+@scenario
+def pictures(folder: Path) -> Scenario:
+    """Every second prompt has a picture, of its own size. A sampled image token would want another, so none may be."""
+    found = model_for("idefics3")
+    found.processing_class.chat_template = TEMPLATE
+    random = np.random.default_rng(0)
+    images = [Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8)) for i in range(32)]
+    prompts = [[{"role": "user", "content": f"{i} is"}] for i in range(32)]
+    columns = {"prompt": prompts, "image": [image if i % 2 else None for i, image in enumerate(images)]}
+    features = {"prompt": [{"role": Value("string"), "content": Value("string")}], "image": Image()}
+    settings = {"trust_remote_code": True, "generation_kwargs": {"allowed_token_ids": list(range(258))}}
+    return Scenario(
+        settings | {"vllm_importance_sampling_correction": False}, found.model, found.processing_class,
+        dataset=Dataset.from_dict(columns, Features(features)),
+    )  # fmt: skip
