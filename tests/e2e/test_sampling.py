@@ -1,4 +1,4 @@
-"""What only vLLM can do, on two nodes: it obeys the sampler's settings and sees pictures, and the training is TRL's."""
+"""What only vLLM can do, on two nodes: it obeys the sampler and sees pictures, and the training is TRL's."""
 
 import json
 import re
