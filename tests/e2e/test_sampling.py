@@ -24,7 +24,7 @@ def found(tmp_path_factory) -> dict[str, dict]:
     return {name: json.loads((folder / f"{name}_rank0.json").read_text()) for name in NAMES}
 
 
-PICTURES = pytest.mark.feature("Data", "images, prompts with and without in one batch")
+PICTURES = pytest.mark.feature("Data", "images")
 
 
 @pytest.mark.parametrize("name", [*NAMES[:2], pytest.param(NAMES[2], marks=PICTURES)])

@@ -391,13 +391,14 @@ TEMPLATE = (
 
 @scenario
 def pictures(folder: Path) -> Scenario:
-    """Every second prompt has a picture, of its own size. A sampled image token would want another, so none may be."""
+    """A picture of its own size in every prompt: TRL 1.16 scores no batch in which some have none with this processor.
+    A sampled image token would want another picture, so none may be."""
     found = model_for("idefics3")
     found.processing_class.chat_template = TEMPLATE
     random = np.random.default_rng(0)
     images = [Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8)) for i in range(32)]
     prompts = [[{"role": "user", "content": f"{i} is"}] for i in range(32)]
-    columns = {"prompt": prompts, "image": [image if i % 2 else None for i, image in enumerate(images)]}
+    columns = {"prompt": prompts, "image": images}
     features = {"prompt": [{"role": Value("string"), "content": Value("string")}], "image": Image()}
     settings = {"trust_remote_code": True, "generation_kwargs": {"allowed_token_ids": list(range(258))}}
     return Scenario(
