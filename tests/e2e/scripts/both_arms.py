@@ -89,7 +89,8 @@ class Replay:
         self.mode = mode
         self._model = model
         self._first = True
-        engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=model.config.max_position_embeddings))
+        context = model.config.get_text_config().max_position_embeddings
+        engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=context))
         self.llm = SimpleNamespace(llm_engine=engine)  # asked for by TRL's tool loop
 
     def sync_weights(self):
