@@ -42,6 +42,11 @@ class Resume:
         self._to_place = False
         self.epochs = 0  # whole epochs that the resumed run has behind it
 
+    @property
+    def resuming(self) -> bool:
+        """Whether `train` was called with a checkpoint."""
+        return self._folder is not None
+
     def choose(self, wanted: str | bool | None) -> str | None:
         """The checkpoint that `train(resume_from_checkpoint=wanted)` means. A collective.
 

@@ -80,7 +80,7 @@ def test_one_other_token_in_one_completion_would_show(found):
         assert min(differences) > 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINERS if name != "IWOPD"])
+@pytest.mark.parametrize("name", TRAINERS)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(found, name):
     """RLOO, SDFT and SDPO inside a generation round, and distillation across the end of an epoch."""
     for rank in found[name]:

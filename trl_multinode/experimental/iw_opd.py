@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from torch.utils.data import IterableDataset
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
 from ..config import GRPO_ONLY, NO_LOGPROBS, NodeFields
@@ -28,3 +29,22 @@ class MultiNodeIWOPDTrainer(BufferedNodeTrainer, IWOPDTrainer):
     @_step.setter
     def _step(self, value: int) -> None:
         self._buffer_step = value
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this run was resumed from a checkpoint, and its data must be fast-forwarded."""
+        return self.host is not None and self._resume.resuming and not isinstance(self.train_dataset, IterableDataset)
+
+    def _get_train_sampler(self, dataset=None):
+        sampler = super()._get_train_sampler(dataset)
+        if self._goes_on:
+            sampler.repeat_count = self.steps_per_round
+        return sampler
+
+    def get_train_dataloader(self):
+        """
+        TRL repeats batches in a wrapper; accelerate would fast-forward the loader inside it, by as many batches as
+        were repeated, and other prompts would follow. So the sampler of a resumed run repeats them, as GOLD's does.
+        """
+        loader = super().get_train_dataloader()
+        return loader.dataloader if self._goes_on else loader

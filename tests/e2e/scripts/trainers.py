@@ -44,7 +44,7 @@ CALLS: dict[str, tuple[Callable[[], dict], dict]] = {
     ),
     "IWOPD": (lambda: {"teacher_model": TEACHER, "train_dataset": CHATS}, {"max_length": 64}),
 }
-EXACT = {"RLOO": 3, "Distillation": 3, "SDFT": 3, "SDPO": 3, "GOLD": 2}  # checkpoint to resume from
+CHECKPOINT = dict.fromkeys(CALLS, 3) | {"GOLD": 2}  # to resume from; GOLD's is one at which weights are sent
 GENERATES_IN_EVALUATION = ("RLOO", "Distillation", "SDFT", "SDPO")
 
 
@@ -71,8 +71,7 @@ def train(trainer, resume: str | None = None) -> dict:
 
 
 def on_our_engines(name: str) -> tuple[dict, list]:
-    saving = {"save_strategy": "steps", "save_steps": EXACT[name]} if name in EXACT else {}
-    trainer = make(trl_multinode, name, rollout_seed=5, **saving)
+    trainer = make(trl_multinode, name, rollout_seed=5, save_strategy="steps", save_steps=CHECKPOINT[name])
     generation, calls, versions = trainer.vllm_generation, [], []
     generate = generation.generate
 
@@ -186,17 +185,17 @@ def with_one_other_token(calls: list) -> list:
 def resumed(name: str) -> dict:
     """A trainer with the folder of another run, from the first run's checkpoint."""
     trainer = make(trl_multinode, name, rollout_seed=5, output_dir=str(folder / f"{name}-resumed"))
-    logs = train(trainer, str(folder / name / f"checkpoint-{EXACT[name]}"))
+    logs = train(trainer, str(folder / name / f"checkpoint-{CHECKPOINT[name]}"))
     trainer.close()
-    return logs | {"from": EXACT[name]}
+    return logs | {"from": CHECKPOINT[name]}
 
 
 def run(name: str) -> dict:
     ours, calls = on_our_engines(name)
-    found = {"ours": ours, "trl": on_trls_own(name, calls)}
+    found = {"ours": ours, "trl": on_trls_own(name, calls), "resumed": resumed(name)}
     if name == "Distillation":
         found["tampered"] = on_trls_own(name, with_one_other_token(calls))
-    return found | ({"resumed": resumed(name)} if name in EXACT else {})
+    return found
 
 
 for name in sys.argv[2:]:
