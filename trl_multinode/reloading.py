@@ -86,7 +86,7 @@ def is_quantized(layer: torch.nn.Module) -> bool:
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
     """On a CPU experts are packed, and vLLM 0.31 packs them only while it builds their kernel: after a reload they lay
-    there unpacked (log-probs 0.3 to 0.9 from the trainer's). Without a kernel it builds one, and packs. Not for GPUs,
+    there unpacked (log-probs 0.04 to 0.9 from the trainer's). Without a kernel it builds one, and packs. Not for GPUs,
     where captured graphs hold the kernel's tensors."""
     for module in model.modules():
         if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):

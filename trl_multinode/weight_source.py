@@ -212,8 +212,11 @@ def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     transformers 5 renames while it loads (`language_model.model` -> `model.language_model`, no `vision_model` in CLIP
     and SigLIP) and leaves in the model how. Fused experts stay fused: vLLM takes them so.
     """
-    conversions = [conversion.reverse_transform() for conversion in getattr(model, "_weight_conversions", None) or ()]
-    renamings = [conversion for conversion in reversed(conversions) if not hasattr(conversion, "operations")]
+    # Under ZeRO-3 it leaves there what did not apply to this checkpoint, too
+    conversions = [used for used in getattr(model, "_weight_conversions", None) or () if used.was_used()]
+    renamings = [
+        renaming.reverse_transform() for renaming in reversed(conversions) if not hasattr(renaming, "operations")
+    ]
     found = {}
     for name in sorted(names):  # a renaming may wait for another's name, and counts on this order
         found[name] = without_wrappers(name)

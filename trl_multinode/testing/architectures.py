@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from .models import tiny_tokenizer
 from .pil_idefics3 import PilIdefics3ImageProcessor
@@ -132,8 +132,8 @@ def model_for(architecture: str, engine: bool = True, say: Callable[[str], None]
         say(f"[architectures] {architecture}: {name} from the hub")
         model_cls = getattr(transformers, known.model_cls)
         model = model_cls.from_pretrained(name, dtype=torch.float32, attn_implementation="eager")
-        tokenizer = known.processing_class() if known.processing_class is not tiny_tokenizer else None
-        return Found(model, tokenizer or AutoTokenizer.from_pretrained(name), name)
+        processing_cls = AutoTokenizer if known.processing_class is tiny_tokenizer else AutoProcessor
+        return Found(model, processing_cls.from_pretrained(name), name)
     say(f"[architectures] {architecture}: built here, because {reason}")
     return Found(built_here(known), known.processing_class(), "built here")
 
