@@ -45,8 +45,9 @@ runs on it
 - of vLLM {vllm_tests}: real engines of its CPU
   build, log-probs before and after each update of the weights, LoRA, two workers.
 
-`pyproject.toml` allows {ranges}. A version that is allowed and not in this table lies between
-two that are; it was not run.
+`pyproject.toml` allows {ranges}. The locked versions ({locked}) are what `make test` and
+`make test-e2e` run on; the launches of `make test-e2e` were run on no other. What is allowed and not in this table was
+not run: it lies between two that were.
 
 | package | version | beside it | allowed | result | passed | failed | s | on | |
 |---|---|---|---|---|---:|---:|---:|---|---|
@@ -72,6 +73,12 @@ def ends() -> list[tuple[str, str]]:
     for name, specifier in allowed().items():
         fitting = sorted(specifier.filter(available(name)))
         found += [(name, str(end)) for end in dict.fromkeys([fitting[0], fitting[-1]])]
+    return found
+
+
+def locked(name: str) -> str:
+    """The version in requirements/cpu.txt."""
+    (found,) = re.findall(rf"^{name}==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
     return found
 
 
@@ -196,7 +203,8 @@ def page(rows: list[dict]) -> str:
     ]
     trl_tests, vllm_tests = (", ".join(f"`{name}`" for name in TESTS[package]) for package in RANGED.values())
     said = " and ".join(f"`{name}{text}`" for name, text in ranges.items())
-    return PAGE.format(trl_tests=trl_tests, vllm_tests=vllm_tests, ranges=said, rows="\n".join(lines))
+    kept = ", ".join(f"{name} {locked(name)}" for name in RANGED.values())
+    return PAGE.format(trl_tests=trl_tests, vllm_tests=vllm_tests, ranges=said, locked=kept, rows="\n".join(lines))
 
 
 def remark(row: dict) -> str:
