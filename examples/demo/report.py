@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 PHASES = ("sync", "generate", "reward", "train", "wait")
+SECONDS = {phase: f"{phase} s" for phase in PHASES}  # their columns; "reward" is a phase too
 COLUMNS = {
-    "step": "d", "reward": ".3f", "length": ".1f", **dict.fromkeys(PHASES, ".3f"), "log-prob difference": ".1e"
+    "step": "d", "reward": ".3f", "length": ".1f",
+    **dict.fromkeys(SECONDS.values(), ".3f"), "log-prob difference": ".1e",
 }  # fmt: skip
 REASONS = {
     "valid_tokens_per_device_hour": "the run had no devices: ranks and engines shared the cores of one CPU",
@@ -113,7 +115,7 @@ class Report:
             **{key: self.run[key] for key in ("nodes", "ranks", "engines", "steps")},
             "reward_first": first,
             "reward_last": last,
-            "reward_held_out": self.evals[-1],
+            "reward_held_out": self.evals[1] if len(self.evals) > 1 else None,
             "wall_s": self.wall_s,
             "phase_s": phase_s,
             "sync_share": phase_s["sync"] / self.stepping_s,
@@ -130,6 +132,8 @@ class Report:
 
     def _reasons(self, summary: dict) -> dict[str, str]:
         reasons = {key: REASONS[key] for key in REASONS if summary[key] is None}
+        if summary["reward_held_out"] is None:
+            reasons["reward_held_out"] = "the run was ended before its last evaluation"
         if summary["wall_s"] is None:
             reasons["wall_s"] = "the report was made without the run that timed its launchers"
         return reasons
@@ -141,7 +145,7 @@ class Report:
                 "step": entry["step"],
                 "reward": entry["reward"],
                 "length": entry["completions/mean_length"],  # tokens
-                **{phase: self.phase_s(phase, entry["step"]) for phase in PHASES},
+                **{column: self.phase_s(phase, entry["step"]) for phase, column in SECONDS.items()},
                 # of one token, engine against trainer, mean over tokens and ranks
                 "log-prob difference": entry["sampling/sampling_logp_difference/mean"],
             }
@@ -149,7 +153,7 @@ class Report:
         ]
 
     def table(self) -> Table:
-        table = Table(title="Tokens and seconds of each step, mean over ranks", header_style="bold")
+        table = Table(title="Reward, tokens and seconds of each step, mean over ranks", header_style="bold")
         for column in COLUMNS:
             table.add_column(column, justify="right")
         for row in self.rows():
@@ -172,7 +176,7 @@ class Report:
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         steps = [entry["step"] for entry in self.steps]
         axes.plot(steps, [entry["reward"] for entry in self.steps], label="training prompts")
-        axes.plot([0, steps[-1]], [self.evals[0], self.evals[-1]], "o", label="held-out prompts")
+        axes.plot([0, steps[-1]][: len(self.evals)], self.evals, "o", label="held-out prompts")
         axes.axhline(self.run["best_constant"], linestyle=":", color="gray", label="best constant answer")
         axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=self._title())
         axes.legend(loc="center right")
