@@ -19,7 +19,7 @@ help:
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
-	@echo "make versions  contract and engine tests with the oldest and newest TRL and vLLM; 10 minutes and 1 GB"
+	@echo "make versions  contract and engine tests with the oldest and newest TRL and vLLM; half an hour"
 	@echo "make lock      resolve requirements/cpu.in again"
 
 setup: $(VENV)/.installed

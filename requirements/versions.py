@@ -41,13 +41,14 @@ PAGE = """\
 Written by `make versions`, which installs each version in front of the locked packages (`requirements/cpu.txt`) and
 runs on it
 
-- of TRL {trl_tests}: its seam by signature, and what runs its own code;
+- of TRL {trl_tests}:
+  its seam by signature, and what runs its own code;
 - of vLLM {vllm_tests}: real engines of its CPU
   build, log-probs before and after each update of the weights, LoRA, two workers.
 
-`pyproject.toml` allows {ranges}. The locked versions ({locked}) are what `make test` and
-`make test-e2e` run on; the launches of `make test-e2e` were run on no other. What is allowed and not in this table was
-not run: it lies between two that were.
+`pyproject.toml` allows {ranges}. The locked versions
+({locked}) are what `make test` and `make test-e2e` run on; the launches of
+`make test-e2e` were run on no other. What is allowed and not in this table was not run: it lies between two that were.
 
 | package | version | beside it | allowed | result | passed | failed | s | on | |
 |---|---|---|---|---|---:|---:|---:|---|---|
