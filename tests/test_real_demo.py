@@ -6,7 +6,9 @@ that need them are skipped, by name.
 
 import json
 import re
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, variance
 
@@ -16,8 +18,26 @@ import torch
 
 from trl_multinode.testing.models import tiny_qwen2
 
+with suppress(ImportError):
+    import cv2  # noqa: F401  sets one too, when it is imported on the way
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+
+
+# In a process of its own, as `run.py` does it
+SAY = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, "examples/demo")
+from real_model import save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+save_model(Path(sys.argv[1]))
+model, tokenizer = (kind.from_pretrained(sys.argv[1]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+said = model.generate(**tokenizer("1 + 1 =", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+print(json.dumps([tokenizer.decode(said[0, -4:]), tokenizer.padding_side, tokenizer.pad_token, tokenizer.eos_token]))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -83,21 +103,20 @@ def test_a_model_out_of_a_gguf_file_can_be_saved_only_after_it_was_rebuilt(tmp_p
 
 
 def test_smollm2_comes_out_of_its_package_and_adds_one_and_one(tmp_path):
-    from real_model import gguf_file, save_model
+    from real_model import gguf_file
 
     pytest.importorskip("gguf", reason="gguf is not installed: requirements/real.txt")
     try:
         gguf_file()
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    save_model(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    said = model.generate(**tokenizer("1 + 1 =", return_tensors="pt"), max_new_tokens=4, do_sample=False)
-    assert "2" in tokenizer.decode(said[0, -4:]), "a model whose weights were lost says anything"
-    assert tokenizer.padding_side == "left" and tokenizer.pad_token is not None
+    said = subprocess.run(
+        [sys.executable, "-c", SAY, str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert said.returncode == 0, said.stderr
+    answer, side, pad, end = json.loads(said.stdout.splitlines()[-1])
+    assert "2" in answer, "a model whose weights were lost says anything"
+    assert (side, pad, end) == ("left", "<|endoftext|>", "<|im_end|>")
 
 
 def test_without_its_package_the_message_says_what_to_install(monkeypatch):
