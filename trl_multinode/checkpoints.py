@@ -110,9 +110,18 @@ class CheckpointLog:
         folder = self._output_dir / f"{PREFIX}{step}"
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
+        if self._accelerator.is_local_main_process:
+            self._say_latest(folder)
         self._accelerator.wait_for_everyone()
         for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):  # also those of an earlier run with more ranks
             marker.unlink(missing_ok=True)
+
+    @staticmethod
+    def _say_latest(folder: Path) -> None:
+        """DeepSpeed writes its file `latest` on node 0 only; a node with a folder of its own could not resume."""
+        states = [path.name for path in folder.glob("global_step*")]
+        if states and not (folder / "latest").exists():
+            (folder / "latest").write_text(states[0])
 
     def all_have(self, mine: bool) -> bool:
         """Whether every rank has something. A collective of all training ranks."""
