@@ -19,3 +19,5 @@ for name in names:
     write_result(str(folder), name, **found, seconds=time.monotonic() - start)
     if RANK == 0:
         print(f"SCENARIO {name}: {time.monotonic() - start:.1f} s", flush=True)
+deepspeed.comm.barrier()  # nobody takes its store and its sockets away from the others
+deepspeed.comm.destroy_process_group()
