@@ -1,15 +1,23 @@
-"""Without node mode TRL's other trainers are TRL's: the same losses and gradients, and no host."""
+"""Without node mode TRL's other trainers are TRL's: the same losses and gradients, and no host.
 
+In a process of its own (`python test_trainers_elsewhere.py FOLDER`): forked from a suite that had pushed and served,
+its trainers hung in their first step.
+"""
+
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import pytest
 from datasets import Dataset
-from replays import on_ranks
 from transformers import AutoTokenizer
 
 import trl_multinode
+from trl_multinode.testing.launch_files import fresh_environment
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"{i} =" for i in range(16)], "privileged_context": ["1"] * 16})
@@ -18,7 +26,6 @@ CHATS = Dataset.from_list(
 )
 GROUPS = {"num_generations": 4}
 
-# Imported before the ranks are forked
 CLASSES = {
     name: [getattr(trl_multinode, f"{name}{kind}") for kind in ("Trainer", "Config")]
     for name in ("RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD")
@@ -54,18 +61,33 @@ def one_step(config: type, trainer: type, name: str, folder) -> tuple[bool, floa
     return getattr(made, "host", None) is None, entry["loss"], entry["grad_norm"]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_without_node_mode_a_trainer_is_trls(name, tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    for seed, folder in enumerate(("student", "teacher")):
-        tiny_qwen2(seed=seed).save_pretrained(tmp_path / folder)
-        tokenizer.save_pretrained(tmp_path / folder)
+def both(name: str, folder: Path) -> list:
     trainer, config = CLASSES[name]
     theirs = next(kind for kind in config.__mro__ if kind.__module__.startswith("trl."))
+    return [one_step(config, trainer, name, folder), one_step(theirs, trainer._trl, name, folder)]
 
-    def compare(rank: int) -> list:
-        return [one_step(config, trainer, name, tmp_path), one_step(theirs, trainer._trl, name, tmp_path)]
 
-    ((ours, trls),) = on_ranks(compare, 1, tmp_path)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict[str, list]:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    for seed, name in enumerate(("student", "teacher")):
+        tiny_qwen2(seed=seed).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)], env=fresh_environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_node_mode_a_trainer_is_trls(name, found):
+    ours, trls = found[name]
     assert ours == trls and ours[0] is True and ours[2] > 0
+
+
+if __name__ == "__main__":
+    here = Path(sys.argv[1])
+    (here / "found.json").write_text(json.dumps({name: both(name, here) for name in CALLS}))
