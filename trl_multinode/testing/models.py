@@ -61,13 +61,19 @@ def counting_model(vocab_size: int = 300):
     """
     model = tiny_qwen2(vocab_size, tied=False)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        units = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=-1)
-        model.model.embed_tokens.weight.copy_(units)
-        model.lm_head.weight.copy_(8 * units.roll(1, dims=0))
+        model.lm_head.weight.copy_(8 * silence_layers(model).roll(1, dims=0))
     return model
+
+
+@torch.no_grad()
+def silence_layers(model) -> torch.Tensor:
+    """From here on the logits are `head @ norm(embedding[last token])`; returns the embeddings, now unit vectors."""
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    units = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=-1)
+    model.model.embed_tokens.weight.copy_(units)
+    return units
 
 
 def save_tiny(folder: Path, **keywords) -> Path:

@@ -6,19 +6,16 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import torch
 from both_arms import STEPS, Scenario, distinct
 from common import RANK
-from datasets import Dataset, Features, Image, Value, load_dataset
+from datasets import Dataset, load_dataset
 from peft import LoraConfig
-from PIL import Image as Picture
 from tensorboardX.proto.event_pb2 import Event
 from tool_model import tool_model, tool_tokenizer
 from trackio.sqlite_storage import SQLiteStorage
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 
-from trl_multinode.testing.architectures import model_for
 from trl_multinode.testing.models import tiny_qwen2
 
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {}
@@ -350,58 +347,3 @@ def colocate_mode(folder: Path) -> Scenario:
 @scenario
 def without_vllm(folder: Path) -> Scenario:
     return Scenario({"use_vllm": False}, made_up=True)
-
-
-# ---- what only vLLM can do ------------------------------------------------------------------------------------------
-
-
-@scenario
-def structured_outputs(folder: Path) -> Scenario:
-    """The engine's log-probs are those of digits only, so TRL's correction would leave next to nothing of the loss."""
-    settings = {"vllm_structured_outputs_regex": "[0-9]{3}", "vllm_importance_sampling_correction": False}
-    made = Scenario(settings | {"log_completions": True})
-    made.observe = texts
-    return made
-
-
-STOPS = list("aeiou")
-
-
-@scenario
-def stop_strings(folder: Path) -> Scenario:
-    """And every other setting of the sampler."""
-    made = Scenario({
-        "generation_kwargs": {"stop": STOPS, "include_stop_str_in_output": True, "bad_words": ["the"]},
-        "top_k": 250, "top_p": 0.99, "min_p": 1e-4, "repetition_penalty": 1.05, "temperature": 1.1,
-        "max_completion_length": 64, "log_completions": True,
-    })  # fmt: skip
-    made.observe = texts
-    return made
-
-
-def texts(trainer) -> dict:
-    return {"completions": list(trainer._logs["completion"])}
-
-
-TEMPLATE = (
-    "{% for message in messages %}{% for part in message['content'] %}"
-    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
-)
-
-
-@scenario
-def pictures(folder: Path) -> Scenario:
-    """A picture of its own size in every prompt: TRL 1.16 scores no batch in which some have none with this processor.
-    A sampled image token would want another picture, so none may be."""
-    found = model_for("idefics3")
-    found.processing_class.chat_template = TEMPLATE
-    random = np.random.default_rng(0)
-    images = [Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8)) for i in range(32)]
-    prompts = [[{"role": "user", "content": f"{i} is"}] for i in range(32)]
-    columns = {"prompt": prompts, "image": images}
-    features = {"prompt": [{"role": Value("string"), "content": Value("string")}], "image": Image()}
-    settings = {"trust_remote_code": True, "generation_kwargs": {"allowed_token_ids": list(range(258))}}
-    return Scenario(
-        settings | {"vllm_importance_sampling_correction": False}, found.model, found.processing_class,
-        dataset=Dataset.from_dict(columns, Features(features)),
-    )  # fmt: skip

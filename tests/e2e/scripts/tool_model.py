@@ -5,7 +5,7 @@ from importlib import resources
 import torch
 from transformers import AddedToken
 
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.testing.models import silence_layers, tiny_qwen2, tiny_tokenizer
 
 TURN_END = "<|im_end|>"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -23,16 +23,12 @@ def tool_tokenizer():
 
 
 def tool_model():
-    """As `counting_model`: with layers that add nothing the logits are `head @ norm(embedding[last token])`."""
+    """As `counting_model`, with other rows in the head."""
     tokenizer, model = tool_tokenizer(), tiny_qwen2(tied=False)
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     call, done, end = (tokenizer.convert_tokens_to_ids(text) for text in (CALL, DONE, TURN_END))
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        units = torch.nn.functional.normalize(model.model.embed_tokens.weight, dim=-1)
-        model.model.embed_tokens.weight.copy_(units)
+        units = silence_layers(model)
         head = torch.zeros_like(units)
         head[call] = head[done] = 8 * units[newline]
         head[end] = 8 * (units[call] + units[done])
