@@ -98,7 +98,7 @@ class Recorder(TrainerCallback):
 
 
 def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
-    """What only the run itself knows; rank 0, at the end."""
+    """What only the run itself knows; rank 0, after the last step."""
     topology, devices = trainer.host.topology, trainer.host.devices
     training_gpus = 0 if trainer.args.use_cpu else topology.world_size
     whole = [getattr(parameter, "ds_persist", True) for parameter in trainer.model.parameters()]
@@ -114,6 +114,15 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
         "sharded_parameters": [whole.count(False), len(whole)],  # of how many
     }
     (folder / "run.json").write_text(json.dumps(run, indent=2) + "\n")
+
+
+def train_and_record(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
+    trainer.remove_callback(PrinterCallback)  # `history.jsonl` has it
+    trainer.add_callback(Recorder(folder, trainer.accelerator.process_index))
+    trainer.train()
+    if trainer.accelerator.is_main_process:
+        write_run(trainer, folder, best_constant)  # before the evaluation: a run that ends in it still has its report
+    trainer.evaluate()
 
 
 def main() -> None:
@@ -132,12 +141,7 @@ def main() -> None:
         eval_dataset=held_out,
         processing_class=make_tokenizer(),
     )
-    trainer.remove_callback(PrinterCallback)  # `history.jsonl` has it
-    trainer.add_callback(Recorder(options.output_dir, trainer.accelerator.process_index))
-    trainer.train()
-    trainer.evaluate()
-    if trainer.accelerator.is_main_process:
-        write_run(trainer, options.output_dir, max(map(best_constant_score, (train_set, held_out))))
+    train_and_record(trainer, options.output_dir, max(map(best_constant_score, (train_set, held_out))))
 
 
 if __name__ == "__main__":

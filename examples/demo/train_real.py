@@ -11,8 +11,8 @@ import argparse
 
 import torch
 from real_task import best_constant_score, make_datasets, sum_reward
-from train import Recorder, parse_arguments, suppress_sync, write_run
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from train import parse_arguments, suppress_sync, train_and_record
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_multinode import GRPOConfig, GRPOTrainer
 
@@ -76,12 +76,7 @@ def main() -> None:
         eval_dataset=held_out,
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    trainer.remove_callback(PrinterCallback)  # `history.jsonl` has it
-    trainer.add_callback(Recorder(options.output_dir, trainer.accelerator.process_index))
-    trainer.train()
-    trainer.evaluate()
-    if trainer.accelerator.is_main_process:
-        write_run(trainer, options.output_dir, max(map(best_constant_score, (train_set, held_out))))
+    train_and_record(trainer, options.output_dir, max(map(best_constant_score, (train_set, held_out))))
 
 
 if __name__ == "__main__":
