@@ -39,10 +39,10 @@ torch.set_num_threads(1)  # before the forks: the parent's OpenMP threads would 
 
 from replayed_core import VOCABULARY, Rank, Server, run_our_engine, run_real_engine, run_vllm_serve
 
-from trl_multinode.engine import NodeEngines
-from trl_multinode.engine_settings import save_without_weights
-from trl_multinode.generation import NodeGeneration
-from trl_multinode.protocol import WeightVersion
+from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.engine.settings import save_without_weights
+from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 
 RESULTS = Path(__file__).parent / "results" / "exchange.json"

@@ -40,17 +40,17 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_multinode.engine import PromptRequest
-from trl_multinode.engine_settings import lora_arguments
-from trl_multinode.peft_source import AdapterSource, PeftSource
-from trl_multinode.probe import probe_tokens
-from trl_multinode.protocol import Digest, WeightVersion
-from trl_multinode.shards import Pieces, ShardGather
+from trl_multinode.engine.node_engines import PromptRequest
+from trl_multinode.engine.protocol import Digest, WeightVersion
+from trl_multinode.engine.settings import lora_arguments
 from trl_multinode.testing.engines import REAL, running_engines
 from trl_multinode.testing.launch_files import _free_port
 from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.weight_source import Finish, place
-from trl_multinode.weight_sync import WeightSync
+from trl_multinode.weights.peft_source import AdapterSource, PeftSource
+from trl_multinode.weights.probe import probe_tokens
+from trl_multinode.weights.shards import Pieces, ShardGather
+from trl_multinode.weights.source import Finish, place
+from trl_multinode.weights.sync import WeightSync
 
 RANKS, RANK_OF_LORA, BUCKET_MIB = 2, 16, 8
 MODEL = {"vocab_size": 8000, "hidden": 512, "layers": 12, "tied": False}  # 40 M parameters

@@ -22,7 +22,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from trl_multinode.engine_plugin import _die_with_parent
+from trl_multinode.engine.plugin import _die_with_parent
 
 FORK = get_context("fork")
 VOCABULARY = 150_000  # ids as large as real ones: Python keeps small integers, and they are short in JSON
@@ -118,10 +118,10 @@ def watch_core(round_: Round) -> None:
 
 def run_our_engine(round_: Round, model: Path, socket: Path, prepare: Callable = play_core) -> None:
     """An engine process of this library: its backend and server, unchanged."""
-    from trl_multinode.engine_main import VllmBackend
-    from trl_multinode.engine_plugin import RUN_MARKER
-    from trl_multinode.engine_server import EngineServer, EngineSpec
-    from trl_multinode.protocol import WeightVersion
+    from trl_multinode.engine.main import VllmBackend
+    from trl_multinode.engine.plugin import RUN_MARKER
+    from trl_multinode.engine.protocol import WeightVersion
+    from trl_multinode.engine.server import EngineServer, EngineSpec
 
     async def serve() -> None:
         backend = VllmBackend(spec)
@@ -143,7 +143,7 @@ def run_our_engine(round_: Round, model: Path, socket: Path, prepare: Callable =
 
 def run_real_engine(round_: Round, model: Path, socket: Path) -> None:
     """The same with vLLM's own engine core, on a CPU and with dummy weights."""
-    from trl_multinode.engine_settings import CPU_ENVIRONMENT
+    from trl_multinode.engine.settings import CPU_ENVIRONMENT
 
     os.environ.update(CPU_ENVIRONMENT, VLLM_WORKER_MULTIPROC_METHOD="spawn")
     run_our_engine(round_, model, socket, watch_core)

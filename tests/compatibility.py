@@ -16,8 +16,8 @@ HEADER = """\
 # What of TRL works here
 
 Written by `make compatibility` from test results; a test that says otherwise fails the run. "fake engine" is the test
-kit's transformers model behind the same protocol, held to vLLM by `tests/test_conformance.py`; "no engine": generation
-is not ours in this row. Tests of `tests/e2e/test_features.py` run the same script, data and seed under
+kit's transformers model behind the same protocol, held to vLLM by `tests/engine/test_conformance.py`; "no engine":
+generation is not ours in this row. Tests of `tests/e2e/test_features.py` run the same script, data and seed under
 `trl.GRPOTrainer` on the completions that our trainer got, and ask for equal metrics, gradients and weights.
 """
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from trl_multinode.engine import NodeEngines
-from trl_multinode.engine_server import Backend, EngineServer, EngineSpec
+from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.protocol import Connection, Ready, WeightVersion
+from trl_multinode.engine.receiving import OpenedSlots
+from trl_multinode.engine.server import Backend, EngineServer, EngineSpec
 from trl_multinode.errors import EngineDiedError
-from trl_multinode.protocol import Connection, Ready, WeightVersion
-from trl_multinode.receiving import OpenedSlots
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:

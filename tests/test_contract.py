@@ -12,7 +12,7 @@ import trl
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
-from trl_multinode.generation import NodeGeneration
+from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.trainer import MultiNodeGRPOTrainer
 
 VERSION = f"TRL {trl.__version__}"

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_multinode import engine_settings
 from trl_multinode.config import MultiNodeGRPOConfig
-from trl_multinode.engine_process import engine_environment
-from trl_multinode.engine_settings import EngineSettings, check_vllm, engine_dtype
+from trl_multinode.engine import settings as engine_settings
+from trl_multinode.engine.process import engine_environment
+from trl_multinode.engine.settings import EngineSettings, check_vllm, engine_dtype
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_trainer import check_dataset

@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from trl_multinode.engine_settings import VLLM_RANGE
+from trl_multinode.engine.settings import VLLM_RANGE
 
 ROOT = Path(__file__).parent.parent
 ROWS = json.loads((ROOT / "docs" / "versions.json").read_text())

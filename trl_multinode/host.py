@@ -15,20 +15,20 @@ import torch
 from . import faults
 from .blackboard import connect_store
 from .config import field_or_default
-from .engine import NodeEngines
-from .engine_process import EngineProcess, RunFolder, wait_until_ready
-from .engine_settings import EngineSettings, check_vllm, engine_dtype, save_without_weights
+from .engine.node_engines import NodeEngines
+from .engine.process import EngineProcess, RunFolder, wait_until_ready
+from .engine.protocol import Await, Done, WeightVersion
+from .engine.settings import EngineSettings, check_vllm, engine_dtype, save_without_weights
 from .errors import ConfigurationError, EngineError
-from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
 from .phases import Phases
-from .probe import probe_engines
-from .protocol import Await, Done, WeightVersion
-from .shards import ShardGather
 from .topology import EngineDevices, Topology, assign_engines
-from .transports import Transport, choose, machine_of
 from .watch import Watch
-from .weight_source import ModuleSource, keep_head_during_backward
-from .weight_sync import SyncTimings, WeightSync
+from .weights.peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
+from .weights.probe import probe_engines
+from .weights.shards import ShardGather
+from .weights.source import ModuleSource, keep_head_during_backward
+from .weights.sync import SyncTimings, WeightSync
+from .weights.transports import Transport, choose, machine_of
 
 STOP_TIMEOUT_S = 10.0
 
@@ -163,7 +163,7 @@ class NodeHost:
                 self._logs / f"engine{index}.log",
                 self._settings.arguments(model_folder, index),
                 self._settings.environment(index, self.transport[0]),
-                module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_main"),
+                module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine.main"),
                 delay_s=faults.delay_of_engine(index),
             )
             self._processes.append(process)

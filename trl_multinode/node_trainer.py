@@ -16,17 +16,17 @@ from unittest import mock
 
 import torch
 
-from .checkpoints import CheckpointLog, fast_forward
 from .config import NodeFields, check_fields, field_or_default, is_node_mode
 from .errors import ConfigurationError
-from .generation import NodeGeneration, Prompts
 from .host import NodeHost
-from .hub import HubTrainer
 from .model_checks import check_model, config_of
 from .reporting import StepReport, announce
-from .resume import Resume
-from .staleness import StalenessMeter
-from .text_logging import TextLogging
+from .rollouts.generation import NodeGeneration, Prompts
+from .rollouts.staleness import StalenessMeter
+from .rollouts.text_logging import TextLogging
+from .saving.checkpoints import CheckpointLog, fast_forward
+from .saving.hub import HubTrainer
+from .saving.resume import Resume
 
 
 class NodeTrainer(HubTrainer):

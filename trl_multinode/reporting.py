@@ -4,8 +4,8 @@ import torch
 
 from .config import field_or_default
 from .phases import PHASES, split_advice, summarize
-from .staleness import RoundSums, StalenessMeter, summarize_rounds
-from .weight_sync import STAGES, SyncTimings, sync_metrics
+from .rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
+from .weights.sync import STAGES, SyncTimings, sync_metrics
 
 ADVICE_AT_STEP = 5
 

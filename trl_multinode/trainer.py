@@ -5,13 +5,13 @@ from functools import partial
 
 from trl import GRPOTrainer
 
+from .batches.microbatches import BalancedGRPOTrainer
 from .config import MultiNodeGRPOConfig
-from .generation import Prompts
 from .host import NodeHost
-from .microbatches import BalancedGRPOTrainer
-from .monitor import DivergenceMonitor
 from .node_trainer import RewardedNodeTrainer
-from .rollouts import UpcomingBatches
+from .rollouts.generation import Prompts
+from .rollouts.look_ahead import UpcomingBatches
+from .rollouts.monitor import DivergenceMonitor
 
 
 class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):

@@ -8,8 +8,8 @@ from trl import DistillationConfig, DistillationTrainer, RLOOConfig, RLOOTrainer
 
 from .config import GRPO_ONLY, NO_LOGPROBS, NodeFields
 from .host import NodeHost
-from .monitor import DivergenceMonitor
 from .node_trainer import NodeTrainer, RewardedNodeTrainer
+from .rollouts.monitor import DivergenceMonitor
 
 
 @dataclass

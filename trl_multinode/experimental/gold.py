@@ -8,7 +8,7 @@ from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 from ..config import GRPO_ONLY, NO_LOGPROBS, NodeFields
 from ..host import NodeHost
-from ..text_logging import TextLogging
+from ..rollouts.text_logging import TextLogging
 from .buffered import BufferedNodeTrainer
 
 

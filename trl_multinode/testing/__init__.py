@@ -1,7 +1,7 @@
 """The public test kit.
 
 - [`engines`](engines.py): engines without a trainer, real or fake;
-- [`fake_engine`](fake_engine.py): the fake, which `tests/test_conformance.py` holds to vLLM;
+- [`fake_engine`](fake_engine.py): the fake, which `tests/engine/test_conformance.py` holds to vLLM;
 - [`nodes`](nodes.py): N nodes on this machine, each a real `accelerate launch`, also in network namespaces;
 - [`faults`](faults.py): lost loads, loads that lie, stale heads, slow engines;
 - [`models`](models.py): tiny models and tokenizers without a hub.

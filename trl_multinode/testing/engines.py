@@ -6,19 +6,19 @@ from pathlib import Path
 
 import torch
 
-from ..engine import NodeEngines
-from ..engine_process import EngineProcess, RunFolder, wait_until_ready
-from ..engine_settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
+from ..engine.node_engines import NodeEngines
+from ..engine.process import EngineProcess, RunFolder, wait_until_ready
+from ..engine.protocol import WeightVersion
+from ..engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
 from ..faults import delay_of_engine
-from ..protocol import WeightVersion
-from ..transports import Transport
-from ..weight_source import ModuleSource, WeightSource
-from ..weight_sync import WeightSync
+from ..weights.source import ModuleSource, WeightSource
+from ..weights.sync import WeightSync
+from ..weights.transports import Transport
 from .faults import Faults
 from .models import tiny_tokenizer
 
 FAKE = "trl_multinode.testing.fake_engine"
-REAL = "trl_multinode.engine_main"
+REAL = "trl_multinode.engine.main"
 NO_FAULTS = Faults()
 
 

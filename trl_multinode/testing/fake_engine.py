@@ -1,8 +1,8 @@
 """An engine without vLLM: the same protocol and server, a transformers model behind it. Slow, small, and right.
 
-`python -m trl_multinode.testing.fake_engine SPEC.json` takes the place of `trl_multinode.engine_main` when
+`python -m trl_multinode.testing.fake_engine SPEC.json` takes the place of `trl_multinode.engine.main` when
 `TRL_MULTINODE_ENGINE_MODULE` names it. It starts in the time of one import (vLLM: half a minute), and because it
-computes real log-probs the alarms of the library work against it. `tests/test_conformance.py` holds it to vLLM.
+computes real log-probs the alarms of the library work against it. `tests/engine/test_conformance.py` holds it to vLLM.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .. import faults
-from ..engine_main import main
-from ..engine_server import Backend, EngineSpec, Generated, Refused
-from ..process_group import SELF_TEST_S, within
-from ..protocol import ADAPTER_TENSORS, OpenSlots, Ready, WeightVersion
-from ..receiving import OpenedSlots
+from ..engine.main import main
+from ..engine.process_group import SELF_TEST_S, within
+from ..engine.protocol import ADAPTER_TENSORS, OpenSlots, Ready, WeightVersion
+from ..engine.receiving import OpenedSlots
+from ..engine.server import Backend, EngineSpec, Generated, Refused
 
 SAMPLING_KEYS = {
     "temperature",

@@ -26,7 +26,7 @@ from trl.trainer import grpo_trainer
 
 import trl_multinode
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
-from trl_multinode.weight_source import keep_head_during_backward
+from trl_multinode.weights.source import keep_head_during_backward
 
 STEPS = 3
 OF_THE_CLOCK = ("time", "runtime", "per_second", "flos")  # parts of names that no two runs have in common

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from common import make_trainer, write_result
 
-from trl_multinode.engine import Rollout
+from trl_multinode.engine.node_engines import Rollout
+from trl_multinode.engine.protocol import WeightVersion
 from trl_multinode.host import NodeHost
-from trl_multinode.protocol import WeightVersion
 from trl_multinode.testing.fake_engine import FakeBackend
 from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.weight_sync import SyncTimings
+from trl_multinode.weights.sync import SyncTimings
 
 folder, cases_json = sys.argv[1:]
 torch.set_num_threads(1)

@@ -13,8 +13,8 @@ from common import RANK, WORLD, Recorder, make_trainer, write_result
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from trl_multinode import pushing
 from trl_multinode.errors import MultiNodeError
+from trl_multinode.saving import pushing
 
 folder, kind, token = sys.argv[1:]
 pushing.WAITS_S = (0.1, 0.2, 0.3)

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from common import RANK, WORLD, write_result
 
-from trl_multinode.probe import probe_tokens
-from trl_multinode.protocol import WeightVersion
-from trl_multinode.shards import ShardGather
+from trl_multinode.engine.protocol import WeightVersion
 from trl_multinode.testing.engines import running_engines
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.sources import KINDS, prepare
-from trl_multinode.weight_source import ModuleSource
-from trl_multinode.weight_sync import WeightSync
+from trl_multinode.weights.probe import probe_tokens
+from trl_multinode.weights.shards import ShardGather
+from trl_multinode.weights.source import ModuleSource
+from trl_multinode.weights.sync import WeightSync
 
 folder, engine_module = sys.argv[1:3]
 RANKS_PER_NODE = int(os.environ["LOCAL_WORLD_SIZE"])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from common import RANK, WORLD, Recorder, make_trainer, write_result
 
-from trl_multinode.engine import PromptRequest
+from trl_multinode.engine.node_engines import PromptRequest
 from trl_multinode.errors import MultiNodeError
 from trl_multinode.testing.models import tiny_qwen2
 

@@ -1,0 +1,290 @@
+"""Balanced micro-batches give TRL's gradient: real trainers on forked gloo ranks, the same rollouts in both."""
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+import torch
+import trl
+from forks import forked
+from replays import PROMPTS, Gradients, logged, make, on_ranks
+from trl import GRPOTrainer
+
+from trl_multinode import GRPOConfig
+from trl_multinode.batches.layouts import MASKS, PER_TOKEN
+from trl_multinode.batches.microbatches import Balance, reason_against
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.testing.launch_files import ZERO3
+
+CAP = 200  # the longest row has 84 tokens, TRL's micro-batch of 4 rows up to 336 slots
+EVERYTHING = {"engine": "token_truncate", "beta": 0.05, "num_iterations": 2, "max_steps": 2}
+# A second epoch-less run of 12 prompts is 3 generation blocks of 2 slices: a window of 4 and a short one of 2
+SHORT_WINDOW = {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "max_steps": -1, "num_train_epochs": 1}
+CASES = {
+    **{loss: {"loss_type": loss} | EVERYTHING for loss in
+       ("grpo", "sapo", "dr_grpo", "luspo", "dapo", "cispo", "vespo")},
+    "plain": {},
+    "sequence level": {"loss_type": "grpo", "importance_sampling_level": "sequence", "engine": "sequence_mask"},
+    "sequence truncate": {"loss_type": "luspo", "importance_sampling_level": "sequence", "engine": "sequence_truncate",
+                          "num_iterations": 2, "max_steps": 2},
+    "tools": {"loss_type": "dapo", "tool_tokens": True} | EVERYTHING,
+    "truncated": {"loss_type": "grpo", "mask_truncated_completions": True, "max_completion_length": 20} | EVERYTHING,
+    "off policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.01, "delta": 1.5} | EVERYTHING,
+    "many blocks, dapo": {"loss_type": "dapo", "prompts": PROMPTS[:12]} | SHORT_WINDOW,
+    "many blocks, grpo": {"loss_type": "grpo", "prompts": PROMPTS[:12]} | SHORT_WINDOW,
+    "many windows a block": {"steps_per_generation": 4, "max_steps": 2},
+    "multiple of 8": {"pad_to_multiple_of": 8, "beta": 0.05},
+    "no accumulation": {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
+    "lora": {"peft_config": "lora", "beta": 0.05},
+    "checkpointing": {"gradient_checkpointing": True, "beta": 0.05},
+}  # fmt: skip
+
+
+def compare(folder, settings) -> dict:
+    """Runs TRL's micro-batches, then balanced ones."""
+    theirs = make(folder, **settings)
+    theirs.train()
+    ours = make(folder, micro_batch_tokens=CAP, **settings)
+    ours.train()
+    pairs = list(zip(theirs.gradients, ours.gradients, strict=True))
+    entropy = [trainer.state.log_history[0]["entropy"] for trainer in (theirs, ours)]
+    return {
+        "world": ours.accelerator.num_processes,
+        "differences": [float((a - b).norm() / a.norm()) for a, b in pairs],
+        "losses": [logged(theirs, "loss"), logged(ours, "loss")],
+        "entropy": entropy,
+        "steps": [theirs._step, ours._step],
+        "moved": min(logged(ours, "balance/moved_mib"), default=-1.0),
+        "crossed": max(logged(ours, "balance/moved_between_nodes_mib"), default=-1.0),
+        "share": min(logged(ours, "balance/real_token_share"), default=-1.0),
+        "step_times": [len(logged(trainer, "step_time")) for trainer in (theirs, ours)],
+    }
+
+
+def check(found: dict, limit: float = 1e-5) -> None:
+    assert found["differences"] and max(found["differences"]) < limit, found
+    assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-5, abs=1e-6)
+    assert found["entropy"][1] == pytest.approx(found["entropy"][0], rel=1e-2)
+    assert found["steps"][0] == found["steps"][1] and found["step_times"][0] == found["step_times"][1]
+    assert found["share"] > 0.6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_trls(case, tmp_path):
+    for found in on_ranks(lambda rank: compare(tmp_path, CASES[case]), 2, tmp_path):
+        assert found["world"] == 2 and found["moved"] > 0
+        check(found)
+        assert found["steps"][0] > 0
+
+
+@pytest.mark.parametrize("across", ["node", "world"])
+def test_on_two_nodes_rows_stay_on_theirs_unless_told_otherwise(across, tmp_path):
+    def body(rank: int) -> dict:
+        settings = {"loss_type": "dapo", "beta": 0.05, "balance_across": across}
+        owners: list[set] = []
+        share = Balance._share
+
+        def spy(self, inputs):
+            result = share(self, inputs)
+            mine = {int(result.plan.owners[number]) for numbers in result.plan.bins[rank] for number in numbers}
+            owners.append(mine)
+            return result
+
+        Balance._share = spy
+        return compare(tmp_path, settings) | {"owners": [sorted(some) for some in owners]}
+
+    found = on_ranks(body, 4, tmp_path, ranks_per_node=2)
+    for rank, result in enumerate(found):
+        check(result)
+        node = {0, 1} if rank < 2 else {2, 3}
+        seen = {owner for owners in result["owners"] for owner in owners}
+        assert seen <= node if across == "node" else seen - node, (rank, seen)
+        assert (result["crossed"] > 0) == (across == "world") and result["crossed"] < result["moved"]
+
+
+def test_a_single_process_needs_no_process_group(tmp_path):
+    with forked(lambda rank: compare(tmp_path, {"loss_type": "grpo", "beta": 0.0}), 1, tmp_path) as (one,):
+        check(one.result)
+        assert one.result["world"] == 1 and one.result["moved"] == 0
+
+
+@pytest.mark.parametrize(("loss", "wrong"), [("grpo", lambda self, rows: 1.0), ("dapo", lambda self, rows: rows / 4)])
+def test_a_wrong_scale_would_be_seen(loss, wrong, tmp_path):
+    def body(rank: int) -> dict:
+        Balance.scale = wrong
+        return compare(tmp_path, {"loss_type": loss})
+
+    for found in on_ranks(body, 2, tmp_path):
+        assert min(found["differences"]) > 1e-2
+
+
+def test_rows_that_swap_places_would_be_seen(tmp_path):
+    """The weakest mistake of an exchange: one advantage in another row's place."""
+
+    def body(rank: int) -> dict:
+        join = Balance._join
+
+        def swapped(self, rows):
+            batch = join(self, rows)
+            if "advantages" in batch:
+                batch["advantages"] = batch["advantages"].roll(1)
+            return batch
+
+        Balance._join = swapped
+        return compare(tmp_path, {"loss_type": "grpo"})
+
+    for found in on_ranks(body, 2, tmp_path):
+        assert min(found["differences"]) > 1e-2
+
+
+def test_a_row_above_the_cap_is_an_error_on_every_rank(tmp_path):
+    def body(rank: int) -> str:
+        trainer = make(tmp_path, micro_batch_tokens=70, loss_type="grpo")
+        with pytest.raises(ConfigurationError) as error:
+            trainer.train()
+        return str(error.value)
+
+    for rank, message in enumerate(on_ranks(body, 2, tmp_path)):
+        assert message.startswith(f"node 0, rank {rank}: a row of rank ")
+        assert "more than `micro_batch_tokens` 70" in message and "`max_completion_length` 64" in message
+
+
+def gpt2():
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(vocab_size=258, n_positions=256, n_embd=32, n_layer=1, n_head=2, eos_token_id=1)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def mixture_of_experts():
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=258, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
+        head_dim=16, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+FALLBACKS = {
+    "router": ({"model": mixture_of_experts, "router_aux_loss_coef": 0.01}, "router's auxiliary loss"),
+    "bnpo": ({"loss_type": "bnpo"}, "loss_type='bnpo'"),
+    "entropy": ({"entropy_coef": 0.01}, "entropy bonus"),
+    "quantile": ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
+    "absolute": ({"model": gpt2}, "GPT2LMHeadModel has no rotary positions"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_what_cannot_be_cut_anew_keeps_trls_cut_and_one_line_says_why(case, tmp_path, capfd):
+    settings, why = FALLBACKS[case]
+
+    def body(rank: int) -> dict:
+        mine = settings | ({"model": settings["model"]()} if "model" in settings else {})
+        trainer = make(tmp_path, micro_batch_tokens=CAP, **mine)
+        trainer.train()
+        return {"balanced": trainer._balance is not None, "micro_steps": logged(trainer, "balance/micro_steps")}
+
+    assert on_ranks(body, 2, tmp_path) == [{"balanced": False, "micro_steps": []}] * 2
+    lines = [line for rank in (0, 1) for line in (tmp_path / f"rank{rank}.log").read_text().splitlines()
+             if "micro_batch_tokens" in line]  # fmt: skip
+    assert len(lines) == 1 and why in lines[0]
+
+
+IMAGES = {
+    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
+    "mm_token_type_ids", "image_position_ids", "num_images", "num_tiles",
+}  # fmt: skip
+
+
+def test_the_fields_of_a_row_are_pinned():
+    """A field that a new TRL adds is per token, per row or a scalar: layouts.py has to know."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions)))
+    found = {
+        n.slice.value for n in ast.walk(tree) if isinstance(n, ast.Subscript) and ast.unparse(n.value) == "output"
+    }
+    (literal,) = [
+        n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "output"
+    ]
+    found |= {key.value for key in literal.keys}
+    assert found == {*PER_TOKEN, *MASKS, "prompt_ids", "advantages", "num_items_in_batch", *IMAGES}, trl.__version__
+
+
+def test_what_a_run_cannot_have_in_a_test_is_refused_too(tmp_path):
+    """Images, and positions or layers for which it matters where a row begins."""
+
+    def body(rank: int) -> list:
+        trainer = make(tmp_path, micro_batch_tokens=CAP)
+        config, found = trainer.model.config, [reason_against(trainer)]
+        for thing, name, value in [
+            (trainer, "_is_vlm", True),
+            (config, "layer_types", ["full_attention", "linear_attention"]),
+            (config, "layer_types", ["chunked_attention"]),
+            (config, "rope_parameters", {"rope_type": "dynamic", "factor": 2.0}),
+            (trainer.accelerator.state, "parallelism_config", object()),
+        ]:
+            before = getattr(thing, name, None)
+            setattr(thing, name, value)
+            found.append(reason_against(trainer))
+            setattr(thing, name, before)
+        return [*found, reason_against(trainer)]
+
+    with forked(body, 1, tmp_path) as (one,):
+        before, images, linear, chunked, dynamic, parallel, after = one.result
+    assert before is None and after is None
+    assert "images" in images and "linear_attention" in linear and "chunked_attention" in chunked
+    assert "dynamic" in dynamic and "parallelism" in parallel
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"micro_batch_tokens": 256}, "must hold the longest row: a prompt and `max_completion_length` 256 tokens"),
+        ({"balance_across": "rack"}, "must be 'node' or 'world', got 'rack'"),
+    ],
+)
+def test_fields_are_checked(settings, words):
+    with pytest.raises(ConfigurationError, match=words):
+        GRPOConfig("out", use_cpu=True, bf16=False, max_completion_length=256, **settings)
+
+
+@pytest.mark.zero3
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+def test_the_gradient_is_trls_under_zero_3(loss, tmp_path):
+    """Each arm in a world of its own: with a DeepSpeed config alive, transformers shards whatever model is built."""
+
+    def arm(cap: int | None, scale: float):
+        folder = tmp_path / f"{cap}_{scale}"
+        folder.mkdir()
+
+        def body(rank: int) -> dict:
+            import deepspeed
+            from deepspeed.runtime.engine import DeepSpeedEngine
+            from deepspeed.utils import safe_get_full_grad
+
+            deepspeed.init_distributed("gloo")  # TRL loads the reference model before accelerate does
+            gradients, step, right = [], DeepSpeedEngine.step, Balance.scale
+
+            def spy(engine, *args, **kwargs):
+                gradients.append([safe_get_full_grad(p).flatten().float() for p in engine.module.parameters()])
+                return step(engine, *args, **kwargs)
+
+            DeepSpeedEngine.step = spy  # accelerate calls it at the end of the last backward
+            Balance.scale = lambda self, rows: scale * right(self, rows)
+            trainer = make(folder, micro_batch_tokens=cap, deepspeed=ZERO3, loss_type=loss, beta=0.05,
+                           gradient_accumulation_steps=4, per_device_train_batch_size=2)  # fmt: skip
+            trainer.callback_handler.pop_callback(Gradients)  # .grad is not there
+            trainer.train()
+            torch.save(torch.cat(gradients[0]), folder / "gradient.pt")
+            kind = trainer.accelerator.distributed_type.value
+            return {"steps": len(gradients), "world": trainer.accelerator.num_processes,
+                    "kind": kind, "loss": logged(trainer, "loss")}  # fmt: skip
+
+        return on_ranks(body, 2, folder), torch.load(folder / "gradient.pt")
+
+    (theirs, expected), (ours, got), (_, wrong) = arm(None, 1.0), arm(CAP, 1.0), arm(CAP, 1.01)
+    assert ours[0]["steps"] == 1 and ours[0]["world"] == 2 and ours[0]["kind"] == "DEEPSPEED"
+    assert float((got - expected).norm() / expected.norm()) < 1e-5
+    assert float((wrong - expected).norm() / expected.norm()) > 5e-3
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5, abs=1e-6)

@@ -1,0 +1,70 @@
+"""An engine's own account of how long it worked: overlapping requests count once, and updates not at all."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from trl_multinode.engine import server as engine_server
+from trl_multinode.engine.protocol import Await, Generate, WeightVersion, pack_ids
+from trl_multinode.engine.server import BusyClock, EngineServer, Generated
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a test moves by hand."""
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(engine_server.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_requests_side_by_side_count_once(clock):
+    busy = BusyClock()
+    clock.now += 1
+    with busy.request():
+        clock.now += 2
+        with busy.request():
+            clock.now += 4
+        clock.now += 8
+    clock.now += 16
+    assert busy.read() == (14.0, 31.0)
+
+
+def test_a_request_under_way_counts_up_to_now(clock):
+    busy = BusyClock()
+    with busy.request():
+        clock.now += 3
+        assert busy.read() == (3.0, 3.0)
+        clock.now += 1
+        assert busy.read() == (4.0, 4.0)
+    assert busy.read() == (4.0, 4.0)
+
+
+def test_a_request_that_fails_ends_the_busy_time(clock):
+    busy = BusyClock()
+    with pytest.raises(ValueError), busy.request():
+        clock.now += 2
+        raise ValueError
+    clock.now += 5
+    assert busy.read() == (2.0, 7.0)
+
+
+def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_is_not_work(clock):
+    class Backend:
+        async def generate(self, *_):
+            clock.now += 3
+            return [Generated([1], [-0.5])]
+
+    async def story():
+        server = EngineServer(SimpleNamespace(delay_s=0.0), Backend())
+        request = Generate(prompt=pack_ids([5]), num_completions=1, max_tokens=1, sampling={}, min_update=1)
+        waiting = asyncio.create_task(server._serve_one(request, clock.now))
+        await asyncio.sleep(0)
+        clock.now += 10  # the weights are not there yet
+        await server._weights.begin(0)
+        await server._weights.end(1, WeightVersion(1, 0))
+        await waiting
+        return await server._serve_one(Await(min_update=1), clock.now)
+
+    done = asyncio.run(asyncio.wait_for(story(), 10))
+    assert (done.busy_s, done.clock_s) == (3.0, 13.0) and done.version == WeightVersion(1, 0)

@@ -1,0 +1,176 @@
+"""Where a rank's requests go, and what it hears of an engine that is slow, stalled or gone. On fake engines."""
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from forks import forked
+
+from trl_multinode.engine.node_engines import LoadBoard, NodeEngines, PromptRequest
+from trl_multinode.errors import EngineDiedError, EngineStalledError
+from trl_multinode.testing.engines import Trainer, running_engines
+from trl_multinode.testing.faults import Faults
+from trl_multinode.testing.models import tiny_qwen2
+
+SAMPLING = {"temperature": 1.0, "ignore_eos": True}
+SLOW_S = 0.4  # what engine 1 takes more per request; 4 tokens take some milliseconds
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Two engines with weights, the second one slow, as rank 0 of the node sees them."""
+    model, logs = tiny_qwen2(), tmp_path_factory.mktemp("log")
+    with running_engines(model, logs, num_engines=2, faults=Faults().slow_engine(1, SLOW_S), window=2) as engines:
+        Trainer(model, engines).send()
+        yield engines
+
+
+def sockets(engines: NodeEngines) -> list[Path]:
+    return [Path(connection._socket.getpeername()) for connection in engines.connections]
+
+
+def board(engines: NodeEngines) -> Path:
+    return sockets(engines)[0].parent / "load"
+
+
+@contextmanager
+def another_rank(engines: NodeEngines, stall_timeout_s: float = 60.0, window: int = 1000):
+    logs = engines.connections[0].log_path.parent
+    other = NodeEngines(sockets(engines), 0, 1, board(engines), stall_timeout_s, window, logs)
+    yield other
+    other.close()
+
+
+def requests(count: int, length: int = 3) -> list[PromptRequest]:
+    return [PromptRequest([5] * length, 1, seed=i) for i in range(count)]
+
+
+def places(groups) -> list[int]:
+    return [rows[0].engine for rows in groups]
+
+
+# ---- the board
+
+
+def test_ranks_that_decide_at_once_spread_their_requests_evenly_and_give_all_back(tmp_path):
+    def rank(index: int) -> None:
+        own = LoadBoard(tmp_path / "board", 3)
+        taken = [(own.take(tokens, range(3)), tokens) for tokens in [1 + index, 7, 3] * 200]
+        (tmp_path / f"taken{index}").touch()
+        while not (tmp_path / "go").exists():
+            time.sleep(0.005)
+        for engine, tokens in taken:
+            own.give_back(engine, tokens)
+        own.close()
+
+    with forked(rank, 4, tmp_path) as ranks:
+        deadline = time.monotonic() + 20
+        while len(list(tmp_path.glob("taken*"))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        outstanding = np.fromfile(tmp_path / "board", dtype=np.int64)
+        (tmp_path / "go").touch()
+        assert [rank.wait() for rank in ranks] == [0] * 4
+    assert outstanding.sum() == 200 * (4 * (7 + 3) + 1 + 2 + 3 + 4)
+    assert outstanding.max() - outstanding.min() <= 7
+    assert np.fromfile(tmp_path / "board", dtype=np.int64).tolist() == [0, 0, 0]
+    assert (tmp_path / "board").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_fewest_tokens_win_among_the_engines_with_room(tmp_path):
+    mine, neighbour = LoadBoard(tmp_path / "board", 3), LoadBoard(tmp_path / "board", 3)
+    assert [mine.take(100, [0, 1, 2]), neighbour.take(10, [0, 1, 2]), mine.take(50, [0, 1])] == [0, 1, 1]
+    assert neighbour.take(1, [0, 1]) == 1 and neighbour.take(1, [0, 1, 2]) == 2
+    neighbour.give_back(0, 100)
+    assert mine.take(1, [0, 1, 2]) == 0
+    mine.close()
+    neighbour.close()
+
+
+# ---- two engines
+
+
+def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens(engines):
+    long, short = PromptRequest([5] * 46, 1, 0), requests(6, length=6)
+    with another_rank(engines) as rank:
+        # costs at 4 tokens a completion: 50 on engine 0, then 10 each on engine 1 until it has as many
+        assert places(rank.generate([long, *short], 4, SAMPLING, 1)) == [0, 1, 1, 1, 1, 1, 0]
+
+
+def test_what_another_rank_has_outstanding_counts(engines):
+    neighbour = LoadBoard(board(engines), 2)
+    neighbour.take(1000, [0])
+    with another_rank(engines) as rank:
+        assert places(rank.generate(requests(4), 4, SAMPLING, 1)) == [1] * 4
+    neighbour.give_back(0, 1000)
+    neighbour.close()
+    assert np.fromfile(board(engines), dtype=np.int64).tolist() == [0, 0]
+
+
+def test_a_slow_engine_leaves_most_of_the_later_requests_to_the_other(engines):
+    groups = engines.generate(requests(30), 4, SAMPLING, 1)
+    later = places(groups)[4:]  # the first fill both windows
+    assert later.count(0) >= 0.7 * len(later)
+
+
+def test_answers_come_in_the_order_of_the_requests_from_whichever_engine(engines):
+    prompts = [PromptRequest([5 + i] * (1 + i % 5), 1 + i % 3, seed=100 * i) for i in range(12)]
+    with another_rank(engines) as rank:
+        spread = rank.generate(prompts, 4, SAMPLING, 1)
+        alone = [rank.generate([prompt], 4, SAMPLING, 1)[0] for prompt in prompts]
+    assert set(places(spread)) == {0, 1}
+    assert [[row.tokens.tolist() for row in rows] for rows in spread] == [
+        [row.tokens.tolist() for row in rows] for rows in alone
+    ]
+
+
+def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken_for_an_answer(engines):
+    limit_s, pid = 1.5, engines.ready[1].pid
+    with another_rank(engines, stall_timeout_s=limit_s) as rank:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            start = time.monotonic()
+            with pytest.raises(EngineStalledError, match=r"Rank 1 \(node 0\): engine 1 of node 0 .* 3 requests open"):
+                rank.generate(requests(6), 4, SAMPLING, 1)
+            assert limit_s <= time.monotonic() - start < limit_s + 3
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert np.fromfile(board(engines), dtype=np.int64).tolist() == [0, 0]
+        again = rank.generate(requests(6, length=9), 7, SAMPLING, 1)
+        assert [len(rows[0].tokens) for rows in again] == [7] * 6
+
+
+def test_a_long_generation_that_makes_tokens_is_no_stall(engines):
+    limit_s = 2.0
+    with another_rank(engines, stall_timeout_s=limit_s) as rank:
+        start, rows = time.monotonic(), 0
+        while time.monotonic() - start < limit_s and rows < 200:  # so many rows that one request takes longer
+            rows = max(8, 2 * rows)
+            start = time.monotonic()
+            (group,) = rank.generate([PromptRequest([5] * 100, rows, 0)], 150, SAMPLING, 1)
+        assert time.monotonic() - start > limit_s and len(group) == rows
+
+
+# ---- the end
+
+
+def test_a_killed_engine_is_named_and_a_normal_end_of_the_other_leaves_nothing(tmp_path):
+    model = tiny_qwen2()
+    with running_engines(model, tmp_path, num_engines=2) as engines:
+        Trainer(model, engines).send()
+        pids, folder = [ready.pid for ready in engines.ready], board(engines).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert [path.stat().st_mode & 0o777 for path in sockets(engines)] == [0o600] * 2
+        os.kill(pids[0], signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(EngineDiedError, match="engine 0 of node 0 .*engine0.log"):
+            engines.generate(requests(4), 200, SAMPLING, 1)
+        assert time.monotonic() - start < 5
+        start = time.monotonic()
+    assert time.monotonic() - start < 5, "the engine that lives was not told to end, and ran into a deadline"
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not folder.exists()

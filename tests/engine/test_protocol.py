@@ -1,0 +1,230 @@
+"""What rank and engine say to each other survives the stream, and a silent or dead other side is an error in time."""
+
+import asyncio
+import select
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from trl_multinode.engine import protocol
+from trl_multinode.engine.protocol import (
+    Await,
+    BeginUpdate,
+    Broadcast,
+    CheckSlot,
+    CommitUpdate,
+    Completions,
+    Connection,
+    DeviceMemory,
+    Digest,
+    Digests,
+    Done,
+    Failure,
+    Generate,
+    Hello,
+    HostMemory,
+    Image,
+    LoadBucket,
+    OpenSlots,
+    Progress,
+    Ready,
+    Score,
+    Shutdown,
+    TensorSpec,
+    WeightVersion,
+    frame,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
+from trl_multinode.errors import EngineDiedError, EngineError, EngineStalledError
+
+LOG = Path("logs/node1/engine0.log")
+VERSION = WeightVersion(3, 21)
+SPEC = TensorSpec("model.layers.0.weight", "bfloat16", (2, 3), 64, 12)
+REQUESTS = [
+    Hello(request_id=1, rank=5),
+    Generate(
+        request_id=2, prompt=pack_ids([1, -1, 2**31 - 1]), num_completions=4, max_tokens=9,
+        sampling={"temperature": 0.5, "stop": ["\n"], "structured_outputs": {"regex": "[0-9]"}}, seed=2**40 + 3,
+        images=(Image(data=b"\0\xff", mode="RGB", size=(1, 2)),), min_update=3,
+    ),
+    Generate(request_id=3, prompt=b"", num_completions=1, max_tokens=1, sampling={}),
+    Await(request_id=4, min_update=7),
+    Score(request_id=5, prompt=pack_ids([4, 5])),
+    OpenSlots(request_id=6, memory=HostMemory(("/dev/a", "b")), slot_bytes=2**40, buckets=((SPEC,), (SPEC, SPEC))),
+    OpenSlots(request_id=12, memory=DeviceMemory(((b"\0h", 3, True),), 1), slot_bytes=1, buckets=()),
+    OpenSlots(request_id=13, memory=Broadcast("nccl", "/run/store", 5, 3, 30.0), slot_bytes=1, buckets=()),
+    CheckSlot(request_id=14, slot=1, num_bytes=2**20, crc=2**32 - 1),
+    BeginUpdate(request_id=7, version=VERSION, first_bucket=3),
+    LoadBucket(request_id=8, bucket=2, slot=0),
+    CommitUpdate(request_id=9),
+    Digest(request_id=11),
+    Shutdown(request_id=10),
+]  # fmt: skip
+REPLIES = [
+    Ready(request_id=1, pid=77, max_model_len=4096, dtype="bfloat16", vllm_version="0.31.0", processes=(78, 79)),
+    Progress(tokens=2**40),
+    Completions(
+        request_id=2, lengths=pack_ids([2, 0]), tokens=pack_ids([8, 9]),
+        logprobs=np.array([-0.5, np.nan], dtype=np.float32).tobytes(), version=VERSION, seconds=0.25,
+    ),
+    Done(request_id=3, version=VERSION, seconds=1.5),
+    Digests(request_id=5, workers=("ab", "cd")),
+    Failure(request_id=4, error="PromptTooLongError", message="über 256"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """A rank's connection and the engine's bare socket."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        connection = Connection(str(tmp_path / "s"), "engine 0 of node 1", LOG)
+        engine, _ = server.accept()
+        with engine:
+            yield connection, engine
+        connection.close()
+
+
+@contextmanager
+def sending(engine: socket.socket, pieces: list[bytes]):
+    def send() -> None:
+        for piece in pieces:
+            engine.sendall(piece)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    yield
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def members(union) -> set[type]:
+    return set(union.__args__)
+
+
+def test_the_samples_here_are_all_messages_that_exist():
+    assert {type(message) for message in REQUESTS} == members(protocol.Request)
+    assert {type(message) for message in REPLIES} == members(protocol.Reply)
+
+
+def read_all(data: bytes) -> list:
+    async def read() -> list:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        messages = []
+        while (message := await protocol.read_request(reader)) is not None:
+            messages.append(message)
+        return messages
+
+    return asyncio.run(read())
+
+
+def test_every_request_reaches_the_engine_as_it_was_sent(pair):
+    connection, engine = pair
+    for message in REQUESTS:
+        connection.send(message, 1.0)
+    sent = b"".join(frame(message) for message in REQUESTS)
+    assert engine.recv(1 << 20) == sent
+    assert read_all(sent) == REQUESTS
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1 << 20])
+def test_every_reply_reaches_the_rank_however_the_stream_is_cut(pair, size):
+    connection, engine = pair
+    stream = b"".join(map(frame, REPLIES))[: 200 if size == 1 else None]
+    with sending(engine, [stream[i : i + size] for i in range(0, len(stream), size)]):
+        count = 2 if size == 1 else len(REPLIES)
+        assert [connection.receive(5.0) for _ in range(count)] == REPLIES[:count]
+
+
+def test_a_second_reply_in_the_same_piece_stays_where_a_selector_sees_it(pair):
+    connection, engine = pair
+    engine.sendall(frame(REPLIES[0]) + frame(REPLIES[1]))
+    for reply in REPLIES[:2]:
+        assert select.select([connection], [], [], 0)[0]
+        assert connection.receive(1.0) == reply
+    assert not select.select([connection], [], [], 0)[0]
+
+
+def test_a_reply_larger_than_any_buffer_arrives_whole(pair):
+    connection, engine = pair
+    tokens = np.arange(2_000_000, dtype=np.int32)
+    reply = Completions(lengths=b"", tokens=pack_ids(tokens), logprobs=b"", version=VERSION, seconds=0.0)
+    with sending(engine, [frame(reply)]):
+        assert np.array_equal(unpack_ids(connection.receive(10.0).tokens), tokens)
+
+
+def test_ids_and_floats_are_arrays_without_a_copy():
+    assert unpack_ids(pack_ids([3, 1, 2])).tolist() == [3, 1, 2]
+    floats = unpack_floats(np.array([0.1], dtype=np.float32).tobytes())
+    assert floats.dtype == np.float32 and not floats.flags.writeable
+
+
+def test_end_of_file_is_the_death_notice(pair):
+    connection, engine = pair
+    engine.sendall(frame(REPLIES[0])[:-1])
+    engine.close()
+    with pytest.raises(EngineDiedError, match=f"engine 0 of node 1 ended. Log: {LOG}"):
+        connection.receive(5.0)
+    with pytest.raises(EngineDiedError, match=f"closed the connection .* Log: {LOG}"):
+        connection.send(REQUESTS[0], 1.0)
+
+
+@pytest.mark.parametrize("piece", [b"", frame(REPLIES[0])[:20]])
+def test_silence_is_a_stall_within_the_deadline(pair, piece):
+    connection, engine = pair
+    engine.sendall(piece)
+    start = time.monotonic()
+    with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 said nothing for .* Log: {LOG}"):
+        connection.receive(0.2)
+    assert 0.15 < time.monotonic() - start < 2.0
+
+
+def test_an_engine_that_does_not_read_is_a_stall(pair):
+    connection, _ = pair
+    with pytest.raises(EngineStalledError, match=f"did not take a message .* Log: {LOG}"):
+        connection.send(Score(prompt=bytes(8 << 20)), 0.2)
+
+
+def test_a_corrupt_length_is_an_error_and_not_an_allocation(pair):
+    connection, engine = pair
+    engine.sendall(b"\xff" * 8)
+    with pytest.raises(EngineDiedError, match="Corrupt frame: it claims 18446744073709551615 bytes"):
+        connection.receive(1.0)
+    with pytest.raises(EngineDiedError, match="Corrupt frame"):
+        read_all(b"\xff" * 8)
+
+
+def test_a_body_that_is_no_message_is_an_error_of_the_engine(pair):
+    connection, engine = pair
+    engine.sendall(protocol.LENGTH.pack(3) + b"\x93\x01\x02")
+    with pytest.raises(EngineError, match="engine 0 of node 1"):
+        connection.receive(1.0)
+
+
+def test_a_request_cut_off_is_the_end_of_the_rank():
+    assert read_all(frame(REQUESTS[0]) + frame(REQUESTS[1])[:-1]) == REQUESTS[:1]
+
+
+def test_nobody_at_the_socket_is_an_error_that_points_to_the_log(tmp_path):
+    with pytest.raises(EngineDiedError, match=f"engine 1 of node 0: cannot connect .* Log: {LOG}"):
+        Connection(str(tmp_path / "nobody"), "engine 1 of node 0", LOG, 1.0)
+
+
+def test_messages_are_frozen_and_refuse_wrong_types():
+    with pytest.raises(AttributeError):
+        REQUESTS[0].rank = 3
+    body = msgspec.msgpack.encode({"type": "Hello", "rank": "x"})
+    with pytest.raises(msgspec.ValidationError):
+        read_all(protocol.LENGTH.pack(len(body)) + body)

@@ -1,0 +1,434 @@
+"""TRL's generation seam on stub engines: requests per run of equal rows, seeds per row, versions."""
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trl_multinode.engine.node_engines import Rollout
+from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.errors import ConfigurationError, PromptTooLongError, WeightVersionError
+from trl_multinode.phases import Phases
+from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.rollouts.rows import RowSeeds
+from trl_multinode.weights.sync import SyncTimings
+
+A, B, C = [1, 2], [1, 3], [4]
+
+
+class StubEngines:
+    """Completion i of a request with seed s is `[s + i, prompt length]`, so that rows show where they came from."""
+
+    max_model_len = 8
+
+    def __init__(self):
+        self.connections = [SimpleNamespace(name="engine 0 of node 1")]
+        self.calls: list[SimpleNamespace] = []
+        self.version: WeightVersion | None = None
+
+    def generate(self, requests, max_tokens, sampling, min_update):
+        call = SimpleNamespace(requests=requests, max_tokens=max_tokens, sampling=sampling, min_update=min_update)
+        self.calls.append(call)
+        version = self.version or WeightVersion(min_update, 0)
+        return [[self._row(r, i, version) for i in range(r.num_completions)] for r in requests]
+
+    @staticmethod
+    def _row(request, index: int, version: WeightVersion) -> Rollout:
+        tokens = np.array([((request.seed or 0) + index) % 2**31, len(request.prompt)], dtype=np.int32)
+        return Rollout(tokens, np.array([-0.5, np.nan], dtype=np.float32), version, 0)
+
+
+class StubHost:
+    rollout_seed: int | None = None
+
+    def __init__(self):
+        self.phases = Phases()
+        self.engines = StubEngines()
+        self.synced: list[WeightVersion] = []
+        self.step = lambda: 17
+
+    def start_engines(self, model, processing_class, keywords):
+        self.keywords = keywords
+        return self.engines
+
+    def sync(self, version):
+        self.synced.append(version)
+        return SyncTimings(num_buckets=2)
+
+
+def build(rank: int = 0, rollout_seed: int | None = None, **keywords) -> NodeGeneration:
+    host = StubHost()
+    host.rollout_seed = rollout_seed
+    accelerator = SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None)
+    return NodeGeneration(host=host, model=None, accelerator=accelerator, processing_class=None, **keywords)
+
+
+def asked(generation) -> list[tuple[list[int], int]]:
+    return [(request.prompt, request.num_completions) for request in generation.engines.calls[-1].requests]
+
+
+# ---- requests
+
+
+def test_equal_consecutive_prompts_are_one_request():
+    generation = build()
+    generation.generate([A, A, B, B, B, C], None, num_generations=2)
+    assert asked(generation) == [(A, 2), (B, 3), (C, 1)]
+
+
+def test_a_group_that_straddles_ranks_is_cut_where_the_rank_begins():
+    # num_generations=4 over ranks of 6 rows: rank 0 holds A A A A B B, rank 1 B B C C C C; a stride would mix them
+    first, second = build(0), build(1)
+    first.generate([A] * 4 + [B] * 2, None, num_generations=4)
+    second.generate([B] * 2 + [C] * 4, None, num_generations=4)
+    assert asked(first) == [(A, 4), (B, 2)] and asked(second) == [(B, 2), (C, 4)]
+
+
+def test_equal_prompts_apart_are_requests_of_their_own_and_rows_keep_their_order():
+    generation = build()
+    prompts, completions, logprobs, ids = generation.generate([A, C, A], None, num_generations=1)
+    assert asked(generation) == [(A, 1), (C, 1), (A, 1)]
+    assert prompts == [A, C, A] and [row[1] for row in completions] == [2, 1, 2]
+    assert all(type(token) is int for row in completions for token in row)
+    assert logprobs == [[[-0.5], [None]]] * 3 and ids[1] == [[0], [1]]
+
+
+def test_a_trainer_that_reads_no_log_probs_gets_none_and_the_engines_are_kept_for_the_alarm():
+    generation = build(logprobs=None)
+    _, completions, logprobs, ids = generation.generate([A, C], None, num_generations=1)
+    assert logprobs is None and ids is None and len(completions) == 2  # as TRL's own class
+    assert [row.logprobs[0] for row in generation.rows] == [-0.5, -0.5]
+
+
+def test_a_round_knows_whether_anything_was_generated_in_it():
+    generation = build()
+    assert not generation.generated
+    generation.generate([A], None, num_generations=1)
+    assert generation.generated
+    generation.begin_round("train", 1)
+    assert not generation.generated
+
+
+def test_weights_must_be_sent_at_first_and_when_they_changed_without_a_step():
+    generation, wanted = build(), []
+    for action in (generation.sync_weights, generation.weights_changed, generation.sync_weights):
+        wanted.append(generation.must_sync)
+        action()
+    assert [*wanted, generation.must_sync] == [True, False, True, False]
+
+
+def test_rows_with_other_images_are_other_requests():
+    class Picture:
+        mode, size = "L", (2, 1)
+
+        def __init__(self, data: bytes):
+            self.tobytes = lambda: data
+
+    cat, dog = Picture(b"ca"), Picture(b"do")
+    generation = build()
+    generation.generate([A, A, A, A], [[cat], [cat], [dog], None], num_generations=4)
+    requests = generation.engines.calls[-1].requests
+    assert [request.num_completions for request in requests] == [2, 1, 1]
+    assert [[image.data for image in request.images] for request in requests] == [[b"ca"], [b"do"], []]
+
+
+def test_a_rank_without_prompts_asks_for_nothing():
+    assert build().generate([], None, num_generations=4) == ([], [], [], [])
+
+
+def test_settings_reach_the_engine_and_generation_kwargs_win():
+    generation = build(
+        temperature=0.5, top_k=3, min_p=None, max_completion_length=9, structured_outputs_regex="a+",
+        generation_kwargs={"stop": ["x"], "top_k": 4}, mode="node", max_num_seqs=8,
+    )  # fmt: skip
+    generation.generate([A], None, 1)
+    call = generation.engines.calls[-1]
+    assert call.max_tokens == 9
+    assert call.sampling == {
+        "repetition_penalty": 1.0, "temperature": 0.5, "top_p": 1.0, "top_k": 4, "min_p": 0.0, "stop": ["x"],
+        "structured_outputs": {"regex": "a+"},
+    }  # fmt: skip
+    assert generation._host.keywords == {"mode": "node", "max_num_seqs": 8}
+    assert build(generation_kwargs={"max_tokens": 3}).max_tokens == 3
+
+
+@pytest.mark.parametrize("key", ["n", "seed", "logprobs"])
+def test_settings_that_belong_to_node_mode_are_refused(key):
+    with pytest.raises(ConfigurationError, match=key):
+        build(generation_kwargs={key: 1})
+
+
+def test_more_than_the_sampled_tokens_log_prob_is_refused():
+    with pytest.raises(ConfigurationError, match="logprobs=5"):
+        build(logprobs=5)
+
+
+def test_a_prompt_that_fills_the_context_names_row_rank_and_cure():
+    generation = build(rank=3)
+    generation.generate([[1] * 7], None, 1)
+    with pytest.raises(PromptTooLongError) as error:
+        generation.generate([A, [1] * 8, [1] * 9], None, 1)
+    assert "Row 1 of rank 3: its prompt has 8 tokens, the engine's context is 8" in str(error.value)
+    assert "`vllm_max_model_length`" in str(error.value)
+    assert len(generation.engines.calls) == 1
+
+
+# ---- weights
+
+
+def test_every_sync_is_a_new_version_that_generation_waits_for():
+    generation = build()
+    entered = []
+
+    @contextmanager
+    def profiler():
+        entered.append("profiled")
+        yield
+
+    for update in (1, 2):
+        generation.weights_changed()
+        generation.sync_weights()
+        generation.generate([A], None, 1, profiler())
+        assert generation.engines.calls[-1].min_update == update
+    assert generation._host.synced == [WeightVersion(1, 17), WeightVersion(2, 17)]
+    assert generation.last_sync.num_buckets == 2 and entered == ["profiled"] * 2
+    assert generation._phases.take_sums()[0] > 0
+
+
+def test_the_weights_of_a_step_are_sent_once_and_again_only_if_they_changed_or_the_sync_failed():
+    generation = build()
+    collectives = []
+    generation.accelerator.wait_for_everyone = lambda: collectives.append("barrier")
+    for _ in range(3):
+        generation.sync_weights()
+    assert collectives == ["barrier"] and generation._host.synced == [WeightVersion(1, 17)]
+    sync, generation._host.step = generation._host.sync, lambda: 18
+    generation._host.sync = lambda version: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        generation.sync_weights()
+    generation._host.sync = sync
+    generation.sync_weights()
+    assert generation._host.synced[1:] == [WeightVersion(3, 18)]
+    generation.weights_changed()
+    generation.sync_weights()
+    assert generation._host.synced[2:] == [WeightVersion(4, 18)] and len(collectives) == 4
+
+
+def test_a_row_that_other_weights_made_is_an_error_that_names_engine_and_versions():
+    generation = build()
+    generation.sync_weights()
+    generation.engines.version = WeightVersion(7, 3)
+    with pytest.raises(WeightVersionError, match=r"engine 0 of node 1 has .* update 7 .* expected update 1"):
+        generation.generate([A], None, 1)
+
+
+# ---- seeds
+
+
+def row_seeds(ranks: int, rows: int, seed: int | None = 5, call: int = 0, round_=("train", 2)) -> list[int]:
+    """The seed of every global row of a batch that is spread over `ranks`, through the requests that go out."""
+    seeds = []
+    for rank in range(ranks):
+        generation = build(rank, rollout_seed=seed)
+        generation.begin_round(*round_)
+        for _ in range(call + 1):
+            generation.generate(([A] * 3 + [B] * 3 + [C] * 18)[rank * rows : (rank + 1) * rows], None, 4)
+        for request in generation.engines.calls[-1].requests:
+            seeds += [request.seed + i for i in range(request.num_completions)]
+    return seeds
+
+
+def test_seeds_are_affine_in_the_global_row_wherever_the_row_is():
+    whole = row_seeds(ranks=1, rows=24)
+    assert whole == list(range(whole[0], whole[0] + 24))
+    assert row_seeds(ranks=4, rows=6) == row_seeds(ranks=2, rows=12) == row_seeds(ranks=8, rows=3) == whole
+
+
+def test_seeds_differ_by_run_mode_round_and_call():
+    first = [row_seeds(2, 12)[0], row_seeds(2, 12, seed=6)[0], row_seeds(2, 12, round_=("eval", 2))[0]]
+    first += [row_seeds(2, 12, round_=("train", 3))[0], row_seeds(2, 12, call=1)[0]]
+    assert len(set(first)) == len(first)
+    assert max(first) < 2**63 - 24  # what torch's generator takes
+
+
+def test_later_calls_of_a_tool_loop_keep_the_ranks_apart():
+    seeds = [RowSeeds(5, rank) for rank in range(2)]
+    assert seeds[1].of_call(6) - seeds[0].of_call(6) == 6
+    assert seeds[1].of_call(1) - seeds[0].of_call(4) == 6
+
+
+def test_without_rollout_seed_the_engines_use_their_own_streams():
+    generation = build()
+    generation.generate([A, A], None, 2)
+    assert generation.engines.calls[-1].requests[0].seed is None
+
+
+# ---- one round ahead
+
+
+class Ahead:
+    """A generation object whose look-ahead has engines of its own; records in which order things happen."""
+
+    def __init__(self, rollout_seed: int | None = 5):
+        self.events: list[str] = []
+        self.generation = build(rollout_seed=rollout_seed)
+        self.host = self.generation._host
+        self.host.ahead_engines = StubEngines()
+        self.generation.accelerator.wait_for_everyone = lambda: self.events.append("barrier")
+
+    def round(self, number: int, prompts, following=None, images=None, sync: bool = True):
+        """As the trainer and TRL do it."""
+        self.generation.begin_round("train", number, lambda: following)
+        if sync:
+            self.generation.weights_changed()
+            self.generation.sync_weights()
+        return self.generation.generate(prompts, images, 2)
+
+    @property
+    def fresh(self) -> list[list[int]]:
+        """Prompts of each request made while the rank waited."""
+        return [[r.prompt for r in call.requests] for call in self.host.engines.calls]
+
+    @property
+    def made_ahead(self) -> list[list[int]]:
+        self.generation.look_ahead.wait()
+        return [[r.prompt for r in call.requests] for call in self.host.ahead_engines.calls]
+
+
+def test_the_next_rounds_prompts_are_generated_ahead_and_returned_when_they_are_due():
+    ahead = Ahead()
+    ahead.round(0, [A, A], following=[B, B])
+    assert ahead.generation.lag == (0, 0)
+    assert ahead.made_ahead == [[B]]
+    _, completions, _, _ = ahead.round(1, [B, B])
+    assert ahead.fresh == [[A]] and ahead.made_ahead == [[B]]
+    assert ahead.generation.lag == (1, 0) and len(completions) == 2
+    assert ahead.host.ahead_engines.calls[0].min_update == 1 and ahead.generation.version.update == 2
+
+
+def test_seeds_of_a_round_are_the_same_whether_it_was_made_ahead_or_fresh():
+    def seeds(requests):
+        return [request.seed + i for request in requests for i in range(request.num_completions)]
+
+    ahead, fresh = Ahead(), Ahead()
+    ahead.round(3, [A, A], following=[B, B, C])
+    ahead.round(4, [B, B, C])
+    ahead.generation.generate([C], None, 1)  # a tool loop's second turn
+    fresh.round(4, [B, B, C])
+    fresh.generation.generate([C], None, 1)
+    assert seeds(ahead.host.ahead_engines.calls[0].requests) == seeds(fresh.host.engines.calls[0].requests)
+    assert seeds(ahead.host.engines.calls[-1].requests) == seeds(fresh.host.engines.calls[-1].requests)
+    assert seeds(fresh.host.engines.calls[-1].requests)[0] not in seeds(fresh.host.engines.calls[0].requests)
+
+
+def test_a_sync_waits_for_the_look_ahead_before_its_barrier_and_only_then_changes_weights():
+    ahead, go = Ahead(), threading.Event()
+    generate, sync = ahead.host.ahead_engines.generate, ahead.host.sync
+
+    def slow(*args):
+        assert go.wait(10)
+        ahead.events.append("generated ahead")
+        return generate(*args)
+
+    ahead.host.ahead_engines.generate = slow
+    ahead.host.sync = lambda version: (ahead.events.append("sync"), sync(version))[1]
+    ahead.round(0, [A], following=[B])
+    threading.Timer(0.2, go.set).start()
+    ahead.round(1, [B])
+    assert ahead.events == ["barrier", "sync", "generated ahead", "barrier", "sync"]
+
+
+def test_a_sync_at_an_unchanged_step_neither_waits_for_the_look_ahead_nor_for_other_ranks():
+    ahead, go = Ahead(), threading.Event()
+    generate = ahead.host.ahead_engines.generate
+    ahead.host.ahead_engines.generate = lambda *args: (go.wait(10), generate(*args))[1]
+    ahead.round(0, [A], following=[B])
+    ahead.generation.sync_weights()  # returns although the look-ahead is under way
+    assert ahead.generation.look_ahead.made is None and not go.is_set()
+    assert ahead.events == ["barrier"] and len(ahead.host.synced) == 1
+    go.set()
+    ahead.round(1, [B], following=[C], sync=False)
+    assert ahead.generation.lag == (0, 0) and ahead.fresh == [[A]]
+    ahead.host.step = lambda: 18  # an optimizer step: nobody has to say so
+    ahead.generation.sync_weights()
+    assert ahead.events == ["barrier"] * 2 and ahead.generation.look_ahead.made is not None
+    ahead.round(2, [C], sync=False)
+    assert ahead.generation.lag == (1, 1) and ahead.fresh == [[A]]
+
+
+def test_evaluation_in_between_neither_takes_nor_drops_the_look_ahead():
+    ahead = Ahead()
+    ahead.round(0, [A], following=[B])
+    ahead.generation.begin_round("eval", 0)
+    ahead.generation.weights_changed()
+    ahead.generation.sync_weights()
+    ahead.generation.generate([B], None, 1)  # the very prompts that were foreseen
+    assert ahead.fresh == [[A], [B]] and ahead.made_ahead == [[B]]
+    ahead.round(1, [B], sync=False)
+    assert ahead.fresh == [[A], [B]] and ahead.generation.lag == (1, 0)
+
+
+def test_rows_of_another_version_in_the_look_ahead_are_an_error_where_the_rank_waits():
+    ahead = Ahead()
+    ahead.host.ahead_engines.version = WeightVersion(7, 3)
+    ahead.round(0, [A], following=[B])
+    with pytest.raises(WeightVersionError, match="has the weights of update 7 .* expected update 1"):
+        ahead.generation.weights_changed()
+        ahead.generation.sync_weights()
+    assert ahead.events == ["barrier"]  # the second sync did not begin
+
+
+def test_an_image_batch_is_generated_fresh_whatever_was_foreseen():
+    picture = SimpleNamespace(mode="L", size=(1, 1), tobytes=lambda: b"x")
+    ahead = Ahead()
+    ahead.round(0, [A], following=[B])
+    ahead.round(1, [B], images=[[picture]])
+    assert ahead.fresh == [[A], [B]] and ahead.generation.lag == (0, 0)
+    assert ahead.host.engines.calls[-1].min_update == 2 and ahead.host.engines.calls[-1].requests[0].images
+
+
+def test_other_prompts_than_foreseen_are_generated_afresh(caplog):
+    ahead = Ahead()
+    ahead.round(0, [A], following=[B])
+    ahead.round(1, [C])
+    assert ahead.fresh == [[A], [C]] and ahead.generation.lag == (0, 0) and "other prompts" in caplog.text
+
+
+def test_a_prompt_that_fills_the_context_is_left_to_its_own_round():
+    ahead = Ahead()
+    ahead.round(0, [A], following=[[1] * 8])
+    assert ahead.made_ahead == []
+    with pytest.raises(PromptTooLongError, match="Row 0"):
+        ahead.round(1, [[1] * 8])
+
+
+def test_a_tool_loops_first_turn_is_ahead_and_its_later_turns_are_fresh_beside_the_next_look_ahead():
+    ahead, go = Ahead(), threading.Event()
+    ahead.round(0, [A, B], following=[B, C])
+    ahead.generation.look_ahead.wait()
+    generate = ahead.host.ahead_engines.generate
+    ahead.host.ahead_engines.generate = lambda *args: (go.wait(10), generate(*args))[1]
+    ahead.round(1, [B, C], following=[A, A])
+    for turn in ([[*B, 9]], [[*B, 9, 9]]):
+        _, completions, _, _ = ahead.generation.generate(turn, None, 1)  # returns although the next round is under way
+        assert len(completions) == 1
+        assert ahead.host.engines.calls[-1].min_update == ahead.generation.version.update == 2
+    assert ahead.fresh == [[A, B], [[*B, 9]], [[*B, 9, 9]]] and not go.is_set()
+    assert ahead.generation.look_ahead.made is None  # still at work
+    assert ahead.generation.lag == (1, 0)  # the first turn's
+    go.set()
+    ahead.round(2, [A, A])
+    assert ahead.made_ahead == [[B, C], [A]] and ahead.host.ahead_engines.calls[-1].min_update == 2
+
+
+def test_only_completions_of_older_weights_are_handed_to_the_alarm():
+    """Two rounds in one optimizer step: the second was made ahead, and by the newest weights all the same."""
+    ahead, stale = Ahead(), []
+    ahead.generation.on_stale = stale.append
+    ahead.round(0, [A], following=[B])
+    ahead.round(1, [B], following=[C], sync=False)
+    assert ahead.generation.lag == (0, 0) and stale == []
+    ahead.round(2, [C])
+    assert ahead.generation.lag == (1, 0) and [made.number for made in stale] == [2]

@@ -1,0 +1,128 @@
+"""The look-ahead of a rank, and the batches that it must know early."""
+
+import threading
+from itertools import product
+
+import numpy as np
+import pytest
+
+from trl_multinode.engine.node_engines import Rollout
+from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.errors import EngineStalledError
+from trl_multinode.rollouts.look_ahead import LookAhead, UpcomingBatches, pack, unpack
+
+VERSION = WeightVersion(3, 12)
+PROMPTS = [[5, 6], [5, 6], [7]]
+
+
+def rows(version: WeightVersion = VERSION) -> list[Rollout]:
+    lengths = (3, 1, 2)
+    return [
+        Rollout(np.arange(n, dtype=np.int32), np.full(n, -0.5 * i, dtype=np.float32), version, i % 2)
+        for i, n in enumerate(lengths)
+    ]
+
+
+# ---- the thread
+
+
+def test_what_was_submitted_is_returned_for_its_round_and_prompts():
+    ahead, begun, go = LookAhead("rank 1"), threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert go.wait(10)
+        return rows()
+
+    ahead.submit(4, PROMPTS, VERSION, slow)
+    assert begun.wait(10)  # at work while this thread goes on
+    threading.Timer(0.1, go.set).start()
+    made = ahead.take(4, PROMPTS)
+    assert made.version == VERSION and [len(row.tokens) for row in made.rows] == [3, 1, 2]
+    assert ahead.take(4, PROMPTS) is None  # only once
+    generated, waited = ahead.take_seconds()
+    assert generated >= waited > 0.05
+    assert ahead.take_seconds() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("number, prompts", [(5, PROMPTS), (4, PROMPTS[:2]), (4, [[5, 6], [5, 6], [8]])])
+def test_other_prompts_than_foreseen_are_not_served_and_that_is_said_once(number, prompts, caplog):
+    ahead = LookAhead("Rank 1")
+    for _ in range(2):
+        ahead.submit(4, PROMPTS, VERSION, rows)
+        assert ahead.take(number, prompts) is None
+    assert [record.message.startswith(f"Rank 1: round {number}") for record in caplog.records] == [True]
+
+
+def test_an_engines_failure_reaches_the_rank_that_waits():
+    ahead = LookAhead("rank 1")
+
+    def fail():
+        raise EngineStalledError("engine 0 of node 1 made no token")
+
+    ahead.submit(4, PROMPTS, VERSION, fail)
+    with pytest.raises(EngineStalledError, match="engine 0 of node 1"):
+        ahead.wait()
+    ahead.wait()  # told once
+    ahead.submit(5, PROMPTS, VERSION, rows)
+    assert ahead.take(5, PROMPTS) is not None
+
+
+def test_a_checkpoint_brings_back_every_token_and_log_prob():
+    ahead = LookAhead("rank 1")
+    ahead.submit(4, PROMPTS, VERSION, rows)
+    ahead.wait()
+    again = LookAhead("rank 1")
+    again.restore(unpack(*pack(ahead.made)))
+    made = again.take(4, PROMPTS)
+    assert made.version == WeightVersion(0, 12)  # the numbers of updates begin anew, the optimizer step stays
+    for row, was in zip(made.rows, rows(), strict=True):
+        assert row.tokens.tolist() == was.tokens.tolist() and row.logprobs.tolist() == was.logprobs.tolist()
+        assert row.engine == was.engine
+
+
+# ---- batches of an epoch
+
+
+def next_blocks(num_batches: int, accumulation: int, block: int) -> list[tuple[int, int | None, int]]:
+    """transformers' loop over one epoch: at every block's first batch, what `after` and `place_in_window` say."""
+    batches = [[index] for index in range(num_batches)]  # equal by value never: identity counts
+    upcoming, found = UpcomingBatches(iter(batches), block), []
+    used = 0
+    while used < num_batches:
+        window = []
+        fetch = iter(upcoming.open_window())
+        for _ in range(accumulation):
+            batch = next(fetch, None)
+            if batch is not None:
+                window.append(batch)
+        for place, batch in enumerate(window):
+            if used % block == 0:
+                following = upcoming.after(batch, block)
+                found.append((batch[0], following and following[0], upcoming.place_in_window(batch) - place))
+            used += 1
+    return found
+
+
+@pytest.mark.parametrize("accumulation, block", product([1, 2, 3, 4], [1, 2, 4, 6]))
+def test_the_next_blocks_first_batch_is_known_when_a_block_begins(accumulation, block):
+    starts = range(0, 12, block)
+    expected = [(start, start + block if start + block < 12 else None, 0) for start in starts]
+    assert next_blocks(12, accumulation, block) == expected
+
+
+def test_batches_are_fetched_with_the_trainers_own_and_at_most_a_block_early():
+    fetched = []
+    upcoming = UpcomingBatches((fetched.append(i) or [i] for i in range(20)), 3)
+    upcoming.open_window()
+    assert next(upcoming) == [0] and len(fetched) == 4
+    upcoming.after([0], 3)
+    assert len(fetched) == 4
+    upcoming.open_window()
+    assert [next(upcoming) for _ in range(2)] == [[1], [2]] and len(fetched) == 6
+
+
+def test_a_batch_that_is_not_of_this_epoch_has_no_next():
+    upcoming = UpcomingBatches(iter([[0], [1]]), 1)
+    next(upcoming.open_window())
+    assert upcoming.after([0], 1) is None  # equal, not the same

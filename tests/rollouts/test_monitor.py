@@ -1,0 +1,234 @@
+"""The alarm on log-probs: what it compares, what it leaves out, when it trips, when it is off."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from trl import GRPOConfig
+
+from trl_multinode.config import MultiNodeGRPOConfig
+from trl_multinode.engine.node_engines import Rollout
+from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.errors import LogprobDivergenceError
+from trl_multinode.rollouts.look_ahead import Rollouts
+from trl_multinode.rollouts.monitor import DivergenceMonitor, comparable
+from trl_multinode.weights.probe import divergence_limit
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(kind=MultiNodeGRPOConfig, **fields):
+        return kind(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **fields)
+
+    return make
+
+
+def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
+    host = SimpleNamespace(topology="node 1, rank 3", dtype=dtype)
+    generation = SimpleNamespace(version=WeightVersion(4, 12))
+    return DivergenceMonitor(host, args, SimpleNamespace(dtype=dtype), generation)
+
+
+def batch(trainer, engine, mask=None, **more) -> dict:
+    trainer, engine = torch.tensor(trainer), torch.tensor(engine)
+    mask = torch.ones_like(trainer) if mask is None else torch.tensor(mask)
+    return {
+        "old_per_token_logps": trainer,
+        "sampling_per_token_logps": engine,
+        "completion_mask": mask,
+        **{name: torch.tensor(value) for name, value in more.items()},
+    }
+
+
+def test_the_limit_fits_the_types_of_both_sides_and_the_users_own_wins(config):
+    assert monitor(config()).limit == 0.02
+    assert monitor(config(), torch.bfloat16).limit == 0.3
+    assert monitor(config(logprob_divergence_limit=0.7)).limit == 0.7
+    assert divergence_limit(None, torch.float32, torch.bfloat16) == 0.3
+    assert divergence_limit(0.0, torch.float32, torch.float32) == 0.0
+
+
+def test_a_difference_within_the_limit_is_only_measured(config):
+    watcher = monitor(config())
+    watcher.check(batch([[-1.0, -2.0]], [[-1.01, -1.99]]))
+    assert watcher.last == pytest.approx(0.01, abs=1e-6)
+
+
+def test_a_difference_above_the_limit_names_node_rank_version_and_cure(config):
+    with pytest.raises(LogprobDivergenceError) as error:
+        monitor(config()).check(batch([[-1.0, -2.0]], [[-1.5, -1.9]]))
+    message = str(error.value)
+    assert "node 1, rank 3: engine and trainer differ by 0.300 per token (limit 0.02)" in message
+    assert "the weights of update 4 (step 12)" in message
+    assert "`logprob_divergence_limit` sets the limit, 0 turns the check off" in message
+
+
+def test_padding_and_tool_tokens_do_not_count(config):
+    watcher = monitor(config())
+    watcher.check(batch([[-1.0, -9.0]], [[-1.0, 0.0]], mask=[[1, 0]]))
+    assert watcher.last == 0.0
+    watcher.check(batch([[-1.0, -9.0]], [[-1.0, 0.0]], mask=[[1, 1]], tool_mask=[[1, 0]]))
+    assert watcher.last == 0.0
+
+
+def test_tokens_that_vllm_could_not_score_do_not_count(config):
+    watcher = monitor(config())
+    watcher.check(batch([[-1.0, -9.0]], [[-1.01, float("nan")]]))
+    assert watcher.last == pytest.approx(0.01, abs=1e-6)
+    watcher.check(batch([[-1.0]], [[float("nan")]]))
+    assert watcher.last == 0.0
+
+
+def test_an_infinite_difference_trips_the_alarm(config):
+    with pytest.raises(LogprobDivergenceError):
+        monitor(config()).check(batch([[-1.0, -1.0]], [[-1.0, float("-inf")]]))
+
+
+def test_a_batch_without_both_log_probs_is_not_looked_at(config):
+    watcher = monitor(config())
+    watcher.check({"completion_mask": torch.ones(1, 2), "old_per_token_logps": torch.ones(1, 2)})
+    assert watcher.last == 0.0
+
+
+def test_limit_zero_measures_and_never_trips(config):
+    watcher = monitor(config(logprob_divergence_limit=0))
+    watcher.check(batch([[-1.0]], [[-5.0]]))
+    assert watcher.last == 4.0
+
+
+CHANGED = [
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1},
+    {"vllm_structured_outputs_regex": "[0-9]+"},
+    {"generation_kwargs": {"logit_bias": {3: 1.0}}},
+    {"generation_kwargs": {"temperature": 0.5}},
+    {"generation_kwargs": {"min_tokens": 8}},  # takes the end-of-sequence token out of the distribution
+]
+
+
+@pytest.mark.parametrize("fields", CHANGED, ids=str)
+def test_settings_that_change_the_engines_distribution_turn_it_off_with_a_warning(config, fields, caplog):
+    args = config(**fields)
+    assert not comparable(args)
+    with caplog.at_level(logging.WARNING):
+        watcher = monitor(args)
+    assert watcher.limit == 0.0 and "is off" in caplog.text
+    watcher.check(batch([[-1.0]], [[-5.0]]))
+
+
+SCORED = [{}, {"temperature": 0.7}, {"top_p": 1.0, "top_k": 0}, {"generation_kwargs": {"stop": ["x"]}}]
+
+
+@pytest.mark.parametrize("fields", SCORED, ids=str)
+def test_temperature_and_stop_strings_leave_it_on(config, fields):
+    assert comparable(config(**fields)) and comparable(config(kind=GRPOConfig, **fields))
+
+
+# ---- completions that older weights made: an engine scores one of them anew
+
+
+class Engines:
+    """Two engines that score every token with -1; what is asked of them, and of which."""
+
+    max_model_len = 16
+
+    def __init__(self, logprob: float = -1.0):
+        self.connections = [None, None]
+        self.logprob = logprob
+        self.asked: list[tuple[list[int], int]] = []
+        self.answered: set[int] = set()
+
+    def post_score(self, tokens, engine: int) -> int:
+        self.asked.append((list(tokens), engine))
+        return len(self.asked) - 1
+
+    def scored(self, engine: int, request_id: int) -> Rollout:
+        tokens, asked = self.asked[request_id]
+        assert engine == asked and request_id not in self.answered, "an answer is given once"
+        self.answered.add(request_id)
+        logprobs = np.array([-50.0] * len(tokens[1:]), dtype=np.float32)
+        logprobs[len(PROMPT) - 1 :] = self.logprob  # what the prompt scores is no matter of ours
+        return Rollout(np.array(tokens[1:], dtype=np.int32), logprobs, WeightVersion(4, 12), engine)
+
+
+PROMPT = [5, 6, 7]
+LENGTHS = (2, 4)  # of the completions
+FRESH = [[-1.0, -1.0, 0.0, 0.0], [-1.0] * 4]  # the trainer's log-probs
+OLD = [[-3.0, -3.0, 0.0, 0.0], [-3.0] * 4]  # the older weights'
+MASK = [[1, 1, 0, 0], [1] * 4]
+
+
+def made(prompt=PROMPT) -> Rollouts:
+    old = WeightVersion(3, 11)
+    rows = [Rollout(np.arange(10, 10 + n, dtype=np.int32), np.full(n, -3.0, np.float32), old, 0) for n in LENGTHS]
+    return Rollouts(2, [prompt] * 2, rows, old)
+
+
+def stale_monitor(args, engines: Engines) -> DivergenceMonitor:
+    watcher = monitor(args)
+    watcher._generation.engines = engines
+    return watcher
+
+
+def test_stale_completions_may_differ_as_long_as_the_engines_present_weights_agree(config):
+    watcher = stale_monitor(config(), engines := Engines())
+    for _ in range(3):
+        watcher._generation.on_stale(made())
+        watcher.check(batch(FRESH, OLD, MASK), stale=True)
+        assert watcher.last == 0.0
+    first, second = [*PROMPT, 10, 11], [*PROMPT, 10, 11, 12, 13]
+    assert engines.asked == [(first, 0), (second, 1), (first, 0)]  # rows and engines in turn
+    with pytest.raises(LogprobDivergenceError):
+        watcher.check(batch(FRESH, OLD, MASK))  # the same rows, were they fresh
+
+
+def test_an_engine_that_holds_older_weights_trips_the_alarm_on_a_stale_round(config):
+    watcher = stale_monitor(config(), Engines(logprob=-3.0))  # the engine still agrees with its old completions
+    watcher._generation.on_stale(made())
+    with pytest.raises(LogprobDivergenceError, match=r"differ by 2.000 per token .* the weights of update 4"):
+        watcher.check(batch(FRESH, OLD, MASK), stale=True)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0.7}, {"logprob_divergence_limit": 0}, {"top_p": 0.9}], ids=str)
+def test_no_score_is_asked_for_that_could_not_be_compared(config, fields):
+    watcher = stale_monitor(config(**fields), engines := Engines())
+    watcher._generation.on_stale(made())
+    watcher.check(batch(FRESH, OLD, MASK), stale=True)
+    assert engines.asked == [] and watcher.last == 0.0
+
+
+def test_a_row_is_scored_as_far_as_the_context_reaches(config):
+    watcher = stale_monitor(config(), engines := Engines())
+    engines.max_model_len = len(PROMPT) + 2
+    trainer = [[-1.0, -9.0, 0.0, 0.0], [-1.0] * 4]  # the second token was not scored
+    watcher._generation.on_stale(made())
+    watcher.check(batch(trainer, OLD, MASK), stale=True)
+    assert engines.asked == [([*PROMPT, 10], 0)] and watcher.last == 0.0
+    engines.max_model_len = len(PROMPT) + 1  # vLLM makes one token more: no room for a completion's
+    watcher._generation.on_stale(made())
+    watcher.check(batch(trainer, OLD, MASK), stale=True)
+    assert len(engines.asked) == 1
+
+
+def test_a_completion_that_is_masked_out_does_not_count(config):
+    watcher = stale_monitor(config(), Engines())
+    watcher._generation.on_stale(made())
+    watcher.check(batch([[-9.0] * 4, [-1.0] * 4], OLD, [[0] * 4, [1] * 4]), stale=True)
+    assert watcher.last == 0.0
+    watcher._generation.on_stale(made())
+    tools = [[1] * 4, [1, 1, 0, 0]]
+    watcher.check(batch([[-1.0] * 4, [-1.0, -1.0, -9.0, -9.0]], OLD, MASK, tool_mask=tools), stale=True)
+    assert watcher.last == 0.0
+
+
+def test_a_score_belongs_to_one_round(config):
+    """A round that is fresh after one that was not looked at."""
+    watcher = stale_monitor(config(), engines := Engines())
+    watcher._generation.on_stale(made())
+    watcher.check(batch(FRESH, OLD, MASK), stale=True)
+    watcher.check(batch(FRESH, OLD, MASK), stale=True)  # nothing was asked: nothing is compared
+    assert len(engines.asked) == 1

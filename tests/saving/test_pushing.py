@@ -1,0 +1,198 @@
+"""Pushes that fail, into a hub on this machine's loopback: nothing is lost, and the message says how to push again."""
+
+import os
+import re
+import shlex
+import subprocess
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import HfApi
+
+from trl_multinode.errors import HubPushError, SavedWeightsError
+from trl_multinode.saving import pushing
+from trl_multinode.saving.pushing import CheckedHub, Settings, hide
+from trl_multinode.testing.hub import LoopbackHub
+
+TOKEN = "hf_SecretOfTheTest"
+COMMIT, UPLOAD = "/commit/", "PUT /lfs/"
+
+
+@pytest.fixture
+def hub(loopback_hub, monkeypatch):
+    monkeypatch.setattr(pushing, "WAITS_S", (0.01, 0.02, 0.04))
+    return loopback_hub
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "_multinode").mkdir()
+    (tmp_path / "run" / "_multinode" / "log").write_text("not to be pushed")
+    return tmp_path / "run"
+
+
+def connect(hub: LoopbackHub, folder: Path, **changes) -> CheckedHub:
+    settings = {"where": "node 0, rank 0", "output_dir": folder, "must_succeed": False, "token": TOKEN}
+    settings |= {"check": lambda folder: None} | changes
+    return CheckedHub(HfApi(endpoint=hub.endpoint), Settings(**settings))
+
+
+def push(checked: CheckedHub, folder: Path, **changes):
+    checked.create_repo("run", exist_ok=True)
+    keywords = {"repo_id": "tester/run", "folder_path": str(folder), "commit_message": "End of training"}
+    keywords |= {"ignore_patterns": ["_*", "checkpoint-*"], "revision": None, "token": None}
+    return checked.upload_folder(**(keywords | changes))
+
+
+def test_a_push_without_a_fault_arrives_and_says_nothing(hub, folder, capsys):
+    assert push(connect(hub, folder), folder).oid
+    assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "fault, tries, said",
+    [
+        (lambda hub: hub.fail(401, on=COMMIT), 1, "hf auth login"),
+        (lambda hub: hub.fail(403, on=COMMIT), 1, "a token that may write to this repository"),
+        (lambda hub: hub.fail(409, on=COMMIT), 4, "Something else commits"),
+        (lambda hub: hub.fail(500, on=COMMIT), 4, "500 Internal Server Error"),
+        (lambda hub: hub.fail(500, on=UPLOAD), 4, "500 Internal Server Error"),
+        (lambda hub: hub.cut_connection(on=COMMIT), 4, "Error: "),
+        (lambda hub: hub.cut_connection(on=UPLOAD), 4, "Error: "),
+    ],
+    ids=["401", "403", "409", "500", "500 at an upload", "cut", "cut at an upload"],
+)
+def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(hub, folder, capsys, fault, tries, said):
+    before = {path: path.read_bytes() for path in folder.glob("*.*")}
+    hub.repos["tester/run"] = {}
+    fault(hub)
+    assert push(connect(hub, folder), folder) is None
+    told = capsys.readouterr().out
+    assert f"({pushing.counted(tries)} in" in told and said in told and "node 0, rank 0: the push of" in told
+    assert told.count("Trying again") == tries - 1
+    assert told.count("Push them again with `trainer.push_to_hub()`") == 1
+    command = (
+        f"hf upload tester/run {folder} . --exclude '_*' --exclude 'checkpoint-*' --commit-message 'End of training'"
+    )
+    assert told.splitlines()[-1].strip() == command and TOKEN not in told
+    assert hub.commits == [] and {path: path.read_bytes() for path in folder.glob("*.*")} == before
+
+
+def test_the_command_of_the_message_pushes_the_same_files(hub, folder, capsys, tmp_path):
+    hub.fail(401, on=COMMIT)
+    assert push(connect(hub, folder), folder) is None
+    (line,) = [line.strip() for line in capsys.readouterr().out.splitlines() if "hf upload" in line]
+    hub.heal()
+    environment = os.environ | hub.environment | {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
+    run = subprocess.run(shlex.split(line), env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
+    assert hub.commits == ["End of training"]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda hub: hub.fail(500, times=2, on=COMMIT),
+        lambda hub: hub.fail(409, times=1, on=COMMIT),
+        lambda hub: hub.cut_connection(times=2, on=COMMIT),
+        lambda hub: hub.fail(500, times=2, on="/repos/create"),
+        lambda hub: hub.cut_connection(times=2, on="/repos/create"),
+        lambda hub: hub.cut_connection(times=2, on=UPLOAD),
+    ],
+    ids=["500", "409", "cut", "500 at the creation", "cut at the creation", "cut at an upload"],
+)
+def test_a_fault_that_passes_costs_tries_only(hub, folder, capsys, fault):
+    fault(hub)
+    assert push(connect(hub, folder), folder).oid
+    assert hub.repos["tester/run"]["model.safetensors"] == b"weights" and len(hub.commits) == 1
+    assert "failed" not in capsys.readouterr().out and all(fault.times == 0 for fault in hub._faults)
+
+
+def test_a_hub_that_is_silent_is_given_up(hub, folder, capsys, monkeypatch):
+    monkeypatch.setattr(pushing, "STALL_S", 0.3)
+    monkeypatch.setattr(pushing, "WAITS_S", (0.01,))
+    hub.repos["tester/run"] = {}
+    hub.stall(on=COMMIT)
+    start = time.monotonic()
+    assert push(connect(hub, folder), folder) is None
+    assert time.monotonic() - start < 5.0  # the hub itself would hold it for 30 s
+    assert "ReadTimeout" in capsys.readouterr().out
+
+
+def test_no_try_begins_after_the_limit(hub, folder, capsys, monkeypatch):
+    monkeypatch.setattr(pushing, "WAITS_S", (0.01, 1000.0))
+    hub.fail(500, on=COMMIT)
+    assert push(connect(hub, folder), folder) is None
+    assert "(2 tries in" in capsys.readouterr().out
+
+
+def test_a_push_that_must_succeed_raises_with_the_same_message(hub, folder):
+    hub.fail(500, on=COMMIT)
+    with pytest.raises(HubPushError, match=r"500 Internal Server Error.*(\n.*)*hf upload tester/run") as caught:
+        push(connect(hub, folder, must_succeed=True), folder)
+    assert caught.value.__context__ is None and caught.value.__cause__ is None  # a traceback would show addresses
+
+
+@pytest.mark.parametrize("must_succeed", [False, True])
+def test_a_push_in_the_background_that_fails_is_told_and_its_future_knows(hub, folder, capsys, must_succeed):
+    hub.fail(401, on=COMMIT)
+    job = push(connect(hub, folder, must_succeed=must_succeed), folder, run_as_future=True)
+    error = job.exception(timeout=30)
+    assert isinstance(error, HubPushError) is must_succeed
+    assert "hf upload tester/run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("run_as_future", [False, True])
+def test_wrong_weights_are_refused_before_a_single_request(hub, folder, run_as_future):
+    def refuse(folder):
+        raise SavedWeightsError("wrong")
+
+    checked = connect(hub, folder, check=refuse)
+    checked.create_repo("run", exist_ok=True)
+    hub.fail(599)  # any request after this would say so
+    with pytest.raises(SavedWeightsError, match="wrong"):
+        checked.upload_folder(
+            repo_id="tester/run", folder_path=str(folder), commit_message="m", run_as_future=run_as_future
+        )
+    assert hub.repos == {"tester/run": {}}
+
+
+def test_a_repository_that_cannot_be_made_is_told_with_the_command_for_later(hub, folder):
+    hub.fail(401)
+    with pytest.raises(HubPushError, match=r"the repository run could not be created") as caught:
+        connect(hub, folder).create_repo("run", exist_ok=True)
+    assert f"hf upload run {folder} . --exclude '_*'" in str(caught.value) and TOKEN not in str(caught.value)
+
+
+def test_tokens_and_signed_addresses_are_hidden():
+    text = hide("PUT https://storage/x?X-Signature=abc&y failed for hf_1 and hf_2", "hf_1", None, "hf_2")
+    assert text == "PUT https://storage/x?*** failed for *** and ***"
+
+
+def test_the_token_of_a_message_would_be_hidden(hub, folder, capsys, monkeypatch):
+    """A server that repeats the token in its answer."""
+    monkeypatch.setattr(
+        HfApi, "upload_folder", lambda self, token, **_: (_ for _ in ()).throw(OSError(f"bad {token}"))
+    )
+    assert push(connect(hub, folder), folder) is None
+    told = capsys.readouterr().out
+    assert "OSError: bad ***" in told and TOKEN not in told
+
+
+def test_the_trainer_still_makes_the_calls_that_are_replaced():
+    """The seam in transformers: one name of its module, and these two calls."""
+    import inspect
+
+    from transformers import trainer
+
+    source = inspect.getsource(trainer)
+    assert sorted(set(re.findall(r"hf_api\(\)\.(\w+)", source))) == ["create_repo", "upload_folder"]
+    assert "torch.save(self.args" in inspect.getsource(trainer.Trainer._save)
+    assert huggingface_hub.HfApi.run_as_future

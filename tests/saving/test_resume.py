@@ -1,0 +1,249 @@
+"""Where a resumed trainer is put, and what every rank saves and restores for it."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from trl_multinode.engine.node_engines import Rollout
+from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.rollouts.look_ahead import LookAhead
+from trl_multinode.saving.checkpoints import (
+    CheckpointLog,
+    SavedRollouts,
+    check_zero_ranks,
+    load_rollouts,
+    pack_block,
+    rollouts_file,
+    save_rollouts,
+)
+from trl_multinode.saving.resume import Resume
+
+PROMPTS = [[5, 6], [7]]
+VERSION = WeightVersion(3, 4)
+
+
+class Accelerator:
+    """Of rank 0 of two; `other` is what the other rank puts into a gather of that shape, else the same as this one."""
+
+    device = torch.device("cpu")
+    process_index, num_processes, is_local_main_process = 0, 2, True
+
+    def __init__(self, other: list | None = None):
+        self.other = other
+
+    def gather(self, mine):
+        other = mine if self.other is None else torch.tensor(self.other)
+        return torch.cat([mine, other if other.shape == mine.shape else mine])
+
+    def pad_across_processes(self, tensor, pad_index):
+        return tensor
+
+    def wait_for_everyone(self):
+        pass
+
+
+class Loader:
+    """Eight micro-steps an epoch."""
+
+    def __len__(self):
+        return 8
+
+
+class Stream:
+    """A dataloader over an iterable dataset: it has `__len__`, which raises."""
+
+    def __len__(self):
+        raise TypeError("object of type 'IterableDataset' has no len()")
+
+
+def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterations: int = 1, **fields):
+    """At optimizer step `step`; a round has two micro-steps per iteration, an optimizer step has one."""
+    args = {
+        "output_dir": str(output_dir), "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2,
+        "steps_per_generation": 2, "save_only_model": False, "max_staleness": 1,
+    } | fields  # fmt: skip
+    args = SimpleNamespace(**{name: value for name, value in args.items() if value is not None})
+    return SimpleNamespace(
+        args=args,
+        accelerator=accelerator or Accelerator(),
+        state=SimpleNamespace(global_step=step),
+        callback_handler=SimpleNamespace(train_dataloader=Loader() if loader is None else loader),
+        vllm_generation=SimpleNamespace(look_ahead=LookAhead("rank 0")),
+        num_iterations=num_iterations,
+        steps_per_round=2 * num_iterations,
+        max_staleness=getattr(args, "max_staleness", 0),
+        _step=step,
+        _last_loaded_step=step,
+        _buffered_inputs=[{"ids": torch.tensor([[1, 2]])}, {"ids": torch.tensor([[3, 4]])}],
+    )
+
+
+def rows() -> list[Rollout]:
+    return [Rollout(np.array([i, 9], np.int32), np.array([-0.5, -i], np.float32), VERSION, 0) for i in range(2)]
+
+
+def save(trainer, step: int):
+    """A checkpoint of this rank; returns its folder."""
+    with Resume(trainer).saving():
+        pass
+    folder = Path(trainer.args.output_dir) / f"checkpoint-{step}"
+    (folder / "trainer_state.json").write_text('{"epoch": 0.5}')
+    return folder
+
+
+def resumed(trainer, folder):
+    """The trainer at its first step; a second step changes nothing."""
+    trainer._step, trainer._buffered_inputs = 0, None
+    resume = Resume(trainer)
+    resume.choose(str(folder))
+    resume.place()
+    resume.place()
+    return trainer
+
+
+def saved_at(step: int, tmp_path, ahead: bool = True, **fields):
+    trainer = trainer_at(step, tmp_path, **fields)
+    if ahead:
+        trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, rows)
+    return save(trainer, step)
+
+
+def test_inside_a_block_position_block_and_look_ahead_come_back(tmp_path):
+    trainer = resumed(trainer_at(3, tmp_path), saved_at(3, tmp_path))
+    assert trainer._step == 3 and trainer._last_loaded_step == -1  # the engine gets the checkpoint's weights first
+    assert [part["ids"].tolist() for part in trainer._buffered_inputs] == [[[1, 2]], [[3, 4]]]
+    made = trainer.vllm_generation.look_ahead.take(2, PROMPTS)
+    assert [row.tokens.tolist() for row in made.rows] == [[0, 9], [1, 9]] and made.version.step == 4
+
+
+def test_a_checkpoint_waits_for_the_look_ahead(tmp_path):
+    go, trainer = threading.Event(), trainer_at(3, tmp_path)
+    trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, lambda: (go.wait(10), rows())[1])
+    threading.Timer(0.2, go.set).start()
+    saved = load_rollouts(save(trainer, 3), 0, torch.device("cpu"))
+    assert saved.notes["ahead"]["number"] == 2
+    assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None  # the run itself goes on with it
+
+
+def test_at_the_end_of_a_block_only_the_look_ahead_comes_back(tmp_path):
+    trainer = resumed(trainer_at(4, tmp_path), saved_at(4, tmp_path))
+    assert trainer._step == 4 and trainer._buffered_inputs is None
+    assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None
+
+
+def test_without_staleness_a_saved_look_ahead_is_left_alone(tmp_path):
+    trainer = resumed(trainer_at(4, tmp_path, max_staleness=0), saved_at(4, tmp_path))
+    assert trainer.vllm_generation.look_ahead.made is None
+
+
+def test_a_run_that_begins_anew_has_nothing_left_of_the_last_one(tmp_path):
+    trainer = trainer_at(5, tmp_path)
+    trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, rows)
+    trainer.vllm_generation.look_ahead.wait()
+    resume, trainer.state.global_step = Resume(trainer), 0
+    assert resume.choose(None) is None
+    resume.place()
+    assert (trainer._step, trainer._buffered_inputs, trainer.vllm_generation.look_ahead.made) == (0, None, None)
+
+
+@pytest.mark.parametrize("change", [{"per_device_train_batch_size": 4}, {"num_iterations": 2}], ids=str)
+def test_rows_of_another_layout_are_not_used(tmp_path, change, caplog):
+    """With other iterations, or another batch, the same position means another place in another block."""
+    trainer = resumed(trainer_at(6, tmp_path, **change), saved_at(6, tmp_path))
+    assert trainer._buffered_inputs is None and trainer.vllm_generation.look_ahead.made is None
+    assert "another layout" in caplog.text
+
+
+def test_a_missing_file_is_logged_with_rank_and_folder(tmp_path, caplog):
+    folder = saved_at(3, tmp_path)
+    rollouts_file(folder, 0).unlink()
+    trainer = resumed(trainer_at(3, tmp_path), folder)
+    assert trainer._buffered_inputs is None and trainer._step == 3
+    assert "Rank 0: " in caplog.text and str(folder) in caplog.text and "generated afresh" in caplog.text
+
+
+def test_a_rank_whose_neighbour_has_no_file_generates_afresh_with_it(tmp_path):
+    """One rank that generates syncs and gathers; another that trains on a saved block would never meet it."""
+    folder = saved_at(3, tmp_path)
+    trainer = resumed(trainer_at(3, tmp_path, Accelerator(other=[0])), folder)
+    assert trainer._buffered_inputs is None
+
+
+def test_trls_own_config_resumes_from_a_checkpoint_without_rollouts(tmp_path):
+    folder = saved_at(4, tmp_path, ahead=False)
+    rollouts_file(folder, 0).unlink()
+    trainer = resumed(trainer_at(4, tmp_path, max_staleness=None), folder)
+    assert trainer._step == 4
+
+
+def test_a_stream_has_no_length_and_its_position_counts_from_its_beginning(tmp_path):
+    trainer = trainer_at(0, tmp_path, loader=Stream())
+    resume = Resume(trainer)
+    resume.choose(None)
+    resume.place()
+    assert trainer._step == 0
+    assert resumed(trainer_at(5, tmp_path, loader=Stream()), saved_at(5, tmp_path))._step == 5
+
+
+def test_rollouts_load_on_the_device_of_a_rank_that_has_a_number(tmp_path):
+    """accelerate calls the CPU of a launched rank `cpu:0`."""
+    save_rollouts(tmp_path, 0, pack_block([{"ids": torch.tensor([[1, 2]])}]))
+    found = load_rollouts(tmp_path, 0, torch.device("cpu:0"))
+    assert found.tensors["block0/ids"].tolist() == [[1, 2]]
+
+
+def test_a_checkpoint_written_again_by_fewer_ranks_is_whole(tmp_path):
+    """A run of two ranks was killed inside it; its second rank's marker has nobody else to remove it."""
+    log = CheckpointLog(tmp_path, Accelerator())
+    saving = log.saving(6)
+    saving.__enter__()
+    (tmp_path / "_multinode" / "saving" / "checkpoint-6.rank1").touch()
+    del saving  # killed
+    alone = Accelerator()
+    alone.num_processes, alone.gather = 1, lambda mine: mine
+    log = CheckpointLog(tmp_path, alone)
+    with log.saving(6) as folder:
+        (folder / "trainer_state.json").write_text('{"epoch": 0.5}')
+    assert log.last_whole() == tmp_path / "checkpoint-6"
+
+
+# ---- checkpoints of other launches ----------------------------------------------------------------------------------
+
+
+def zero_checkpoint(folder, *ranks: int, prefix: str = "") -> Path:
+    states = folder / "checkpoint-4" / "global_step4"
+    states.mkdir(parents=True)
+    for rank in ranks:
+        (states / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+        (states / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_model_states.pt").touch()
+    return states.parent
+
+
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+@pytest.mark.parametrize(("mine", "others"), [((0, 1), (2, 1)), ((0,), (2, 1)), ((), (0, 0))], ids=str)
+def test_a_checkpoint_of_as_many_ranks_is_taken_shared_or_not_and_one_without_zero_too(tmp_path, mine, others, prefix):
+    check_zero_ranks(zero_checkpoint(tmp_path, *mine, prefix=prefix), Accelerator([list(others)]))
+
+
+@pytest.mark.parametrize(("mine", "others"), [((0, 1, 2, 3), (4, 1)), ((0, 1), (4, 0)), ((0,), (1, 0))], ids=str)
+def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(tmp_path, mine, others):
+    with pytest.raises(ConfigurationError, match=r"was written by \d ranks, this launch has 2.*Launch \d ranks again"):
+        check_zero_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
+
+
+def test_a_node_that_sees_only_its_own_ranks_knows_the_others_from_its_rollouts(tmp_path):
+    folder = zero_checkpoint(tmp_path, 0)
+    save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [4, 1, 1, 1, 1]}))
+    with pytest.raises(ConfigurationError, match="written by 4 ranks"):
+        check_zero_ranks(folder, Accelerator([[2, 1]]))
+
+
+def test_nodes_that_changed_places_are_told(tmp_path):
+    """Rank 0 finds rank 1's file and the other way round."""
+    with pytest.raises(ConfigurationError, match=r"no optimizer state for the ranks \[0, 1\].*--machine_rank"):
+        check_zero_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))

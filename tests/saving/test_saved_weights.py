@@ -1,0 +1,214 @@
+"""Saved safetensors against the model they should be: what `save_pretrained` writes passes, each defect does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from trl_multinode.errors import MultiNodeError, SavedWeightsError
+from trl_multinode.saving.saved_weights import check_saved
+from trl_multinode.testing.models import tiny_qwen2
+
+KEY = "model.layers.1.mlp.up_proj.weight"
+
+
+def tiny_moe():
+    """Its experts lie in one tensor in the model, and each in its own in the file."""
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def lora(**settings):
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **settings)
+    return get_peft_model(tiny_qwen2(tied=False), config)
+
+
+def with_reference(model):
+    """With `beta > 0` TRL keeps the adapter as it was at first beside the trained one."""
+    model.add_adapter("ref", model.peft_config["default"])
+    return model
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: tiny_qwen2(tied=True),
+        lambda: tiny_qwen2(tied=False),
+        lambda: tiny_qwen2().to(torch.bfloat16),
+        tiny_moe,
+        lora,
+        lambda: lora(modules_to_save=["lm_head"]),
+        lambda: with_reference(lora()),
+    ],
+    ids=["tied", "untied", "bfloat16", "experts", "adapter", "adapter and a module", "adapter and TRL's reference"],
+)
+def test_what_save_pretrained_writes_is_the_model(build, tmp_path):
+    model = build()
+    model.save_pretrained(tmp_path)
+    check_saved(tmp_path, model)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A model, and the folder it was saved into."""
+    model = tiny_qwen2()
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def change(folder: Path, edit, name: str = "model.safetensors") -> None:
+    tensors = load_file(folder / name)
+    edit(tensors)
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+
+
+def message(folder: Path, model) -> str:
+    with pytest.raises(SavedWeightsError) as caught:
+        check_saved(folder, model)
+    assert isinstance(caught.value, MultiNodeError) and str(folder) in str(caught.value)
+    assert "Nothing of it was pushed" in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_missing_tensor_is_named(saved):
+    model, folder = saved
+    change(folder, lambda tensors: tensors.pop(KEY))
+    assert f"1 of 26 tensors missing: {KEY}." in message(folder, model)
+
+
+def test_an_extra_tensor_is_named(saved):
+    model, folder = saved
+    change(folder, lambda tensors: tensors.update(stranger=torch.zeros(2)))
+    assert "1 of 26 tensors unknown to the model: stranger" in message(folder, model)
+
+
+def test_tensors_without_data_are_counted_and_the_cure_is_the_setting_of_zero3(saved):
+    model, folder = saved
+    change(folder, lambda tensors: tensors.update({name: torch.empty(0) for name in list(tensors)}))
+    text = message(folder, model)
+    assert "26 of 26 tensors without data" in text and "(0,), expected (" in text and "and 23 more" in text
+    assert "zero3_save_16bit_model: true" in text and "stage3_gather_16bit_weights_on_model_save" in text
+
+
+def test_another_shape_is_told_with_both(saved):
+    model, folder = saved
+    change(folder, lambda tensors: tensors.update({KEY: tensors[KEY][:5].clone()}))
+    assert f"1 of 26 tensors different: {KEY} ('F32', (5, 64)), expected ('F32', (128, 64))" in message(folder, model)
+
+
+def test_another_dtype_has_other_bytes(saved):
+    model, folder = saved
+    change(folder, lambda tensors: tensors.update({KEY: tensors[KEY].half()}))
+    assert f"{KEY} ('F16', (128, 64)), expected ('F32', (128, 64))" in message(folder, model)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 100, -1])
+def test_a_file_that_was_cut_off_cannot_be_read(saved, size):
+    model, folder = saved
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:size])
+    assert "cannot be read" in message(folder, model)
+
+
+def test_a_folder_without_weights_is_no_model(saved):
+    model, folder = saved
+    (folder / "model.safetensors").unlink()
+    assert "there is no model.safetensors" in message(folder, model)
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    model = tiny_qwen2()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    return model, tmp_path, index
+
+
+def test_shards_with_their_index_are_the_model(sharded):
+    check_saved(sharded[1], sharded[0])
+
+
+def test_a_shard_that_is_not_there_is_named(sharded):
+    model, folder, index = sharded
+    (folder / index["weight_map"][KEY]).unlink()
+    assert f"the index names {index['weight_map'][KEY]}, which is missing" in message(folder, model)
+
+
+def test_a_shard_that_lacks_what_the_index_says_is_named(sharded):
+    model, folder, index = sharded
+    shard = index["weight_map"][KEY]
+    change(folder, lambda tensors: tensors.pop(KEY), shard)
+    assert f"{shard} and the index disagree about {KEY}" in message(folder, model)
+
+
+def test_a_shard_with_a_tensor_without_data_is_found(sharded):
+    model, folder, index = sharded
+    change(folder, lambda tensors: tensors.update({KEY: torch.empty(0)}), index["weight_map"][KEY])
+    assert "1 of 26 tensors without data" in message(folder, model)
+
+
+def test_a_file_of_an_earlier_save_beside_shards_is_refused_because_it_would_be_loaded(sharded):
+    model, folder, _ = sharded
+    save_file({"old": torch.zeros(1)}, folder / "model.safetensors")
+    assert "both model.safetensors and model.safetensors.index.json" in message(folder, model)
+
+
+@pytest.mark.parametrize("content", ['{"weight_map": {', "{}", "[]"])
+def test_an_index_that_was_cut_off_cannot_be_read(sharded, content):
+    model, folder, _ = sharded
+    (folder / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json cannot be read" in message(folder, model)
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_with_an_empty_a_is_found(tmp_path):
+    model = lora()
+    model.save_pretrained(tmp_path)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    edit = lambda tensors: tensors.update({name: torch.empty(0)})  # noqa: E731
+    change(tmp_path, edit, "adapter_model.safetensors")
+    assert f"1 of 8 tensors without data: {name} (0,), expected (4, 64)" in message(tmp_path, model)
+
+
+def test_the_whole_model_in_the_place_of_an_adapter_is_refused(tmp_path):
+    model = lora()
+    model.get_base_model().save_pretrained(tmp_path)
+    assert "there is no adapter_model.safetensors" in message(tmp_path, model)
+
+
+# ---- ZeRO-3 ---------------------------------------------------------------------------------------------------------
+
+
+def shard(model) -> None:
+    """What ZeRO-3 leaves on a rank: no data, and the shape in `ds_shape`."""
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def test_a_sharded_model_still_knows_what_its_file_must_hold(saved):
+    model, folder = saved
+    shard(model)
+    check_saved(folder, model)
+    change(folder, lambda tensors: tensors.update({KEY: torch.empty(0)}))  # the accident: a shard saved as it is
+    assert "1 of 26 tensors without data" in message(folder, model)
+
+
+def test_a_sharded_adapter_still_knows_what_its_file_must_hold(tmp_path):
+    model = lora(modules_to_save=["lm_head"])
+    model.save_pretrained(tmp_path)
+    shard(model)
+    check_saved(tmp_path, model)

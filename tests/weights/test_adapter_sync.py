@@ -1,0 +1,328 @@
+"""LoRA: after the first weight sync only the adapter travels, and the engine serves it beside weights that stay."""
+
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from trl_multinode.config import MultiNodeGRPOConfig
+from trl_multinode.engine.node_engines import PromptRequest
+from trl_multinode.engine.protocol import BeginUpdate, CommitUpdate, Digest, WeightVersion
+from trl_multinode.engine.settings import lora_arguments
+from trl_multinode.errors import ConfigurationError, WeightSyncError, WeightVersionError
+from trl_multinode.host import NodeHost
+from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines, worst_difference
+from trl_multinode.testing.faults import Faults
+from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.topology import EngineDevices
+from trl_multinode.weights.peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
+from trl_multinode.weights.source import place, plan_buckets
+
+PROMPTS = [[5, 6, 7], [290, 8, 7, 299]]
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+TARGETS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+LOST, LIED = 60, 62  # updates that load nothing
+
+
+def adapted(tied: bool = False, targets=TARGETS, **settings) -> PeftModel:
+    """A small model whose adapter does something: PEFT starts B at zero."""
+    defaults = {"r": 4, "lora_alpha": 8, "target_modules": targets}
+    model = get_peft_model(tiny_qwen2(tied=tied), LoraConfig(**(defaults | settings)))
+    move_adapter(model, 0.5)
+    return model
+
+
+@torch.no_grad()
+def move_adapter(model: PeftModel, scale: float = 0.2) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.add_(torch.randn_like(parameter) * scale)
+
+
+# ---- what is sent
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"use_rslora": True, "r": 12}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}],
+)
+def test_a_b_and_base_as_they_are_sent_make_the_merged_weights(settings):
+    model = adapted(**settings)
+    source = AdapterSource(model.get_base_model(), torch.float32)
+    sent = {}
+    for bucket in plan_buckets(source.metadata(), 40_000):
+        with source.gathering(bucket) as finish:
+            sent |= {meta.name: pieces.full().clone() for meta, pieces in zip(bucket, finish(), strict=True)}
+    expected = dict(model.merge_and_unload().named_parameters())
+    for name, weight in expected.items():
+        a, b = (sent.get(name.replace("weight", f"lora_{part}.weight")) for part in "AB")
+        assert torch.allclose(sent[name] if a is None else sent[name] + b @ a, weight, atol=1e-6)
+    assert len(sent) == len(expected) + 2 * 2 * len(TARGETS)  # A and B in two layers
+
+
+def test_frozen_weights_share_no_bucket_with_the_adapter_and_padding_is_small():
+    model = adapted()
+    buckets = plan_buckets(AdapterSource(model.get_base_model(), torch.float32).metadata(), 1 << 30)
+    assert [{meta.frozen for meta in bucket} for bucket in buckets] == [{True}, {False}]
+    adapter = sum(p.numel() * 4 for name, p in model.named_parameters() if "lora_" in name)
+    last = place(buckets[1])[-1]
+    assert (last.offset + last.num_bytes) / adapter <= 1.05
+
+
+def test_an_adapter_that_was_merged_or_changed_after_the_start_is_told():
+    model = adapted()
+    source = AdapterSource(model.get_base_model(), torch.float32)
+    (bucket,) = plan_buckets(source.metadata()[-2:], 1 << 30)
+    model.merge_adapter()
+    with pytest.raises(WeightSyncError, match="'default' was merged"), source.gathering(bucket):
+        pass
+    model.unmerge_adapter()
+    with model.disable_adapter(), source.gathering(bucket) as finish:
+        a, b = finish()
+        assert a.data.abs().max() > 0 and b.data.abs().max() == 0
+
+
+def unfreeze(model) -> None:
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [unfreeze, lambda model: model.unload()], ids=["unfrozen", "unloaded"])
+def test_a_base_that_no_longer_is_what_the_engines_hold_is_told(change):
+    model = adapted()
+    source = AdapterSource(model.get_base_model(), torch.float32)
+    change(model)
+    with pytest.raises(WeightSyncError, match="lora_sync='merged'"), source.gathering(tuple(source.metadata()[-2:])):
+        pass
+
+
+# ---- what vLLM cannot serve
+
+
+def two_active() -> PeftModel:
+    model = adapted()
+    model.add_adapter("second", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def a_reference_beside_it() -> PeftModel:
+    """As TRL makes it of a PeftModel with beta > 0: there, and not active."""
+    model = adapted()
+    model.add_adapter("ref", model.peft_config["default"])
+    return model
+
+
+def an_unfrozen_norm() -> PeftModel:
+    model = adapted()
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: adapted(), None),
+        (lambda: adapted(use_rslora=True, r=12, rank_pattern={"q_proj": 3}), None),
+        (a_reference_beside_it, None),
+        (two_active, "2 active adapters"),
+        (lambda: adapted(modules_to_save=["lm_head"]), r"lm_head\.weight is trained besides"),
+        (lambda: adapted(bias="all"), r"bias is trained besides"),
+        (an_unfrozen_norm, r"model\.norm\.weight is trained besides"),
+        (lambda: adapted(targets=["q_proj", "lm_head"]), "lm_head is not a linear layer below the head"),
+        (lambda: adapted(targets=["q_proj", "embed_tokens"]), "embed_tokens is not a linear layer"),
+        (lambda: adapted(targets=["q_proj"], use_dora=True), "q_proj is DoRA's"),
+        (lambda: adapted(targets=["q_proj"], r=520), "its rank is 520, and vLLM serves 512 at most"),
+    ],
+)
+def test_which_adapters_vllm_serves_and_why_not(make, reason):
+    found = adapter_obstacle(make().get_base_model(), torch.float32, on_gpu=False)
+    assert found is None if reason is None else re.search(reason, found or "")
+
+
+def test_a_bias_of_the_adapter_which_no_sync_would_send_is_refused():
+    with pytest.raises(ConfigurationError, match="q_proj has lora_bias"):
+        adapter_obstacle(adapted(targets=["q_proj"], lora_bias=True).get_base_model(), torch.float32, on_gpu=False)
+
+
+def test_float32_is_not_served_on_a_gpu_and_bfloat16_is():
+    model = adapted().get_base_model()
+    assert "float32" in (adapter_obstacle(model, torch.float32, on_gpu=True) or "")
+    assert adapter_obstacle(model, torch.bfloat16, on_gpu=True) is None
+
+
+def test_ranks_are_rounded_up_to_what_vllm_takes():
+    assert lora_rank(adapted(r=12, rank_pattern={"q_proj": 17}).get_base_model()) == 17
+    assert [lora_arguments(rank)["max_lora_rank"] for rank in (1, 4, 8, 12, 17, 512)] == [1, 8, 8, 16, 32, 512]
+    assert lora_arguments(0) == {}
+
+
+@dataclass
+class Said:
+    lines: list[str]
+
+    def __call__(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def decide(tmp_path, wish: str, model: PeftModel) -> tuple[bool, list[str]]:
+    """What a host decides before its engines start, and what it says of it."""
+    args = MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, lora_sync=wish)
+    host = NodeHost.__new__(NodeHost)
+    host.args, host._say = args, Said([])
+    host.devices, host.topology = EngineDevices(((),), False), SimpleNamespace(rank=0)
+    return host._serves_adapter(model.get_base_model(), torch.float32), host._say.lines
+
+
+def test_auto_falls_back_with_one_line_and_adapter_refuses(tmp_path):
+    good, bad = adapted(), adapted(bias="all")
+    assert decide(tmp_path, "auto", good) == (True, [])
+    assert decide(tmp_path, "merged", good) == (False, [])
+    served, lines = decide(tmp_path, "auto", bad)
+    assert not served and len(lines) == 1 and "merged" in lines[0] and "bias is trained besides" in lines[0]
+    with pytest.raises(ConfigurationError, match=r"lora_sync='adapter'.*bias is trained besides.*'merged' or 'auto'"):
+        decide(tmp_path, "adapter", bad)
+    with pytest.raises(ConfigurationError, match="`lora_sync` must be one of"):
+        decide(tmp_path, "always", good)
+
+
+# ---- a running engine: the fake one and vLLM
+
+
+@dataclass
+class Run:
+    model: PeftModel
+    trainer: Trainer
+
+    def difference(self) -> float:
+        requests = [PromptRequest(prompt, 2, seed=i) for i, prompt in enumerate(PROMPTS)]
+        groups = self.trainer.engines.generate(requests, 12, SAMPLING, self.trainer.version.update)
+        return worst_difference(self.trainer, groups, PROMPTS)
+
+    def from_base(self) -> float:
+        """As `difference`, to the model without its adapter."""
+        with self.model.disable_adapter():
+            return self.difference()
+
+    def digest(self) -> tuple[str, ...]:
+        return self.trainer.engines.ask(0, Digest()).workers
+
+    def send_until(self, update: int) -> None:
+        while self.trainer.version.update < update:
+            move_adapter(self.model)
+            self.trainer.send()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((FAKE, True, {}), id="fake-lora"),
+        pytest.param((FAKE, False, {"r": 12, "use_rslora": True}), id="fake-rslora"),
+        pytest.param((REAL, True, {}), id="vllm-lora", marks=pytest.mark.engine),
+        pytest.param((REAL, False, {"r": 12, "use_rslora": True}, 2), id="vllm-rslora-tp2", marks=pytest.mark.engine),
+    ],
+)
+def run(request, tmp_path_factory):
+    module, tied, settings, workers = (*request.param, 1)[:4]
+    torch.manual_seed(0)
+    model = adapted(tied, **settings)
+    base = model.get_base_model()
+    faults = Faults().lose_load(LOST).lie_about_load(LIED)
+    logs = tmp_path_factory.mktemp("log")
+    lora = lora_arguments(lora_rank(base))
+    with running_engines(base, logs, module, tensor_parallel_size=workers, faults=faults, **lora) as engines:
+        yield Run(model, Trainer(base, engines, source=AdapterSource(base, torch.float32)))
+
+
+def test_an_adapter_needs_the_weights_first(run):
+    run.trainer.sync._first = sum(bucket[0].frozen for bucket in run.trainer.sync.buckets)
+    with pytest.raises(WeightSyncError, match="before a whole one"):
+        run.trainer.sync.run(WeightVersion(1))
+    run.trainer.sync._first = 0
+
+
+@pytest.mark.parametrize("syncs", [1, 2, 50])
+def test_log_probs_agree_after_sync_and_disagree_before(run, syncs):
+    run.send_until(syncs - 1)
+    if run.trainer.version.update:
+        move_adapter(run.model)
+        assert run.difference() > 0.1, "the adapter did not move enough for this test to mean anything"
+    run.send_until(syncs)
+    assert run.difference() < 1e-3
+    assert run.from_base() > 0.1
+
+
+def test_after_the_first_sync_only_the_adapter_travels_and_the_weights_stay_bit_by_bit(run):
+    run.send_until(1)
+    before = run.digest()
+    first = run.trainer.sync._first
+    assert first == sum(bucket[0].frozen for bucket in run.trainer.sync.buckets) > 0
+    sent = sum(place(bucket)[-1].offset + place(bucket)[-1].num_bytes for bucket in run.trainer.sync.buckets[first:])
+    adapter = sum(p.numel() * 4 for name, p in run.model.named_parameters() if "lora_" in name)
+    assert sent / adapter <= 1.05
+    run.send_until(51)
+    assert run.digest() == before and all(before)
+
+
+def test_a_disabled_adapter_is_the_base(run):
+    run.send_until(51)
+    with run.model.disable_adapter():
+        run.trainer.send()
+        assert run.difference() < 1e-3
+    assert run.difference() > 0.1
+
+
+def test_a_lost_load_is_a_wrong_version_and_a_lie_shows_in_log_probs(run):
+    run.send_until(LOST - 1)
+    move_adapter(run.model)
+    with pytest.raises(WeightVersionError, match=rf"has the weights of update {LOST - 1} .* expected update {LOST}"):
+        run.trainer.send()
+    assert run.difference() > 0.1
+    run.send_until(LIED)
+    assert run.difference() > 0.1
+    run.send_until(LIED + 1)
+    assert run.difference() < 1e-3
+
+
+def test_a_digest_sees_one_bit_of_one_weight_and_a_whole_update_leaves_it_alone(run):
+    run.send_until(LIED + 1)
+    before = run.digest()
+    run.trainer.sync._first = 0
+    run.trainer.send()
+    assert run.digest() == before and run.difference() < 1e-3
+    down = run.model.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
+    with torch.no_grad():
+        down[0, 0] = torch.nextafter(down[0, 0], torch.tensor(9.0))
+    run.trainer.sync._first = 0
+    run.trainer.send()
+    assert run.digest() != before
+
+
+def test_half_an_adapter_makes_the_engine_refuse(run):
+    engines, first = run.trainer.engines, run.trainer.sync._first
+    engines.ask(0, BeginUpdate(version=WeightVersion(90), first_bucket=first))
+    with pytest.raises(Exception, match="buckets came"):
+        engines.ask(0, CommitUpdate())
+    with pytest.raises(WeightSyncError, match="mixed weights"):
+        run.difference()
+    with pytest.raises(WeightSyncError, match="before a whole one"):  # nor does another adapter make it whole
+        run.trainer.send()
+
+
+@pytest.mark.engine
+def test_an_architecture_without_lora_in_vllm_is_said_and_served_merged(tmp_path):
+    config = GPT2Config(
+        vocab_size=300, n_positions=256, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["c_proj"]))
+    move_adapter(model, 0.5)
+    base = model.get_base_model().eval()
+    with running_engines(base, tmp_path, REAL, **lora_arguments(4)) as engines:
+        assert not engines.ready[0].serves_lora
+        trainer = Trainer(base, engines, source=PeftSource(base, torch.float32))
+        trainer.send()
+        scored = torch.from_numpy(engines.score([5, 6, 7, 290, 299], 0).logprobs.copy())
+        assert torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=1e-3)

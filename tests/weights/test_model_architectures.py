@@ -1,0 +1,157 @@
+"""Log-probs of engine and trainer agree after a sync, and do not before, for every architecture that we say works."""
+
+import cv2  # noqa: F401  (transformers imports it with the first picture, and it changes LD_LIBRARY_PATH)
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from trl_multinode.engine.node_engines import PromptRequest
+from trl_multinode.errors import EngineError
+from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.testing.architectures import model_for
+from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines, worst_difference
+from trl_multinode.weights.source import ModuleSource
+from trl_multinode.weights.sync import WeightSync
+
+PROMPTS = [[5, 6, 7] * 9, [9, 8, 7, 6]]  # the first is longer than Gemma's window of 16
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+REAL_ONES = ["qwen2", "qwen3", "llama", "gemma2", "gemma3", "qwen3_moe", "idefics3"]
+FAKED = ["qwen3", "llama", "qwen3_moe"]
+WITHOUT_PICTURES = {"allowed_token_ids": list(range(258))}  # a sampled image token would want a picture
+LAST_K = "layers.1.self_attn.k_proj.weight"
+
+
+ROWS = {
+    "qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "gemma2": "Gemma 2", "gemma3": "Gemma 3",
+    "qwen3_moe": "Qwen3-MoE (mixture of experts)", "idefics3": "Idefics3 (vision and language)",
+}  # fmt: skip
+
+
+def case(name: str, module: str):
+    marks = [pytest.mark.engine, pytest.mark.feature("Architectures", ROWS[name])] if module == REAL else []
+    return pytest.param((name, module), id=f"{name}-{'vllm' if module == REAL else 'fake'}", marks=marks)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(case(name, REAL) for name in REAL_ONES),
+        *(case(name, FAKE) for name in FAKED),
+    ],
+)
+def running(request, tmp_path_factory):
+    """An engine with dummy weights, and its trainer."""
+    name, module = request.param
+    found = model_for(name, engine=module == REAL)
+    keywords = {"trust_remote_code": True} if name == "idefics3" else {}
+    folder = tmp_path_factory.mktemp("log")
+    with running_engines(found.model, folder, module, processing_class=found.processing_class, **keywords) as engines:
+        yield (Illustrated if name == "idefics3" else Written)(name, found, engines)
+
+
+class Written(Trainer):
+    """Two prompts of text."""
+
+    incomplete = {
+        LAST_K: r"self_attn\.qkv_proj \(\d+ of \d+ elements came",
+        "model.norm.weight": "model.norm .nothing",
+    }
+
+    def __init__(self, name, found, engines):
+        super().__init__(found.model, engines)
+        self.name = name
+        if name == "qwen3_moe":
+            self.incomplete = self.incomplete | {"experts.down_proj": r"experts.* \(\d+ of \d+ elements came"}
+
+    def difference(self, to_other_prompts: bool = False) -> float:
+        requests = [PromptRequest(prompt, 3, 11 + 100 * i) for i, prompt in enumerate(PROMPTS)]
+        groups = self.engines.generate(requests, 12, SAMPLING, self.version.update)
+        return worst_difference(self, groups, PROMPTS[::-1] if to_other_prompts else PROMPTS)
+
+
+class Illustrated(Trainer):
+    """Four prompts, with a picture, without, with another one, with both, as a rank's rows: two of each."""
+
+    incomplete = {
+        "vision_model.encoder.layers.1.self_attn.k_proj.weight": r"vision_model.*qkv_proj \(\d+ of \d+ elements came",
+        "connector.modality_projection.proj.weight": r"connector.* \(nothing came",
+    }
+
+    def __init__(self, name, found, engines):
+        super().__init__(found.model, engines)
+        self.name, self.processor = name, found.processing_class
+        random = np.random.default_rng(0)
+        first, second = (Image.fromarray(random.integers(0, 256, (h, 50, 3), dtype=np.uint8)) for h in (40, 90))
+        self.pictures = [[first], None, [second], [first, second]]
+        texts = ["what is <image> ?", "no picture", "what is <image> ?", "<image> or <image>"]
+        # With all the tokens of a picture, as TRL sends them
+        self.inputs = [
+            self.processor(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
+            for text, pictures in zip(texts, self.pictures, strict=True)
+        ]
+
+    @torch.no_grad()
+    def logprobs_with(self, inputs, completion) -> torch.Tensor:
+        prompt = inputs["input_ids"]
+        ids = torch.cat([prompt, torch.tensor([completion])], dim=1)
+        images = {name: value for name, value in inputs.items() if name.startswith("pixel")}
+        logits = self.model(input_ids=ids, **images).logits[0, prompt.shape[1] - 1 : -1]
+        scores = logits[:, WITHOUT_PICTURES["allowed_token_ids"]].log_softmax(-1)
+        return scores.gather(1, ids[0, prompt.shape[1] :, None])[:, 0]
+
+    def rows(self):
+        prompts = [inputs["input_ids"][0].tolist() for inputs in self.inputs for _ in range(2)]
+        requests = NodeGeneration._requests(prompts, [p for p in self.pictures for _ in range(2)], seed=11)
+        assert [len(request.images) for request in requests] == [1, 0, 1, 2]
+        return self.engines.generate(requests, 12, SAMPLING | WITHOUT_PICTURES, self.version.update)
+
+    def difference(self, to_other_prompts: bool = False) -> float:
+        first, text, second, both = self.inputs
+        assert first["input_ids"].equal(second["input_ids"])  # they differ in their pictures alone
+        inputs = [second, text, first, both] if to_other_prompts else self.inputs
+        return max(
+            (self.logprobs_with(given, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy())).abs().max().item()
+            for given, rows in zip(inputs, self.rows(), strict=True)
+            for row in rows
+        )
+
+
+def test_log_probs_agree_after_each_sync_and_disagree_before(running):
+    stale, fresh = [], []
+    for _ in range(4):
+        running.perturb()
+        if running.version.update:
+            stale.append(running.difference())
+        running.send()
+        fresh.append(running.difference())
+    print(
+        f"[architectures] {running.name}: {max(fresh):.1e} after a sync, {min(stale):.2f} to {max(stale):.2f} before"
+    )
+    assert max(fresh) < 1e-3 and min(stale) > 0.1
+
+
+def test_log_probs_disagree_with_those_of_other_prompts_or_pictures(running):
+    assert running.difference(to_other_prompts=True) > 0.01
+
+
+class Without(ModuleSource):
+    """Leaves one tensor out, as a name that vLLM does not know would."""
+
+    def __init__(self, model, name_end: str):
+        super().__init__(model, torch.float32)
+        before = len(self._metadata)
+        self._metadata = [meta for meta in self._metadata if not meta.name.endswith(name_end)]
+        assert len(self._metadata) < before
+
+
+def test_a_layer_that_does_not_get_all_its_weights_is_named(running, request):
+    if request.node.callspec.id.endswith("fake"):
+        pytest.skip("the fake loads tensor by tensor: no layer is made of several")
+    for name_end, message in running.incomplete.items():
+        running.sync = WeightSync(Without(running.model, name_end), running.engines, 40_000)
+        with pytest.raises(EngineError, match=message):
+            running.send()
+    running.sync = WeightSync(ModuleSource(running.model, torch.float32), running.engines, 40_000)
+    running.send()
+    assert running.difference() < 1e-3

@@ -1,0 +1,123 @@
+"""LoRA adapters are merged bucket by bucket, and the engine then agrees with the model that has them."""
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines
+from trl_multinode.testing.models import renamed_llava, tiny_qwen2
+from trl_multinode.weights.peft_source import AdapterSource, PeftSource
+from trl_multinode.weights.source import plan_buckets
+
+
+def adapted(**settings):
+    """A model whose adapters do something: PEFT starts them at zero."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **settings)
+    generator = torch.Generator().manual_seed(0)
+    model = get_peft_model(tiny_qwen2(tied=False), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=3.0, generator=generator)
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + torch.rand(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+def test_what_is_sent_is_what_peft_would_merge(settings):
+    model = adapted(**settings)
+    source = PeftSource(model.get_base_model(), torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sent = {}
+    for bucket in plan_buckets(source.metadata(), 40_000):
+        with source.gathering(bucket) as finish:
+            sent |= {meta.name: piece.full().clone() for meta, piece in zip(bucket, finish(), strict=True)}
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    expected = dict(model.merge_and_unload().named_parameters())
+    assert sent.keys() == expected.keys()
+    assert all(torch.allclose(sent[name], expected[name], atol=1e-6) for name in sent)
+
+
+@pytest.mark.feature("Training", "adapters besides LoRA, rsLoRA, DoRA", engine="none", refused=True)
+def test_other_adapters_are_refused_with_the_way_out(record_property):
+    with pytest.raises(ConfigurationError, match="ALoraLinearVariant.*colocate") as refused:
+        PeftSource(adapted(alora_invocation_tokens=[5, 6]).get_base_model(), torch.float32)
+    record_property("message", str(refused.value))
+    with pytest.raises(ConfigurationError, match="ia3.*colocate"):
+        model = get_peft_model(tiny_qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+        PeftSource(model.get_base_model(), torch.float32)
+
+
+def test_two_adapters_at_once_are_merged_but_not_if_one_is_dora():
+    two = adapted()
+    two.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    two.base_model.set_adapter(["default", "second"])
+    PeftSource(two.get_base_model(), torch.float32)
+    with_dora = adapted(use_dora=True)
+    with_dora.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    with_dora.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ConfigurationError, match="one at a time"):
+        PeftSource(with_dora.get_base_model(), torch.float32)
+
+
+def test_trainable_tokens_are_refused():
+    with pytest.raises(ConfigurationError, match="colocate"):
+        PeftSource(adapted(trainable_token_indices=[1, 2]).get_base_model(), torch.float32)
+
+
+def test_a_reference_adapter_beside_modules_to_save_is_not_sent():
+    """TRL adds "ref" with beta > 0; it has a copy of the head too."""
+    model = adapted(modules_to_save=["lm_head"])
+    model.add_adapter("ref", model.peft_config["default"])
+    names = {meta.name for meta in PeftSource(model.get_base_model(), torch.float32).metadata()}
+    assert "lm_head.weight" in names and not [name for name in names if "modules_to_save" in name]
+
+
+class Experts(torch.nn.Module):
+    """Mixture-of-experts layers of transformers hold their weights so: parameters, no linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.randn(3, 8, 6))
+
+    def forward(self, x):
+        return torch.einsum("bi,eio->bo", x, self.gate_up)
+
+
+def test_an_adapter_on_a_bare_parameter_is_refused_instead_of_left_out():
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["0.gate_up"])
+    model = get_peft_model(torch.nn.Sequential(Experts()), config)
+    with pytest.raises(ConfigurationError, match="adapter of 0 is not one of a layer"):
+        PeftSource(model.get_base_model(), torch.float32)
+
+
+@pytest.mark.parametrize("module", [FAKE, pytest.param(REAL, marks=pytest.mark.engine)], ids=["fake", "vllm"])
+def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, tmp_path):
+    model = adapted()
+    with running_engines(model.get_base_model(), tmp_path, module) as engines:
+        trainer = Trainer(model, engines, source=PeftSource(model.get_base_model(), torch.float32))
+        trainer.send()
+        scored = torch.from_numpy(engines.score([5, 6, 7, 290, 299], 0).logprobs.copy())
+        assert torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=1e-3)
+        with model.disable_adapter():
+            assert not torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=0.1)
+
+
+def test_layers_with_an_adapter_have_the_checkpoints_names_too(tmp_path):
+    base, names = renamed_llava(tmp_path)
+    targets = r".*language_model\.layers\.\d+\.self_attn\.q_proj"
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+    merged = PeftSource(model.get_base_model(), torch.float32)
+    assert {meta.name for meta in merged.metadata()} == names
+    adapter = {meta.name for meta in AdapterSource(model.get_base_model(), torch.float32).metadata()} - names
+    layers = [f"language_model.model.layers.{index}.self_attn.q_proj" for index in range(2)]
+    assert adapter == {layer + end for layer in layers for end in (".lora_A.weight", ".lora_B.weight")}
+    name = f"{layers[0]}.weight"
+    bucket = tuple(meta for meta in merged.metadata() if meta.name == name)
+    with merged.gathering(bucket) as finish:
+        got = finish()[0].full()
+    layer = model.get_base_model().model.language_model.layers[0].self_attn.q_proj
+    expected = layer.base_layer.weight + layer.get_delta_weight("default")
+    assert torch.allclose(got, expected) and not torch.allclose(got, layer.base_layer.weight)

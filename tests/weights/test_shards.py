@@ -1,0 +1,146 @@
+"""Shards of ZeRO-3 and FSDP2 become the same tensors, bit for bit, with one collective across nodes a bucket."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from forks import on_gloo_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from trl_multinode.weights.shards import Pieces, Shard, ShardGather, shard_of
+from trl_multinode.weights.source import ModuleSource
+
+SHAPES = [(7, 3), (5,), (1,), (64, 2), (2, 3, 4)]  # most do not divide by the number of ranks
+
+
+def full_tensors(dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in SHAPES]
+
+
+def zero3_piece(tensor: torch.Tensor, rank: int, world: int) -> Shard:
+    """As DeepSpeed cuts: equal pieces of the flattened tensor, the last padded with whatever is there."""
+    elements = -(-tensor.numel() // world)
+    padded = torch.full((world * elements,), float("nan"), dtype=tensor.dtype)
+    padded[: tensor.numel()] = tensor.flatten()
+    return Shard(padded[rank * elements : (rank + 1) * elements], elements, tuple(tensor.shape))
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("travels_as", [torch.float32, torch.bfloat16])
+def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(nodes, ranks_per_node, travels_as, tmp_path):
+    world = nodes * ranks_per_node
+
+    def body(rank: int) -> list[bool] | None:
+        counted = count_collectives()
+        gather = ShardGather(ranks_per_node, torch.device("cpu"))
+        shards = [zero3_piece(tensor, rank, world) for tensor in full_tensors()]
+        pieces = gather.start(shards, [travels_as] * len(shards)).wait()
+        expected = [int(nodes > 1), int(ranks_per_node > 1)]
+        assert counted == expected == list(gather.num_collectives)
+        if rank % ranks_per_node:
+            assert all(piece.data.numel() == 0 for piece in pieces)
+            return None
+        return [torch.equal(p.full(), t.to(travels_as)) for p, t in zip(pieces, full_tensors(), strict=True)]
+
+    for rank, equal in enumerate(on_gloo_ranks(body, world, tmp_path)):
+        assert equal == (None if rank % ranks_per_node else [True] * len(SHAPES))
+
+
+def count_collectives() -> list[int]:
+    """Counts what torch.distributed is asked for from here on: across nodes, within a node."""
+    counted = [0, 0]
+
+    def counting(index: int, real):
+        def call(*args, **kwargs):
+            counted[index] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    for index, name in enumerate(["all_gather_into_tensor", "batch_isend_irecv"]):
+        setattr(dist, name, counting(index, getattr(dist, name)))  # in a forked process of its own
+    return counted
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(3, 5)  # 5 rows on 2 or 4 ranks
+        self.outer = nn.Linear(5, 1)  # fewer rows than ranks
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(world, tmp_path):
+    def body(rank: int) -> list[bool]:
+        model = Small()
+        source = ModuleSource(model, torch.float32, ShardGather(world, torch.device("cpu")))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))  # replaces the parameters that the source saw
+        bucket = tuple(source.metadata())
+        expected = [tensor.full_tensor() for tensor in source.tensors(bucket)]
+        counted = count_collectives()
+        with source.gathering(bucket) as finish:
+            pieces = finish()
+            assert tuple(counted) == source.collectives(bucket) == (0, 1)
+            return [torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)] if rank == 0 else [True]
+
+    assert on_gloo_ranks(body, world, tmp_path)[0] == [True] * 4
+
+
+def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_path):
+    def body(rank: int) -> list[bool]:
+        piece = torch.zeros(8)
+        piece.ds_numel, piece.final_location = 8, None
+        good = SimpleNamespace(ds_tensor=piece, ds_numel=15, ds_shape=(15,), ds_secondary_tensor=None)
+        shared = SimpleNamespace(**{**vars(good), "ds_numel": 8})  # MiCS: every group has all of it
+        secondary = SimpleNamespace(**{**vars(good), "ds_secondary_tensor": piece})  # ZeRO++
+        found = [shard_of(tensor) is not None for tensor in (good, shared, secondary, torch.zeros(3))]
+        piece.final_location = SimpleNamespace(name="nvme")
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        hybrid = Small()
+        fully_shard(hybrid, mesh=mesh)
+        return [*found, shard_of(good) is not None, shard_of(hybrid.inner.weight) is not None]
+
+    assert on_gloo_ranks(body, 2, tmp_path) == [[True, False, False, False, False, False]] * 2
+
+
+def test_hybrid_sharding_still_gives_the_whole_tensor(tmp_path):
+    def body(rank: int) -> bool:
+        model, reference = Small(), Small()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+        source = ModuleSource(model, torch.float32, ShardGather(2, torch.device("cpu")))
+        bucket = tuple(source.metadata())
+        with source.gathering(bucket) as finish:
+            pieces = finish()
+            assert source.collectives(bucket) == (4, 0)
+            return all(torch.equal(p.full(), t) for p, t in zip(pieces, reference.parameters(), strict=True))
+
+    assert on_gloo_ranks(body, 2, tmp_path) == [True, True]
+
+
+def test_pieces_are_cast_while_they_are_copied_and_the_padding_is_left_out():
+    data = torch.arange(12.0).view(2, 2, 3)
+    target = torch.full((12,), -1, dtype=torch.bfloat16)
+    Pieces(data, (10,)).copy_to(target[:10])
+    assert target.tolist() == [*range(10), -1, -1]
+
+
+def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
+    def body(rank: int) -> bool:
+        gather = ShardGather(2, torch.device("cpu"))
+        (pieces,) = gather.start([Shard(torch.empty(0), 0, (0, 5))], [torch.bfloat16]).wait()
+        return rank > 0 or pieces.full().shape == (0, 5)
+
+    assert on_gloo_ranks(body, 4, tmp_path) == [True] * 4
+
+
+def test_what_differs_between_ranks_is_seen_by_all(tmp_path):
+    def body(rank: int) -> list:
+        gather = ShardGather(1, torch.device("cpu"))
+        return [gather.extremes(7), gather.extremes(2**32 - 1 if rank else 3)]
+
+    assert on_gloo_ranks(body, 2, tmp_path) == [[[7, 7], [3, 2**32 - 1]]] * 2

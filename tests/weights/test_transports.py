@@ -1,0 +1,179 @@
+"""Staging slots in every memory: what is written arrives; which one is chosen and why; what happens if it fails."""
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_multinode.engine.process_group import within
+from trl_multinode.engine.protocol import Broadcast, DeviceMemory, HostMemory
+from trl_multinode.engine.receiving import OpenedSlots
+from trl_multinode.errors import ConfigurationError, WeightSyncError
+from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines
+from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.weights.shards import Pieces
+from trl_multinode.weights.slots import SHARED_MEMORY, BroadcastSlots, HostSlots, Slots
+from trl_multinode.weights.source import WeightMeta, place
+from trl_multinode.weights.transports import Machine, Transport, choose
+
+CPU = torch.device("cpu")
+BUCKET = (WeightMeta("w", torch.bfloat16, (2, 3)), WeightMeta("b", torch.float32, (2,)))
+
+
+@pytest.fixture(params=["host", "nccl"])
+def slots(request, tmp_path):
+    """`nccl` on a machine without GPUs is the same code over gloo."""
+    made = HostSlots(256, False) if request.param == "host" else BroadcastSlots(256, CPU, tmp_path / "store", [1], 5.0)
+    yield made
+    made.close()
+
+
+def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(slots):
+    weights, bias = torch.randn(2, 3), torch.randn(2)
+    opened = OpenedSlots(slots.open_for(0), 256, CPU)
+    slots.opened()
+    specs = place(BUCKET)
+    for _ in range(2):  # the first broadcast also joins the group
+        weights += 1
+        slots.write(1, specs, [Pieces.whole(weights), Pieces.whole(bias)])
+        with ThreadPoolExecutor(1) as receiver:
+            taken = receiver.submit(opened.take, 1, specs)
+            slots.announce(1, 72)
+        slots.write(1, specs, [Pieces.whole(torch.zeros(2, 3)), Pieces.whole(torch.zeros(2))])
+        got = dict(taken.result())
+        assert torch.equal(got["w"], weights.bfloat16()) and torch.equal(got["b"], bias)
+
+
+def test_a_tensor_of_another_shape_is_never_written():
+    with pytest.raises(WeightSyncError, match=r"w was gathered with shape \(3, 2\), expected \(2, 3\)"):
+        Slots([torch.zeros(256, dtype=torch.uint8)]).write(0, place(BUCKET[:1]), [Pieces.whole(torch.zeros(3, 2))])
+
+
+def test_a_full_shared_memory_is_named_with_the_cure():
+    with pytest.raises(WeightSyncError, match="Lower `sync_bucket_mb`.*--shm-size"):
+        HostSlots(1 << 60, pin=False)
+
+
+def test_page_locking_that_failed_is_told_and_leaves_no_file(monkeypatch):
+    failing = SimpleNamespace(cudaHostRegister=lambda *args: 2)  # cudaErrorMemoryAllocation
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: failing)
+    before = set(SHARED_MEMORY.glob("trl_multinode_*"))
+    with pytest.raises(WeightSyncError, match="page-locked .CUDA error 2.*ulimit -l"):
+        HostSlots(256, pin=True)
+    assert not set(SHARED_MEMORY.glob("trl_multinode_*")) - before
+
+
+# ---- which one
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        (Machine(None), "on the CPU"),
+        (Machine("NVIDIA", peer_access=True), "NVIDIA GPUs, peer access.*never ran on a GPU"),
+        (Machine("NVIDIA"), "NVIDIA GPUs, no peer access"),
+        (Machine("AMD", shared=True, peer_access=True), "AMD GPUs"),
+    ],
+)
+def test_auto_takes_what_was_executed_and_says_why(machine, reason):
+    kind, why = choose("auto", machine)
+    assert kind == "host" and re.search(reason, why)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "machine", "cure"),
+    [
+        ("ipc", Machine(None), "Use 'host'"),
+        ("ipc", Machine("NVIDIA"), "nvidia-smi topo"),
+        ("nccl", Machine("NVIDIA", shared=True, peer_access=True), "Use 'ipc' or 'host'"),
+    ],
+)
+def test_one_that_cannot_work_here_is_refused_with_the_way_out(wanted, machine, cure):
+    with pytest.raises(ConfigurationError, match=cure):
+        choose(wanted, machine)
+
+
+def test_what_was_asked_for_is_taken_and_said_to_be_experimental():
+    assert choose("nccl", Machine("NVIDIA")) == ("nccl", "as configured; experimental")
+    assert choose("ipc", Machine("AMD", peer_access=True))[0] == "ipc"
+    assert choose("nccl", Machine(None)) == ("nccl", "as configured; over gloo, on the CPU")
+    assert choose("host", Machine("NVIDIA"))[0] == "host"
+
+
+def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
+    slots = BroadcastSlots(64, CPU, tmp_path / "store", [2, 2], 5.0)
+    told = [slots.open_for(engine) for engine in range(2)]
+    assert told == [Broadcast("gloo", str(tmp_path / "store"), 5, first, 5.0) for first in (1, 3)]
+
+
+def test_an_opened_transport_says_which_kind_of_memory():
+    assert {HostMemory, DeviceMemory, Broadcast} == set(OpenedSlots.__init__.__annotations__["memory"].__args__)
+
+
+# ---- with an engine
+
+
+@pytest.mark.parametrize("module", [FAKE, pytest.param(REAL, marks=pytest.mark.engine)], ids=["fake", "vllm"])
+def test_the_engine_agrees_after_broadcast_syncs_and_disagrees_before(module, tmp_path):
+    model = tiny_qwen2(tied=False)
+    with running_engines(model, tmp_path, module) as engines:
+        transport = Transport("nccl", folder=tmp_path, say=pytest.fail)
+        trainer = Trainer(model, engines, transport=transport)
+        for sync in range(3):
+            trainer.perturb()
+            if sync:
+                assert distance(trainer) > 0.1
+            trainer.send()
+            assert trainer.sync._slots.kind == "nccl"
+            assert distance(trainer) < 1e-3
+
+
+def distance(trainer) -> float:
+    scored = torch.from_numpy(trainer.engines.score([5, 6, 7, 290, 299], 0).logprobs.copy())
+    return (scored - trainer.logprobs([5], [6, 7, 290, 299])).abs().max().item()
+
+
+class Garbling(BroadcastSlots):
+    """Loses a byte on the way."""
+
+    def announce(self, slot: int, num_bytes: int) -> None:
+        self.memory[slot][num_bytes // 2] += 1
+        super().announce(slot, num_bytes)
+
+
+class Silent(BroadcastSlots):
+    """Fails before anything is sent: the workers wait for nothing."""
+
+    def announce(self, slot: int, num_bytes: int) -> None:
+        raise RuntimeError("no communicator")
+
+
+@pytest.mark.parametrize(("broken", "said"), [(Garbling, "checksums"), (Silent, "no communicator")])
+def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, said, tmp_path, monkeypatch):
+    model = tiny_qwen2()
+    warnings: list[str] = []
+
+    class Failing(Transport):
+        def _make(self, num_bytes):
+            return broken(num_bytes, CPU, tmp_path / "store", [1], 3.0)
+
+    with running_engines(model, tmp_path, FAKE) as engines:
+        trainer = Trainer(model, engines, transport=Failing("nccl", say=warnings.append))
+        trainer.perturb()
+        trainer.send()
+        assert trainer.sync._slots.kind == "host" and distance(trainer) < 1e-3
+    (warning,) = warnings
+    assert said in warning and "through host memory instead" in warning
+
+
+def test_a_call_that_hangs_is_left_behind():
+    forever = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.05, forever.wait)
+    forever.set()
+    assert within(5.0, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(5.0, lambda: 1 / 0)

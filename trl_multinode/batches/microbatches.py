@@ -1,0 +1,286 @@
+"""`micro_batch_tokens`: the rows of an optimizer step, cut anew into balanced micro-batches. The seam in TRL.
+
+The calls of `training_step` that accumulate only collect TRL's slices; the last one runs all micro-steps through
+transformers' own `training_step`. The gradient is TRL's: `docs/balance.md` has the formula.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer
+from trl import GRPOTrainer
+
+from ..config import field_or_default
+from ..errors import ConfigurationError
+from ..topology import Topology
+from .batching import Plan, plan
+from .layouts import PER_TOKEN, Compact, Row, cut_rows, join_rows, lengths, pack, unpack
+from .local_metrics import LocalMetrics
+from .row_exchange import RowExchange
+
+MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # the loss of a micro-batch is a mean over its rows
+SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")  # a sum, divided by the tokens of the generation block
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def reason_against(trainer: GRPOTrainer) -> str | None:
+    """Why this run keeps TRL's micro-batches; `None` if it need not. The same on every rank."""
+    config = trainer.model.config.get_text_config()
+    rotary = any("rotary" in type(module).__name__.lower() for module in trainer.model.modules())
+    rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    layers = sorted({*(getattr(config, "layer_types", None) or [])} - KNOWN_LAYERS)
+    reasons = {
+        f"loss_type={trainer.loss_type!r} is not a sum over rows": (
+            trainer.loss_type not in MEAN_OVER_ROWS + SUM_OVER_TOKENS
+        ),
+        "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
+        "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
+        "the router's auxiliary loss is taken over a micro-batch": trainer.aux_loss_enabled,
+        "the model takes images": trainer._is_vlm,
+        f"{type(trainer.model).__name__} has no rotary positions, so they may be absolute": not rotary,
+        f"rotary frequencies depend on the padded length: {rope}": "dynamic" in rope or "longrope" in rope,
+        f"layers of type {layers} may see padding": bool(layers),
+        "context parallelism cuts the batch itself": bool(getattr(trainer.accelerator, "parallelism_config", None)),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+class BalancedGRPOTrainer(GRPOTrainer):
+    """
+    TRL's [`~trl.GRPOTrainer`] with `micro_batch_tokens`; without it every method is TRL's.
+
+    Works with every `vllm_mode` and without vLLM, with one process and with many. All training ranks take part in its
+    collectives: one of the lengths and one of the rows (within their pool) for each optimizer step and no-grad pass,
+    and one of the metrics for each optimizer step.
+
+    Raises:
+        `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`.
+    """
+
+    _balance: "Balance | None" = None
+    _current_train_step_time: float  # TRL's
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if field_or_default(self.args, "micro_batch_tokens") is None:
+            return
+        if reason := reason_against(self):
+            if self.accelerator.is_main_process:
+                print(f"[trl_multinode] micro_batch_tokens is off, the micro-batches are TRL's: {reason}", flush=True)
+            return
+        self._balance = Balance(self)
+
+    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
+        if self._balance is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        start = time.perf_counter()
+        model.train()  # as transformers does: TRL looks at the mode
+        self._balance.slices.append(self._prepare_inputs(inputs))
+        loss = torch.zeros((), device=self.args.device)
+        if self.accelerator.sync_gradients:
+            loss = self._balance.train(model, num_items_in_batch)
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - start
+        if self.accelerator.sync_gradients:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+        return loss
+
+    def _prepare_inputs(self, generation_batch):
+        if self._balance is not None and self._balance.inside:
+            return generation_batch  # a micro-batch, in transformers' training_step
+        return super()._prepare_inputs(generation_batch)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self._balance is None or not self._balance.inside:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with self._balance.metrics.kept_local(self):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return loss * self._balance.scale(len(inputs["prompt_ids"]))
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        score = super()._get_per_token_logps_and_entropies
+        if self._balance is None or not self.model.training:
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
+
+        def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int):
+            layout = Compact(mask, keep, self.pad_to_multiple_of or 1)
+            found = score(model, layout.ids(ids), layout.attention_mask, layout.logits_to_keep, **kwargs)
+            return layout.restore(found[0]), layout.restore(found[1]), found[2]
+
+        if torch.is_grad_enabled():
+            return compact(input_ids, attention_mask, logits_to_keep)
+        return self._balance.score(compact, input_ids, attention_mask, logits_to_keep), None, None
+
+
+class Balance:
+    """Plans, moves and runs the rows of this rank.
+
+    Args:
+        trainer ([`BalancedGRPOTrainer`]):
+            Built by every rank at the same point: process groups are made here.
+    """
+
+    def __init__(self, trainer: BalancedGRPOTrainer):
+        self._trainer, self._args = trainer, trainer.args
+        self._topology = Topology.from_environment()
+        self._exchange = RowExchange(self._topology, self._args.balance_across, trainer.accelerator.device)
+        self._linear = 6 * trainer.model.config.get_text_config().hidden_size
+        self._multiple = trainer.pad_to_multiple_of or 1
+        per_sequence = trainer.vllm_importance_sampling_mode.startswith("sequence_")
+        self._per_token = frozenset(PER_TOKEN) - ({"importance_sampling_ratio"} if per_sequence else set())
+        self.slices: list[Tensors] = []  # of this optimizer step, TRL's own objects: they may be used again
+        self.metrics = LocalMetrics()
+        self.inside = False  # a micro-step
+        self._slice_rows = 0
+        self._moved_bytes, self._crossed_bytes = 0, 0  # by all ranks; between nodes
+
+    def scale(self, rows: int) -> float:
+        """What makes the loss of a micro-batch its part of TRL's: see docs/balance.md."""
+        return rows / self._slice_rows if self._trainer.loss_type in MEAN_OVER_ROWS else 1.0
+
+    def train(self, model, num_items_in_batch) -> torch.Tensor:
+        """All micro-steps of an optimizer step; returns this rank's loss as TRL's calls of the step sum up to it."""
+        slices, self.slices = self.slices, []
+        self._slice_rows = len(slices[0]["prompt_ids"])
+        shares = [self._share(block) for block in self._blocks(slices)]
+        batches = [(share.scalars, rows) for share in shares for rows in share.steps]
+        loss = torch.zeros((), device=self._args.device)
+        start, self.inside = time.perf_counter(), True
+        try:
+            for index, (scalars, rows) in enumerate(batches):
+                batch = self._join(rows) | scalars
+                with self._synchronized(model, last=index == len(batches) - 1):
+                    loss += Trainer.training_step(self._trainer, model, batch, num_items_in_batch)
+        finally:
+            self.inside = False
+        self._log(shares, time.perf_counter() - start)
+        return loss
+
+    def _blocks(self, slices: list[Tensors]) -> list[list[Tensors]]:
+        """Slices that may be mixed. A sum over tokens is divided by the tokens of its generation block."""
+        if self._trainer.loss_type in MEAN_OVER_ROWS:
+            return [slices]
+        blocks: dict[float, list[Tensors]] = {}
+        for part in slices:
+            blocks.setdefault(part["num_items_in_batch"].item(), []).append(part)
+        return list(blocks.values())
+
+    @contextlib.contextmanager
+    def _synchronized(self, model, last: bool) -> Iterator[None]:
+        """The last micro-step is the one that reduces the gradients, as in transformers' own loop."""
+        accelerator = self._trainer.accelerator
+        accelerator.gradient_state._set_sync_gradients(last)
+        each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if last or each or accelerator.distributed_type == "DEEPSPEED":
+            yield
+        else:
+            with accelerator.no_sync(model=model):
+                yield
+
+    @torch.no_grad()
+    def score(self, compact: Callable, input_ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
+        """Per-token log-probs of the completions, shape `(rows, keep)`, as TRL's fixed chunks give them."""
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        columns = (slice(None, -keep), slice(-keep, None))
+        values = [tensor[:, part] for part in columns for tensor in (input_ids, mask)]
+        share = self._share([dict(zip(names, values, strict=True))])
+        found: dict[int, torch.Tensor] = {}
+        for rows in share.steps:
+            batch = self._join(rows)
+            ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+            logps = compact(ids, masks, batch["completion_ids"].shape[1])[0]
+            found |= {n: row[: share.sizes[n, 1]] for n, row in zip(rows, logps, strict=True)}
+        guests = [number for number in found if share.plan.owners[number] != self._exchange.rank]
+        records = {number: pack({"logps": found[number]}) for number in guests}
+        back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.plan.owners)
+        self._count(share.sizes[:, 1], share)
+        result = logps.new_zeros(len(input_ids), keep)
+        for row, number in zip(result, share.own, strict=True):
+            values_of_row = back[number].view(torch.float32) if number in back else found[number]
+            row[: len(values_of_row)] = values_of_row
+        return result
+
+    def _share(self, inputs: list[Tensors]) -> "Share":
+        """What this rank runs of the rows that all ranks bring. A collective of all ranks."""
+        table = self._exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
+        padded = -(-table.sum(2) // self._multiple) * self._multiple
+        self._check(padded)
+        cut = plan(padded, self._exchange.pools, self._args.micro_batch_tokens, self._linear)
+        share = Share(cut, table.reshape(-1, 2), self._exchange.rank, inputs[0])
+        mine = dict(zip(share.own, (row for part in inputs for row in cut_rows(part, self._per_token)), strict=True))
+        like = next(iter(mine.values()))
+        in_row = [name for name in like if name in self._per_token]
+        others = sum(value.numel() for name, value in like.items() if name not in (*in_row, "prompt_ids"))
+        record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
+        leaving = {number: pack(row) for number, row in mine.items() if share.targets[number] != self._exchange.rank}
+        arrived = self._exchange.move(leaving, record_sizes, cut.owners, share.targets)
+        self._count(record_sizes, share)
+        mine |= {n: unpack(record, like, share.sizes[n], self._per_token) for n, record in arrived.items()}
+        share.steps = [{number: mine[number] for number in numbers} for numbers in cut.bins[self._exchange.rank]]
+        return share
+
+    def _count(self, sizes: np.ndarray, share: "Share") -> None:
+        """Bytes of the records that left their rank; all ranks know those of all."""
+        per_node, owners = self._topology.ranks_per_node, share.plan.owners
+        self._moved_bytes += 4 * int(sizes[share.targets != owners].sum())
+        self._crossed_bytes += 4 * int(sizes[share.targets // per_node != owners // per_node].sum())
+
+    def _join(self, rows: dict[int, Row]) -> Tensors:
+        return join_rows(list(rows.values()), self._per_token, self._trainer._tokenizer.pad_token_id)
+
+    def _check(self, padded: np.ndarray) -> None:
+        """All ranks know all lengths, so all raise."""
+        cap = self._args.micro_batch_tokens
+        if padded.max() > cap:
+            rank = int(padded.max(axis=1).argmax())
+            raise ConfigurationError(
+                f"{self._topology}: a row of rank {rank} has {padded.max()} tokens with its prompt, more than "
+                f"`micro_batch_tokens` {cap}. Raise `micro_batch_tokens` to at least the longest prompt + "
+                f"`max_completion_length` {self._args.max_completion_length}, or shorten prompts."
+            )
+
+    def _log(self, shares: "list[Share]", seconds: float) -> None:
+        """A collective of all ranks, for TRL's metrics; ours are the same on every rank without one."""
+        self.metrics.finish(self._trainer)
+        costs = np.concatenate([share.plan.costs() for share in shares], axis=1)
+        slots = np.concatenate([share.plan.slots() for share in shares], axis=1)
+        values = {
+            "real_token_share": float(sum(share.sizes.sum() for share in shares) / slots.sum()),
+            "mean_rows": sum(len(share.sizes) for share in shares) / costs.size,
+            "micro_steps": costs.shape[1],
+            "moved_mib": self._moved_bytes / 2**20,
+            "moved_between_nodes_mib": self._crossed_bytes / 2**20,
+            "lost_s": seconds * float(1 - costs.sum(axis=1).min() / costs.max(axis=0).sum()),
+        }
+        self._moved_bytes, self._crossed_bytes = 0, 0
+        for name, value in values.items():
+            self._trainer._metrics["train"][f"balance/{name}"].append(value)
+
+
+class Share:
+    """What one rank runs, and where every row comes from and goes to.
+
+    Args:
+        plan ([`Plan`]), sizes (`np.ndarray` of shape `(rows, 2)`):
+            Of all ranks; prompt and completion tokens.
+        rank (`int`):
+            This rank.
+        inputs (`dict[str, torch.Tensor]`):
+            A slice of the rows; its scalars hold for all of them.
+    """
+
+    def __init__(self, plan: Plan, sizes: np.ndarray, rank: int, inputs: Tensors):
+        self.plan, self.sizes = plan, sizes
+        self.own = np.flatnonzero(plan.owners == rank).tolist()  # rows that this rank brings
+        self.targets = plan.targets()
+        self.scalars = {name: value for name, value in inputs.items() if value is not None and value.ndim == 0}
+        self.steps: list[dict[int, Row]] = []  # rows that this rank runs, by micro-step

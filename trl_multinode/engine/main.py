@@ -1,0 +1,276 @@
+"""The engine process: vLLM's `AsyncLLM` behind the protocol, and supervisor of its own process tree.
+
+Started by the node's local main process as `python -m trl_multinode.engine.main SPEC.json`. It is a process of its own
+because vLLM's front end costs Python time for every token, and because DeepSpeed's and vLLM's patches of torch do not
+mix. It imports neither TRL nor transformers.
+"""
+
+import asyncio
+import gc
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .plugin import BACKEND, RUN_MARKER
+from .protocol import OpenSlots, Ready, WeightVersion
+from .server import Backend, EngineServer, EngineSpec, Generated, Refused
+from .supervisor import (
+    PidWatch,
+    become_subreaper,
+    descendants,
+    exit_cause,
+    is_resource_tracker,
+    kill_descendants,
+    record_shared_memory,
+    unlink_shared_memory,
+)
+
+# vLLM keeps 8 Python objects for every token; to free them took 31 ms for 224 rows of 1024 tokens, all at the end
+FREE_AFTER_S = 0.25
+# A collection of the young walks through all these lists, 43 ms for 224 rows of 2048; with Python's 700 it came often
+NEW_OBJECTS_PER_COLLECTION = 100_000
+
+
+class VllmBackend(Backend):
+    """vLLM's asynchronous engine, its weights in vLLM's own weight-transfer interface."""
+
+    def __init__(self, spec: EngineSpec):
+        self._spec = spec
+        self._tokens = 0
+        self._num_requests = 0
+        self._adapter: Any = None  # vLLM's LoRARequest for the adapter that the workers hold, if they hold one
+
+    async def start(self) -> None:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(
+            **self._spec.engine_args,
+            load_format="dummy",  # the trainer is the only source of weights: no hub, no token, no checkpoint
+            logprobs_mode="processed_logprobs",  # after temperature, as TRL's importance sampling needs them
+            enable_log_requests=False,
+            disable_log_stats=True,  # Prometheus took 2 ms for the end of 224 rows, and nobody reads it
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            worker_extension_cls="trl_multinode.engine.worker.WorkerExtension",
+        )
+        args.enable_lora = args.enable_lora and has_lora(args)
+        self._llm = AsyncLLM.from_engine_args(args)
+        if self._llm.vllm_config.model_config.is_multimodal_model:
+            take_expanded_prompts(self._llm.renderer.get_mm_processor())
+        self._params_cls = SamplingParams
+        gc.freeze()
+        gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
+
+    def tokens_done(self) -> int:
+        return self._tokens
+
+    def ready(self) -> Ready:
+        import vllm
+
+        config = self._llm.vllm_config.model_config
+        return Ready(
+            pid=os.getpid(),
+            max_model_len=config.max_model_len,
+            dtype=str(config.dtype).removeprefix("torch."),
+            vllm_version=vllm.__version__,
+            processes=tuple(process.pid for process in vllm_processes()),
+            serves_lora=self._llm.vllm_config.lora_config is not None,
+        )
+
+    async def generate(self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed, images):
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        keywords = dict(sampling)
+        if isinstance(keywords.get("structured_outputs"), dict):
+            keywords["structured_outputs"] = StructuredOutputsParams(**keywords["structured_outputs"])
+        try:
+            params = self._params_cls(
+                n=num, seed=seed, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
+                detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.CUMULATIVE, **keywords,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise Refused("EngineRefusedError", f"vLLM refuses the sampling settings: {error}") from error
+        rows = [Generated() for _ in range(num)]
+        kept = {}  # until the ranks have their rows
+        async for output in self._outputs(self._prompt(prompt, images), params):
+            for row in output.outputs:
+                kept[row.index] = row
+                self._tokens += rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
+        asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
+        return rows
+
+    async def score(self, prompt: list[int]):
+        """Log-probs of `prompt[1:]` under the present weights, as one row."""
+        params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
+        *_, output = [output async for output in self._outputs(self._prompt(prompt, ()), params)]
+        rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        return [Generated(prompt[1:], [position[token].logprob for token, position in rows])]
+
+    @staticmethod
+    def _prompt(prompt: list[int], images) -> dict:
+        request: dict[str, Any] = {"prompt_token_ids": prompt}
+        if images:
+            from PIL import Image
+
+            pictures = [Image.frombytes(image.mode, image.size, image.data) for image in images]
+            request["multi_modal_data"] = {"image": pictures if len(pictures) > 1 else pictures[0]}
+        return request
+
+    async def _outputs(self, prompt: dict, params) -> AsyncIterator:
+        from vllm.exceptions import VLLMClientError
+
+        self._num_requests += 1
+        try:
+            number = str(self._num_requests)
+            async for output in self._llm.generate(prompt, params, request_id=number, lora_request=self._adapter):
+                yield output
+        except (ValueError, VLLMClientError) as error:
+            raise Refused("EngineRefusedError", f"vLLM refuses the prompt: {error}") from error
+
+    async def open_slots(self, request: OpenSlots) -> None:
+        info = {"request": msgspec.msgpack.encode(request)}
+        await self._llm.collective_rpc("init_weight_transfer_engine", args=(info,))
+
+    async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        return await self._llm.collective_rpc("crc_of_slot", args=(slot, num_bytes))
+
+    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
+        self._update = {"version": [version.update, version.step], "first": first_bucket}
+        await self._llm.pause_generation(mode="wait")
+        await self._llm.start_weight_update()
+
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        info = {"bucket": bucket, "slot": slot, **self._update}
+        await self._llm.collective_rpc("update_weights", kwargs={"update_info": info})
+
+    async def commit_update(self) -> list[WeightVersion]:
+        await self._llm.finish_weight_update()
+        committed = await self._llm.collective_rpc("commit_weights")
+        await self._llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        await self._llm.resume_generation()
+        self._adapter = in_memory_adapter(committed[0][2])
+        return [WeightVersion(update, step) for update, step, _ in committed]
+
+    async def digests(self) -> list[str]:
+        return await self._llm.collective_rpc("weights_digest")
+
+    async def stop(self) -> None:
+        self._llm.shutdown(timeout=5)
+
+
+def take_expanded_prompts(processor) -> None:
+    """TRL's prompts hold all the tokens of a picture already. vLLM 0.31 would replace the first of them by all, once
+    more, and embed the others as text; here it looks first whether they are all there."""
+    expand = processor._apply_prompt_updates
+
+    def find_or_expand(token_ids, updates):
+        found = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(found.get(kind, ())) == len(items) for kind, items in updates.items()):
+            return token_ids, found
+        return expand(token_ids, updates)
+
+    processor._apply_prompt_updates = find_or_expand
+
+
+def has_lora(args) -> bool:
+    """Whether vLLM's class of this model takes adapters; asked here, because a rank would import vLLM for it."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models import supports_lora
+
+    return supports_lora(get_model_cls(args.create_model_config()))
+
+
+def in_memory_adapter(number: int) -> Any:
+    """What requests say to use adapter `number`, that every worker holds; the path is asked for and must not exist."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"update-{number}", number, f"/held/in/memory/{number}") if number else None
+
+
+def vllm_processes() -> list:
+    """Processes below us that run vLLM, that is all but multiprocessing's resource tracker."""
+    return [process for process in descendants() if not is_resource_tracker(process)]
+
+
+def check_reports(folder: Path) -> None:
+    """Every vLLM process must have run our plugin, or a killed engine would leave it behind.
+
+    Raises:
+        `RuntimeError`: if one did not, naming it and the cure.
+    """
+    silent = [process for process in vllm_processes() if not (folder / str(process.pid)).exists()]
+    if silent:
+        raise RuntimeError(
+            f"vLLM processes {[process.pid for process in silent]} did not load the trl_multinode plugin. Install the "
+            "package (`pip install .`; a bare PYTHONPATH has no entry points) and leave VLLM_PLUGINS unset."
+        )
+
+
+def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = False) -> None:
+    """Kill everything below us, remove the sockets, go. `reason` is for the owner; `None` means: as it should be."""
+    if reason:
+        print(f"engine {spec.index}: {reason}", file=sys.stderr, flush=True)
+        try:
+            Path(spec.failure_path).write_text(reason)
+        except OSError:
+            pass
+    survivors = kill_descendants()
+    if survivors:
+        print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
+    unlink_shared_memory(Path(spec.shared_memory_record))
+    socket = Path(spec.socket_path)
+    socket.unlink(missing_ok=True)
+    if owner_died and not list(socket.parent.glob("engine*.sock")):
+        shutil.rmtree(socket.parent, ignore_errors=True)  # nobody else will; the last engine of the node does it
+    os._exit(code)
+
+
+async def run(spec: EngineSpec, backend: Backend) -> None:
+    """Start the backend, serve until the owner goes, and end the whole tree whatever happens."""
+    start = time.monotonic()
+
+    def ended(pid: int) -> None:
+        if pid == spec.owner_pid:
+            leave(spec, None, 0, owner_died=True)
+        leave(spec, f"{titles[pid]} (pid {pid}) {exit_cause(pid)}", 1)
+
+    titles: dict[int, str] = {}
+    watch = PidWatch(ended)
+    watch.add(spec.owner_pid)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, leave, spec, "terminated by SIGTERM", 1)
+    await backend.start()
+    check_reports(Path(spec.report_folder))
+    record_shared_memory(Path(spec.shared_memory_record))
+    for process in vllm_processes():
+        titles[process.pid] = " ".join(process.cmdline())[:80]  # vLLM names its processes VLLM::EngineCore and so on
+        watch.add(process.pid)
+    print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
+    await EngineServer(spec, backend).serve()
+
+
+def main(make_backend=VllmBackend) -> None:
+    spec = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineSpec)
+    become_subreaper()
+    os.environ[RUN_MARKER] = f"{os.getpid()}:{spec.report_folder}"
+    Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
+    try:
+        asyncio.run(run(spec, make_backend(spec)))
+    except BaseException as error:  # whatever it was, the tree must go and the owner must hear of it
+        traceback.print_exc()
+        leave(spec, f"{type(error).__name__}: {error}".splitlines()[0], 1)
+    leave(spec, None, 0)
+
+
+if __name__ == "__main__":
+    main()

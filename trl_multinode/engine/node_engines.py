@@ -1,0 +1,335 @@
+"""What a rank asks of its node's engines: completions, scores, and (the local main process) weight updates.
+
+Nothing in here is a collective: a rank talks to its own node's engines and to nobody else.
+"""
+
+import fcntl
+import itertools
+import mmap
+import os
+import selectors
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from msgspec.structs import replace
+
+from .. import errors
+from ..errors import EngineDiedError, EngineError, EngineStalledError
+from .protocol import (
+    Completions,
+    Connection,
+    Failure,
+    Generate,
+    Hello,
+    Image,
+    Message,
+    Progress,
+    Ready,
+    Score,
+    Shutdown,
+    WeightVersion,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """One prompt, asked for `num_completions` times in one go."""
+
+    prompt: Sequence[int]  # (P,) token ids
+    num_completions: int
+    seed: int | None = None  # completion i samples with seed + i
+    images: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion, as it came from an engine."""
+
+    tokens: np.ndarray  # int32 (T,)
+    logprobs: np.ndarray  # float32 (T,), of the sampled tokens, after temperature and other processing
+    version: WeightVersion  # of the weights that made it
+    engine: int  # index on the node
+
+
+class LoadBoard:
+    """Outstanding tokens per engine of a node, shared by its ranks in one small file.
+
+    The ranks of a node decide each for itself where a request goes; without a common count they would all pick the
+    same engine. `flock` makes pick-and-add one step.
+
+    Args:
+        path (`Path`):
+            File in the run's private folder; made by whoever comes first.
+        num_engines (`int`):
+            Engines of the node.
+    """
+
+    def __init__(self, path: Path, num_engines: int):
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        if os.fstat(self._file).st_size < 8 * num_engines:
+            os.ftruncate(self._file, 8 * num_engines)
+        self._tokens = np.frombuffer(mmap.mmap(self._file, 8 * num_engines), dtype=np.int64)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # held for microseconds, and the kernel frees it if the holder dies
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def take(self, tokens: int, candidates: Sequence[int]) -> int:
+        """The candidate with the fewest outstanding tokens, `tokens` added to it."""
+        with self._locked():
+            engine = min(candidates, key=lambda index: self._tokens[index])
+            self._tokens[engine] += tokens
+        return engine
+
+    def give_back(self, engine: int, tokens: int) -> None:
+        with self._locked():
+            self._tokens[engine] -= tokens
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class NodeEngines:
+    """A rank's connections to all engines of its node.
+
+    Args:
+        sockets (`list[Path]`):
+            One per engine.
+        node (`int`), rank (`int`):
+            For messages.
+        board (`Path`):
+            File of the node's [`LoadBoard`].
+        stall_timeout_s (`float`):
+            An engine with work that makes no token for so long is an error. Never a limit on the total time.
+        log_folder (`Path`):
+            Where the logs of the engines are, for messages.
+        window (`int`):
+            Rows this rank keeps in flight per engine when there are several; the rest waits here, so that it goes
+            where room is first.
+    """
+
+    def __init__(
+        self,
+        sockets: Sequence[Path],
+        node: int,
+        rank: int,
+        board: Path,
+        stall_timeout_s: float,
+        window: int,
+        log_folder: Path,
+    ):
+        self._stall_timeout_s = stall_timeout_s
+        self._window = window
+        self._ids = itertools.count(1)
+        self._where = f"Rank {rank} (node {node})"
+        self._board = LoadBoard(board, len(sockets))
+        self.connections = [
+            Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
+            for i, path in enumerate(sockets)
+        ]
+        self._unclaimed: dict[tuple[int, int], Message] = {}  # answers that came while another was waited for
+        self.ready = [self._hello(i, rank) for i in range(len(sockets))]
+
+    def _hello(self, engine: int, rank: int) -> Ready:
+        reply = self.ask(engine, Hello(rank=rank))
+        assert isinstance(reply, Ready), reply
+        return reply
+
+    @property
+    def max_model_len(self) -> int:
+        """Context of the engines, in tokens."""
+        return min(ready.max_model_len for ready in self.ready)
+
+    # ---- one message, one answer ------------------------------------------------------------------------------------
+
+    def post(self, engine: int, message: Message) -> int:
+        """Send without waiting for the answer; returns the request's id."""
+        request_id = next(self._ids)
+        self.connections[engine].send(replace(message, request_id=request_id), self._stall_timeout_s)
+        return request_id
+
+    def wait(self, engine: int, request_id: int) -> Message:
+        """The answer to `request_id`.
+
+        Raises:
+            `EngineError` (or the subclass that the engine names): if it failed.
+        """
+        while (reply := self._unclaimed.pop((engine, request_id), None)) is None:
+            self.keep(engine, self.connections[engine].receive(self._stall_timeout_s))
+        if isinstance(reply, Failure):
+            raise self._error(engine, reply)
+        return reply
+
+    def keep(self, engine: int, reply: Message) -> None:
+        """For whoever waits for it later; a sign of work is for nobody."""
+        if not isinstance(reply, Progress):
+            self._unclaimed[engine, reply.request_id] = reply
+
+    def ask(self, engine: int, message: Message) -> Message:
+        return self.wait(engine, self.post(engine, message))
+
+    def ask_all(self, message: Message) -> list[Message]:
+        """The same message to every engine, answers in their order."""
+        posted = [self.post(engine, message) for engine in range(len(self.connections))]
+        return [self.wait(engine, request_id) for engine, request_id in enumerate(posted)]
+
+    def shutdown(self) -> None:
+        """Tell every engine to end in good order. One that is gone, or does not answer, does not keep the others."""
+        for engine in range(len(self.connections)):
+            try:
+                self.ask(engine, Shutdown())
+            except EngineError:
+                pass  # its owner waits for the process and kills it
+
+    def _error(self, engine: int, failure: Failure) -> EngineError:
+        cls = getattr(errors, failure.error, EngineError)
+        connection = self.connections[engine]
+        if cls is EngineDiedError:
+            return connection.ended(failure.message)
+        return cls(f"{self._where}: {connection.name}: {failure.message}. Log: {connection.log_path}")
+
+    # ---- completions ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, requests: Sequence[PromptRequest], max_tokens: int, sampling: dict, min_update: int
+    ) -> list[list[Rollout]]:
+        """Completions for every request, in their order. No collective: other ranks may call it or not.
+
+        Args:
+            requests (`Sequence[PromptRequest]`):
+                This rank's prompts.
+            max_tokens (`int`):
+                Longest completion.
+            sampling (`dict`):
+                Keywords of vLLM's `SamplingParams`.
+            min_update (`int`):
+                Generate after this weight update.
+
+        Raises:
+            `EngineStalledError`: no token for `stall_timeout_s` seconds.
+            `EngineDiedError`: the engine is gone.
+            `EngineRefusedError`: vLLM refuses prompt or settings.
+        """
+        with _Dispatch(self, requests, max_tokens, sampling, min_update) as dispatch:
+            return dispatch.run()
+
+    def score(self, tokens: Sequence[int], engine: int) -> Rollout:
+        """Log-probs of `tokens[1:]` under the present weights of one engine."""
+        return self.scored(engine, self.post_score(tokens, engine))
+
+    def post_score(self, tokens: Sequence[int], engine: int) -> int:
+        """Ask for a score without waiting; the request's id."""
+        return self.post(engine, Score(prompt=pack_ids(tokens)))
+
+    def scored(self, engine: int, request_id: int) -> Rollout:
+        """The answer to a `post_score`."""
+        return _rows(self.wait(engine, request_id), engine)[0]
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        self._board.close()
+
+
+class _Dispatch:
+    """One `generate` call: requests go out while a window has room, to the engine with the fewest open tokens."""
+
+    def __init__(self, engines: NodeEngines, requests: Sequence[PromptRequest], max_tokens, sampling, min_update):
+        self._engines = engines
+        self._requests = requests
+        self._message = Generate(
+            prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling, min_update=min_update
+        )
+        self._open: list[dict[int, int]] = [{} for _ in engines.connections]  # per engine: request id -> index
+        self._heard = [0.0] * len(engines.connections)  # per engine: its last sign of work
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> "_Dispatch":
+        for index, connection in enumerate(self._engines.connections):
+            self._selector.register(connection, selectors.EVENT_READ, index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for engine, opened in enumerate(self._open):
+            for index in opened.values():
+                self._engines._board.give_back(engine, self._cost(index))
+
+    def run(self) -> list[list[Rollout]]:
+        results: list[list[Rollout]] = [[] for _ in self._requests]
+        waiting = list(range(len(self._requests)))[::-1]
+        while waiting or any(self._open):
+            while waiting and (room := self._engines_with_room()):
+                self._send(waiting.pop(), room)
+            for engine, reply in self._replies():
+                index = self._open[engine].pop(reply.request_id)
+                self._engines._board.give_back(engine, self._cost(index))
+                results[index] = _rows(reply, engine)
+        return results
+
+    def _cost(self, index: int) -> int:
+        """Upper bound on the tokens that a request keeps its engine busy with."""
+        request = self._requests[index]
+        return len(request.prompt) + request.num_completions * self._message.max_tokens
+
+    def _engines_with_room(self) -> list[int]:
+        if len(self._open) == 1:
+            return [0]
+        rows = [sum(self._requests[i].num_completions for i in opened.values()) for opened in self._open]
+        return [engine for engine, count in enumerate(rows) if count < self._engines._window]
+
+    def _send(self, index: int, room: list[int]) -> None:
+        request = self._requests[index]
+        engine = self._engines._board.take(self._cost(index), room)
+        message = replace(
+            self._message, prompt=pack_ids(request.prompt), num_completions=request.num_completions,
+            seed=request.seed, images=request.images,
+        )  # fmt: skip
+        if not self._open[engine]:
+            self._heard[engine] = time.monotonic()
+        self._open[engine][self._engines.post(engine, message)] = index
+
+    def _replies(self) -> Iterator[tuple[int, Completions]]:
+        """Whatever is there, waiting at most a second; every frame is a sign of work."""
+        for key, _ in self._selector.select(1.0):
+            engine = key.data
+            reply = self._engines.connections[engine].receive(self._engines._stall_timeout_s)
+            self._heard[engine] = time.monotonic()
+            if reply.request_id not in self._open[engine]:
+                self._engines.keep(engine, reply)
+            elif isinstance(reply, Failure):
+                raise self._engines._error(engine, reply)
+            else:
+                yield engine, reply
+        self._check_stalls()
+
+    def _check_stalls(self) -> None:
+        limit = self._engines._stall_timeout_s
+        for engine, opened in enumerate(self._open):
+            if opened and time.monotonic() - self._heard[engine] > limit:
+                raise EngineStalledError(
+                    f"{self._engines._where}: {self._engines.connections[engine].name} made no token for "
+                    f"{limit:.0f} s with {len(opened)} requests open. Raise `engine_stall_timeout`, or see its log: "
+                    f"{self._engines.connections[engine].log_path}"
+                )
+
+
+def _rows(reply: Message, engine: int) -> list[Rollout]:
+    assert isinstance(reply, Completions), reply
+    ends = np.cumsum(unpack_ids(reply.lengths)).tolist()
+    tokens, logprobs = unpack_ids(reply.tokens), unpack_floats(reply.logprobs)
+    return [
+        Rollout(tokens[start:end], logprobs[start:end], reply.version, engine)
+        for start, end in itertools.pairwise([0, *ends])
+    ]

@@ -1,0 +1,38 @@
+"""Entry point that vLLM calls in each of its processes. It imports nothing heavy; without the run marker it is inert.
+
+In a process of one of our engines it (1) asks the kernel to kill this process when its parent dies, because vLLM
+leaves its engine core and workers alive, holding the GPU, when the parent is killed (vllm #55510), (2) reports its
+pid, so that the engine can verify that every vLLM process did this, and (3) registers our weight-transfer backend.
+"""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+RUN_MARKER = "TRL_MULTINODE_ENGINE"  # set to "<pid of the engine process>:<folder for reports>"
+BACKEND = "trl_multinode"
+PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    marker = os.environ.get(RUN_MARKER)
+    if marker is None:
+        return
+    engine_pid, folder = marker.split(":", 1)
+    if os.getpid() != int(engine_pid):
+        _die_with_parent()
+        (Path(folder) / str(os.getpid())).touch()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "trl_multinode.engine.worker", "BucketReceiver")
+
+
+def _die_with_parent() -> None:
+    """The signal fires when the *thread* that forked us ends; vLLM starts its processes from main threads."""
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # the parent died between the two calls
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,201 @@
+"""The engine processes of a node, as their owner sees them: start, wait until ready, stop. Local main process only."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ..errors import EngineStartError
+from .protocol import reason_of_end
+from .server import EngineSpec
+from .supervisor import exit_cause, unlink_shared_memory
+
+# What an engine needs from the launching environment. No RANK, WORLD_SIZE or MASTER_*: vLLM would join the trainers'
+# world. No tokens: the engine never talks to a hub.
+KEPT_VARIABLES = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV")
+KEPT_PREFIXES = ("VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCM_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON")
+PROGRESS_EVERY_S = 10.0
+MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
+
+
+def engine_environment(extra: dict[str, str]) -> dict[str, str]:
+    """The allow-listed environment of an engine, with `extra` on top."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if (name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES))
+        and not name.startswith("TORCHELASTIC_")
+        and "TOKEN" not in name
+        and "KEY" not in name
+    }
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    return {**kept, **quiet, **extra}
+
+
+class RunFolder:
+    """A private folder (0700) of this node and run: sockets, specs, pid reports, the engine's config-only model.
+
+    The engine processes remove their sockets even if the owner was killed; the folder itself goes with `remove()`.
+    """
+
+    def __init__(self, node: int):
+        self.path = Path(tempfile.mkdtemp(prefix=f"trl_multinode_n{node}_"))
+        if len(str(self.socket(99))) > MAX_SOCKET_PATH:
+            shutil.rmtree(self.path)
+            raise EngineStartError(
+                f"Node {node}: the temporary folder {self.path.parent} is too long for a unix socket "
+                f"({len(str(self.socket(99)))} characters, limit {MAX_SOCKET_PATH}). Set TMPDIR to a shorter one."
+            )
+
+    def socket(self, index: int) -> Path:
+        return self.path / f"engine{index}.sock"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class EngineProcess:
+    """One engine process and its log.
+
+    Args:
+        index (`int`):
+            Of the engine on its node.
+        node (`int`):
+            For messages.
+        folder (`RunFolder`):
+            Private folder of the run.
+        log_path (`Path`):
+            All output of the engine and of vLLM's processes.
+        engine_args (`dict`):
+            Keywords of vLLM's `EngineArgs`.
+        environment (`dict[str, str]`):
+            Added to the allow-listed environment: devices, thread counts.
+        module (`str`):
+            What to run; the test kit names its fake here.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        node: int,
+        folder: RunFolder,
+        log_path: Path,
+        engine_args: dict,
+        environment: dict[str, str],
+        module: str = "trl_multinode.engine.main",
+        delay_s: float = 0.0,
+    ):
+        self.index = index
+        self.name = f"engine {index} of node {node}"
+        self.socket_path = folder.socket(index)
+        self.log_path = log_path
+        self._failure = folder.path / f"engine{index}.failure"
+        self._shared_memory = folder.path / f"engine{index}.shm"
+        spec = EngineSpec(
+            index=index,
+            socket_path=str(self.socket_path),
+            report_folder=str(folder.path / f"pids{index}"),
+            failure_path=str(self._failure),
+            shared_memory_record=str(self._shared_memory),
+            owner_pid=os.getpid(),
+            engine_args=engine_args,
+            delay_s=delay_s,
+        )
+        spec_path = folder.path / f"engine{index}.json"
+        spec_path.write_bytes(msgspec.json.encode(spec))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(log_path, "wb") as log:
+            # a session of its own: Ctrl-C in the terminal must reach the ranks only, which then say why they end
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(spec_path)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=engine_environment(environment), start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_ready(self) -> bool:
+        """Raises `EngineStartError` if the process has ended."""
+        if self._process.poll() is not None:
+            raise EngineStartError(f"{self.name} did not start: {self.why_ended()}")
+        return self.socket_path.exists()
+
+    def last_line(self) -> str:
+        """The last line of the log, shortened."""
+        try:
+            with open(self.log_path, "rb") as log:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+                lines = log.read().decode(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1][-160:] if lines else ""
+
+    def why_ended(self) -> str:
+        """What the engine said of its end, or how the process ended, and where its log is."""
+        reason = reason_of_end(self._failure)
+        how = reason or f"its process {self.pid} {exit_cause(self.pid)} ({self.last_line()})"
+        return f"{how}. Log: {self.log_path}"
+
+    def stop(self, timeout_s: float) -> None:
+        """End the process and whatever it left in its session; waits at most `timeout_s`, then kills."""
+        for _ in range(2):  # the second time after SIGTERM, which makes it kill its own tree
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.terminate()
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL what is left of the engine's process group.
+
+        Called when the engine process has ended or must end now. Its children die by their parent-death signal, and
+        multiprocessing's resource tracker unlinks their shared memory: that gets 3 s before the group is killed.
+        """
+        deadline = time.monotonic() + 3.0
+        if self._process.poll() is None:
+            self._process.kill()
+        while time.monotonic() < deadline and self._group_alive():
+            time.sleep(0.05)
+        if self._group_alive():
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait(5.0)
+        unlink_shared_memory(self._shared_memory)
+
+    def _group_alive(self) -> bool:
+        self._process.poll()  # reaps the leader, or its zombie would count
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def wait_until_ready(engines: list[EngineProcess], timeout_s: float, say: Callable[[str], None]) -> None:
+    """Wait for all engines of the node, with a progress line every 10 s.
+
+    Raises:
+        `EngineStartError`: if one ended, or not all were ready within `timeout_s`.
+    """
+    start = said = time.monotonic()
+    while waiting := [engine for engine in engines if not engine.is_ready()]:
+        now = time.monotonic()
+        if now - start > timeout_s:
+            engine = waiting[0]
+            raise EngineStartError(
+                f"{engine.name} was not ready after {timeout_s:.0f} s (last line of its log: {engine.last_line()!r}). "
+                f"Raise `engine_start_timeout`, or see its log: {engine.log_path}"
+            )
+        if now - said > PROGRESS_EVERY_S:
+            said = now
+            say(f"{waiting[0].name} is starting, {now - start:.0f} s: {waiting[0].last_line()}")
+        time.sleep(0.1)
+    say(f"{len(engines)} engine(s) ready after {time.monotonic() - start:.0f} s")

@@ -1,0 +1,175 @@
+"""What runs inside vLLM's worker processes: take buckets out of the staging slots and load them."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.linear import LinearBase
+
+from .. import faults
+from .process_group import SELF_TEST_S, within
+from .protocol import ADAPTER_TENSORS, OpenSlots
+from .receiving import OpenedSlots
+from .reloading import begin_reload, end_reload
+
+
+@dataclass
+class SlotsInfo(WeightTransferInitInfo):
+    request: bytes  # `OpenSlots` as msgpack
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    bucket: int
+    slot: int
+    version: list[int]  # update, step
+    first: int  # bucket that this update begins with
+
+
+class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
+    """Loads weights that the local main process wrote into staging slots, wherever those are.
+
+    A usage loop, as vLLM calls it in every worker:
+
+    ```python
+    receiver.init_transfer_engine(slots)      # open them
+    receiver.start_weight_update()            # the first bucket begins vLLM's layer-wise reload
+    for bucket in buckets:
+        receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
+    receiver.finish_weight_update()           # vLLM packs the weights, and drops the adapter, if there is one
+    receiver.commit()                         # the new adapter is active; only now is the version committed
+    ```
+
+    Tensors of a LoRA adapter (by their names) wait for the commit and become a `LoRAModel` in memory, under a name and
+    number of its version; an update may consist of nothing else.
+    """
+
+    init_info_cls = SlotsInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.committed = [0, 0]
+        self._version = [0, 0]
+        self._next_bucket: int | None = None
+        self._reloads = self._skip = False
+        self._lacking: str | None = None
+        self._adapter: dict[str, torch.Tensor] = {}
+
+    def init_transfer_engine(self, init_info: SlotsInfo) -> None:
+        request = msgspec.msgpack.decode(init_info.request, type=OpenSlots)
+        self._buckets = request.buckets
+        worker = self.parallel_config.rank
+        self.slots: OpenedSlots | None = OpenedSlots(request.memory, request.slot_bytes, self.device, worker)
+
+    def start_weight_update(self) -> None:
+        self._next_bucket = None
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """Raises `RuntimeError` if buckets come out of order: an update is all of its buckets or nothing."""
+        if self._next_bucket is None:
+            self._begin(update_info)
+        if update_info.bucket != self._next_bucket:
+            raise RuntimeError(f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due.")
+        self._next_bucket += 1
+        assert self.slots is not None
+        tensors = self.slots.take(update_info.slot, self._buckets[update_info.bucket])
+        if self._skip:
+            return
+        # Adapters wait in host memory: vLLM copies the active one into buffers of its own
+        self._adapter |= {name: tensor.cpu() for name, tensor in tensors if name.endswith(ADAPTER_TENSORS)}
+        if weights := [(name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)]:
+            self.model.load_weights(weights)
+
+    def finish_weight_update(self) -> None:
+        if self._next_bucket != len(self._buckets):
+            raise RuntimeError(f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came.")
+        if self._reloads:
+            self._lacking = end_reload(self.model, self.model_config, faults.is_active("stale_head", self._version[0]))
+
+    def commit(self) -> list[int]:
+        """Update, step, and number of the active adapter (0: none). Raises `RuntimeError` if weights are lacking."""
+        if self._lacking:
+            raise RuntimeError(self._lacking)
+        if not faults.is_active("skip_load", self._version[0]):
+            self.committed = self._version
+        if self._adapter:
+            self._activate(number=self.committed[0])
+        return [*self.committed, self.committed[0] if self._adapter else 0]
+
+    def shutdown(self) -> None:
+        self.slots = None
+
+    def _begin(self, info: BucketInfo) -> None:
+        self._next_bucket, self._version = info.first, list(info.version)
+        update = self._version[0]
+        self._skip = faults.is_active("skip_load", update) or faults.is_active("skip_load_silently", update)
+        self._reloads = info.first == 0 and not self._skip
+        if self._reloads:  # from here on everything is new
+            self._lacking = None
+            self._adapter = {}
+            begin_reload(self.model, self.device)
+
+    def _activate(self, number: int) -> None:
+        """Scaling was multiplied into B by the sender, so r = alpha here and vLLM multiplies by 1. Fresh containers,
+        because vLLM packs q, k, v and the like in them; the tensors stay as they are."""
+        manager = self.model.lora_manager
+        rank = max(tensor.shape[0] for name, tensor in self._adapter.items() if name.endswith(ADAPTER_TENSORS[0]))
+        adapter = LoRAModel.from_lora_tensors(
+            number, dict(self._adapter), PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu",
+            dtype=manager.lora_config.lora_dtype, weights_mapper=rename_mapper(self.model),
+        )  # fmt: skip
+        manager.remove_all_adapters()
+        manager.add_adapter(adapter)
+        if strangers := sorted(set(adapter.loras) - set(manager.modules)):
+            raise RuntimeError(f"vLLM has no LoRA for {strangers[0]} in this model: use `lora_sync='merged'`.")
+        manager.activate_adapter(number)
+
+
+def rename_mapper(model):
+    """How vLLM calls the modules of a checkpoint, q, k and v apart; a method that 0.28 has under another name."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+
+
+class WorkerExtension:
+    """Methods that the engine calls in every worker by `collective_rpc`."""
+
+    def commit_weights(self) -> list[int]:
+        """`[update, step, adapter]` of the last update that this worker loaded to the end, now active."""
+        return self.weight_transfer_engine.commit()  # type: ignore[attr-defined]
+
+    def crc_of_slot(self, slot: int, num_bytes: int) -> int:
+        """Raises `TimeoutError` if the slot's bytes do not arrive, so that the sender can try another transport."""
+        slots = self.weight_transfer_engine.slots  # type: ignore[attr-defined]
+        return within(SELF_TEST_S, lambda: slots.crc(slot, num_bytes))
+
+    def weights_digest(self) -> str:
+        """SHA-256 of this worker's weights, bit by bit, without adapters."""
+        digest = hashlib.sha256()
+        for name, tensor in _weights(self.weight_transfer_engine.model):  # type: ignore[attr-defined]
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+@torch.no_grad()
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers, and what a CPU kernel packed away, read back as its product with the identity (exact)."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and hasattr(module, "cpu_linear"):
+            identity = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
+            yield f"{name} packed", module.cpu_linear(identity, module.weight, None)

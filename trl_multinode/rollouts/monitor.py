@@ -1,0 +1,105 @@
+"""The alarm: with fresh weights the engine's log-probs and the trainer's agree, on every node, at every step."""
+
+import logging
+
+import torch
+
+from ..config import field_or_default
+from ..errors import LogprobDivergenceError
+from ..weights.probe import divergence_limit
+from .look_ahead import Rollouts
+
+logger = logging.getLogger(__name__)
+HARMLESS_KEYS = {"stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"}
+
+
+class DivergenceMonitor:
+    """Compares the two log-probs that TRL has anyway; costs one subtraction and no collective.
+
+    Args:
+        host ([`NodeHost`]), args ([`~trl.GRPOConfig`]), model (`PreTrainedModel`), generation ([`NodeGeneration`]):
+            Of the calling rank.
+    """
+
+    def __init__(self, host, args, model, generation):
+        self._where = str(host.topology)
+        self._generation = generation
+        self.limit = divergence_limit(field_or_default(args, "logprob_divergence_limit"), model.dtype, host.dtype)
+        if self.limit and not comparable(args):
+            logger.warning(
+                "The check of engine against trainer log-probs is off: top_p, top_k, min_p, repetition_penalty or "
+                "generation_kwargs change the engine's probabilities, and TRL scores without them."
+            )
+            self.limit = 0.0
+        self.last = 0.0
+        self._temperature = args.temperature
+        self._turn = -1
+        self._asked: tuple[int, int, int, int] | None = None  # row, tokens scored, engine, request
+        generation.on_stale = self.ask
+
+    def check(self, output: dict, stale: bool = False) -> None:
+        """Look at the output of TRL's `_generate_and_score_completions` of this rank.
+
+        Args:
+            output (`dict`):
+                TRL's.
+            stale (`bool`, *optional*, defaults to `False`):
+                Older weights made these completions: their log-probs say nothing of the weights in the engine now.
+                Then the row is looked at that `ask` had scored anew.
+
+        Raises:
+            `LogprobDivergenceError`: naming node, rank and weight version.
+        """
+        if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
+            if self.limit:
+                logger.warning("Engine against trainer log-probs: off, vllm_importance_sampling_correction is False.")
+                self.limit = 0.0
+            return
+        mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
+        if not stale:
+            difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
+        elif self._asked is not None:
+            difference = self._rescored(output, mask)
+        else:
+            return
+        self._judge(difference[~torch.isnan(difference)])
+
+    def _judge(self, difference: torch.Tensor) -> None:
+        self.last = difference.mean().item() if difference.numel() else 0.0
+        if self.limit and self.last > self.limit:
+            raise LogprobDivergenceError(
+                f"{self._where}: engine and trainer differ by {self.last:.3f} per token (limit {self.limit:g}) with "
+                f"the weights of {self._generation.version}: some of the engine's weights are stale or wrong. Check "
+                "that vLLM supports reloading this architecture; `logprob_divergence_limit` sets the limit, 0 turns "
+                "the check off."
+            )
+
+    def ask(self, made: Rollouts) -> None:
+        """Have one of these rows scored with the engine's present weights; `check` waits for the answer.
+
+        Asked before the engines get the next round, a prefill of one row; asked later it would queue behind it.
+        """
+        self._asked = None
+        if not self.limit or self._temperature != 1.0:  # an engine scores without temperature
+            return
+        self._turn += 1
+        engines, row = self._generation.engines, self._turn % len(made.rows)
+        engine, prompt = self._turn % len(engines.connections), made.prompts[row]
+        tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM makes one token more
+        if len(tokens) > len(prompt):
+            self._asked = row, len(tokens) - len(prompt), engine, engines.post_score(tokens, engine)
+
+    def _rescored(self, output: dict, mask: torch.Tensor) -> torch.Tensor:
+        """|difference| over the row that `ask` chose."""
+        assert self._asked is not None
+        row, kept, engine, request_id = self._asked
+        self._asked = None
+        scored = torch.from_numpy(self._generation.engines.scored(engine, request_id).logprobs[-kept:].copy())
+        return (output["old_per_token_logps"][row][:kept].float().cpu() - scored).abs()[mask[row][:kept].cpu()]
+
+
+def comparable(args) -> bool:
+    """Whether the engine samples from the distribution that TRL scores: temperature only."""
+    plain = (args.top_p in (None, 1.0), not args.top_k, not args.min_p, args.repetition_penalty in (None, 1.0))
+    harmless = set(args.generation_kwargs or {}) <= HARMLESS_KEYS
+    return all(plain) and harmless and not args.vllm_structured_outputs_regex

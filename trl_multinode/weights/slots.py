@@ -1,0 +1,194 @@
+"""Staging slots as the local main process sees them: it writes a bucket into one, and its node's engines copy it out.
+
+One contract, three memories. `engine/receiving.py` has the other end of each.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..engine.process_group import pair_group
+from ..engine.protocol import NUM_SLOTS, Broadcast, DeviceMemory, HostMemory, SlotMemory, TensorSpec
+from ..errors import WeightSyncError
+from .shards import Pieces
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Slots:
+    """The slots of one node. Local main process only; all methods are called by one thread.
+
+    ```python
+    slots.open_for(engine)                # what `OpenSlots` tells this engine; then `opened()`, once all have answered
+    slots.write(k % 2, specs, tensors)    # blocks until the bytes are there
+    connection.send(LoadBucket(...))
+    slots.announce(k % 2, num_bytes)      # blocks until the workers have them, where they do not look by themselves
+    ```
+    """
+
+    kind: str  # the name in `weight_transport`
+
+    def __init__(self, memory: list[torch.Tensor]):
+        self.memory = memory
+        self.num_bytes = memory[0].numel()
+
+    def open_for(self, engine: int) -> SlotMemory:
+        raise NotImplementedError
+
+    def opened(self) -> None:
+        """Every worker has opened them."""
+
+    def write(self, slot: int, specs: Sequence[TensorSpec], tensors: Sequence[Pieces]) -> None:
+        """Copy, cast to the dtype of the spec. On return the bytes are in the slot.
+
+        Raises:
+            `WeightSyncError`: if a tensor has another shape than its spec.
+        """
+        for spec, pieces in zip(specs, tensors, strict=True):
+            if pieces.shape != spec.shape:
+                raise WeightSyncError(
+                    f"{spec.name} was gathered with shape {pieces.shape}, expected {spec.shape}: the model changed "
+                    "after the trainer was built. Resize or replace its layers before."
+                )
+            target = self.memory[slot][spec.offset : spec.offset + spec.num_bytes]
+            pieces.copy_to(target.view(getattr(torch, spec.dtype)))
+        if self.memory[slot].is_cuda or any(pieces.data.is_cuda for pieces in tensors):
+            torch.cuda.current_stream().synchronize()
+
+    def announce(self, slot: int, num_bytes: int) -> None:
+        """The slot's first bytes are on their way to workers that were told to load it."""
+
+    def close(self) -> None:
+        """Nothing of the slots is left outside this process."""
+
+
+class HostSlots(Slots):
+    """Host shared memory: works on every machine, and with a GPU is page-locked, so that copies run at bus speed.
+
+    Files are 0600 and unlinked as soon as the workers have mapped them.
+
+    Raises:
+        `WeightSyncError`: if the machine's shared memory is too small, with the cure.
+    """
+
+    kind = "host"
+
+    def __init__(self, num_bytes: int, pin: bool):
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < NUM_SLOTS * num_bytes:
+            raise WeightSyncError(
+                f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, the weight sync needs {NUM_SLOTS} x "
+                f"{num_bytes / 2**20:.0f} MiB. Lower `sync_bucket_mb`, or give the container more shared memory "
+                "(docker: --shm-size)."
+            )
+        self.paths = [self._create(num_bytes) for _ in range(NUM_SLOTS)]
+        try:
+            super().__init__([torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths])
+            if pin:
+                self._page_lock()
+        except BaseException:
+            self.close()
+            raise
+
+    def _page_lock(self) -> None:
+        for memory in self.memory:
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.num_bytes, 0))
+            if code != 0:
+                raise WeightSyncError(
+                    f"{self.num_bytes / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {code}). "
+                    "Raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or lower `sync_bucket_mb`."
+                )
+
+    @staticmethod
+    def _create(num_bytes: int) -> str:
+        handle, path = tempfile.mkstemp(prefix="trl_multinode_", dir=SHARED_MEMORY)
+        os.ftruncate(handle, num_bytes)
+        os.close(handle)
+        return path
+
+    def open_for(self, engine: int) -> HostMemory:
+        return HostMemory(tuple(self.paths))
+
+    def opened(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for path in self.paths:
+            Path(path).unlink(missing_ok=True)
+
+
+class DeviceSlots(Slots):
+    """Memory of the local main process's GPU, opened by the workers through CUDA IPC: no way through the host.
+
+    For an engine on the same GPU, and for one on a neighbour with peer access. Never executed so far: see README.
+
+    Args:
+        num_bytes (`int`):
+            Of a slot.
+        device (`torch.device`):
+            This rank's GPU.
+        seen_as (`Sequence[int]`):
+            Per engine, that GPU's index among those that the engine sees.
+    """
+
+    kind = "ipc"
+
+    def __init__(self, num_bytes: int, device: torch.device, seen_as: Sequence[int]):
+        super().__init__([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
+        self._seen_as = seen_as
+
+    def open_for(self, engine: int) -> DeviceMemory:
+        handles = tuple(tuple(memory.untyped_storage()._share_cuda_()[1:]) for memory in self.memory)
+        return DeviceMemory(handles, self._seen_as[engine])
+
+
+class BroadcastSlots(Slots):
+    """Memory on this rank's device, broadcast to slots on the workers' own devices: NCCL, gloo where there is no GPU.
+
+    Sender and workers of the node are a process group of their own, which knows nothing of the training ranks' and
+    meets in a file of the run's private folder: no port of ours.
+
+    Args:
+        num_bytes (`int`):
+            Of a slot.
+        device (`torch.device`):
+            This rank's.
+        store (`Path`):
+            A file that does not exist yet.
+        workers (`Sequence[int]`):
+            Number of workers of each engine.
+        timeout_s (`float`):
+            For every broadcast.
+    """
+
+    kind = "nccl"
+
+    def __init__(self, num_bytes: int, device: torch.device, store: Path, workers: Sequence[int], timeout_s: float):
+        super().__init__([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._store, self._timeout_s, self._workers = store, timeout_s, workers
+        self._group = None
+
+    def open_for(self, engine: int) -> Broadcast:
+        first = 1 + sum(self._workers[:engine])
+        return Broadcast(self._backend, str(self._store), 1 + sum(self._workers), first, self._timeout_s)
+
+    def _join(self):
+        if self._group is None:
+            self._group = pair_group(self._backend, str(self._store), 0, 1 + sum(self._workers), self._timeout_s)
+        return self._group
+
+    def announce(self, slot: int, num_bytes: int) -> None:
+        try:
+            self._join().broadcast(self.memory[slot][:num_bytes], 0).wait()
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"A bucket of weights did not reach the engines' workers within {self._timeout_s:.0f} s ({error}). "
+                "See the engines' logs, or set `weight_transport='host'`."
+            ) from error
+        if self.memory[slot].is_cuda:
+            torch.cuda.current_stream().synchronize()

@@ -1,0 +1,261 @@
+"""How weights travel: the order of a sync, its three stages side by side, its version and its timings."""
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ..engine.node_engines import NodeEngines
+from ..engine.protocol import NUM_SLOTS, BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
+from ..errors import WeightSyncError, WeightVersionError
+from .shards import Pieces
+from .slots import Slots
+from .source import Bucket, Finish, WeightSource, place, plan_buckets, slot_bytes
+from .transports import Transport
+
+STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s")
+
+
+@dataclass
+class SyncTimings:
+    """One sync on one rank. Seconds by stage; the stages run side by side, so they do not add up to `total_s`."""
+
+    total_s: float = 0.0  # from the first message to the committed version
+    stream_s: float = 0.0  # of it: from the first gather to the last bucket loaded
+    gather_s: float = 0.0  # collectives, on every rank
+    copy_s: float = 0.0  # into the slot, local main process only
+    load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
+    commit_s: float = 0.0  # the engines' packing of the weights, local main process only
+    num_bytes: int = 0  # sent to an engine, in its dtype
+    num_buckets: int = 0
+    collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
+    version: WeightVersion = field(default_factory=WeightVersion)
+
+    def stages(self) -> list[float]:
+        """Seconds of `STAGES`."""
+        return [getattr(self, name) for name in STAGES]
+
+
+def sync_metrics(sync: SyncTimings, per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
+    """The last weight sync, for `Trainer.log`.
+
+    Args:
+        sync (`SyncTimings`):
+            Of this rank: what is the same on all.
+        per_rank (`list[list[float]]` of shape `(world_size, len(STAGES))`):
+            Seconds of every rank; the log has the slowest one's.
+        ranks_per_node (`int`):
+            Training ranks of every node.
+    """
+    slowest = {f"sync/{name}": max(rank[index] for rank in per_rank) for index, name in enumerate(STAGES)}
+    totals = [rank[0] for rank in per_rank]
+    return slowest | {
+        "sync/mib": sync.num_bytes / 2**20,
+        "sync/gb_per_s": sync.num_bytes / max(totals) / 1e9 if max(totals) else 0.0,
+        "sync/buckets": sync.num_buckets,
+        "sync/collectives": 1 + sync.collectives[0],  # of the world, the barrier before them included
+        "sync/node_collectives": sync.collectives[1],
+        "sync/version": sync.version.update,
+        "sync/slowest_node": float(totals.index(max(totals)) // ranks_per_node),
+    }
+
+
+class WeightSync:
+    """Brings the trainer's weights into the engines of this node. Built and called on every training rank.
+
+    ```python
+    sync = WeightSync(source, engines, 512 << 20, transport)   # engines: None except on local main processes
+    accelerator.wait_for_everyone()          # nobody generates any more
+    timings = sync.run(WeightVersion(update=1, step=0))   # a collective; then version 1 serves here
+    ```
+
+    The stages work on different buckets at once: k+1 crosses the network, k is put together within each node, a thread
+    of the local main process copies k-1 into a slot, the engines load k-2. Only the main thread makes collectives.
+
+    Args:
+        source (`WeightSource`):
+            What to send.
+        engines (`NodeEngines`, *optional*):
+            The engines of this node, on its local main process.
+        limit_bytes (`int`):
+            Largest bucket. A local main process holds at most two of them and its own part of a third; two slots per
+            node.
+        transport (`Transport`):
+            Makes the slots, at the first sync.
+    """
+
+    def __init__(
+        self, source: WeightSource, engines: NodeEngines | None, limit_bytes: int, transport: Transport | None = None
+    ):
+        self._source = source
+        self._engines = engines
+        self.buckets: list[Bucket] = plan_buckets(source.metadata(), limit_bytes)
+        self._places = [place(bucket) for bucket in self.buckets]
+        self._transport = transport or Transport()
+        self._slots: Slots | None = None
+        self._first = 0  # bucket that an update begins with; after the first update the frozen ones are left out
+
+    @property
+    def plan_crc(self) -> int:
+        """Equal on two ranks that would gather the same tensors in the same buckets."""
+        return zlib.crc32(repr(self.buckets).encode())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the next update."""
+        return sum(meta.num_bytes for bucket in self.buckets[self._first :] for meta in bucket)
+
+    def run(self, version: WeightVersion) -> SyncTimings:
+        """Send every bucket that may have changed. A collective of all training ranks.
+
+        Raises:
+            `WeightVersionError`: if an engine's workers committed another version than `version`.
+            `WeightSyncError` or `EngineError`: if an engine failed; it must not serve any more.
+        """
+        sent = self.buckets[self._first :]
+        counts = [self._source.collectives(bucket) for bucket in sent]
+        timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
+        timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
+        if self._engines is not None and self._slots is None:
+            self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._places)
+        start = time.perf_counter()
+        if self._engines is not None:
+            self._engines.ask_all(BeginUpdate(version=version, first_bucket=self._first))
+        begun = time.perf_counter()
+        try:
+            with self._courier(timings) as courier:
+                self._gather(timings, courier)
+        finally:
+            self._source.release()
+        timings.stream_s = time.perf_counter() - begun
+        if self._engines is not None:
+            self._commit(self._engines, version, timings)
+        timings.total_s = time.perf_counter() - start
+        self._first = sum(bucket[0].frozen for bucket in self.buckets)
+        return timings
+
+    @contextmanager
+    def _courier(self, timings: SyncTimings) -> Iterator["Courier | None"]:
+        if self._engines is None or self._slots is None:
+            yield None
+            return
+        with Courier(self._engines, self._slots, self._places, timings) as courier:
+            yield courier
+
+    def _gather(self, timings: SyncTimings, courier: "Courier | None") -> None:
+        """Every bucket: while k is put together, k+1 is on the network and k-1 is copied.
+
+        A bucket is let go when it has been copied, in the same order on all ranks, because that may be a collective.
+        """
+        with ExitStack() as everything:
+            begun: deque[tuple[ExitStack, Finish]] = deque()
+            previous = ExitStack()
+            for index in range(self._first, len(self.buckets)):
+                start = time.perf_counter()
+                while len(begun) < 2 and index + len(begun) < len(self.buckets):
+                    begun.append(self._begin(self.buckets[index + len(begun)], everything))
+                current, finish = begun.popleft()
+                pieces = finish()
+                timings.gather_s += time.perf_counter() - start
+                if courier is not None:
+                    current.callback(courier.carry(index, pieces).result)
+                previous.close()
+                previous = current
+
+    def _begin(self, bucket: Bucket, everything: ExitStack) -> tuple[ExitStack, Finish]:
+        own = everything.enter_context(ExitStack())
+        return own, own.enter_context(self._source.gathering(bucket))
+
+    @staticmethod
+    def _commit(engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:
+        start = time.perf_counter()
+        for engine, done in enumerate(engines.ask_all(CommitUpdate())):
+            assert isinstance(done, Done)
+            check_version(done.version, version, engines.connections[engine].name)
+        timings.commit_s += time.perf_counter() - start
+
+
+class Courier:
+    """A thread of the local main process that copies buckets into slots and has the engines load them.
+
+    While it lives, it alone talks to the engines. No wait is without limit: `NodeEngines` has one for every answer.
+    """
+
+    def __init__(self, engines: NodeEngines, slots: Slots, places: list, timings: SyncTimings):
+        self._engines, self._slots, self._places, self._timings = engines, slots, places, timings
+        self._on_the_way: deque[list[int]] = deque()  # per bucket: a request id per engine
+        self._load_s = [0.0] * len(engines.connections)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
+        self._stream: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> "Courier":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Wait until everything is loaded, unless the sync failed already."""
+        try:
+            if kind is None:
+                self._thread.submit(self._wait_for_all).result()
+                self._timings.load_s = max(self._load_s)
+        finally:
+            self._thread.shutdown()
+
+    def carry(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
+        """Bring bucket `index` to the engines; done when it has been copied and may be let go."""
+        ready = None
+        if any(piece.data.is_cuda for piece in pieces):
+            ready = torch.cuda.Event()
+            ready.record()  # on the stream that gathered it
+        return self._thread.submit(self._carry, index, pieces, ready)
+
+    def _carry(self, index: int, pieces: Sequence[Pieces], ready: "torch.cuda.Event | None") -> None:
+        if len(self._on_the_way) == NUM_SLOTS:
+            self._wait_for_oldest()
+        start = time.perf_counter()
+        if ready is None:
+            self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
+        else:
+            with torch.cuda.stream(self._own_stream()):
+                torch.cuda.current_stream().wait_event(ready)
+                self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
+        self._timings.copy_s += time.perf_counter() - start
+        self._hand_over(index)
+
+    def _hand_over(self, index: int) -> None:
+        message = LoadBucket(bucket=index, slot=index % NUM_SLOTS)
+        self._on_the_way.append([self._engines.post(e, message) for e in range(len(self._engines.connections))])
+        last = self._places[index][-1]
+        try:
+            self._slots.announce(index % NUM_SLOTS, last.offset + last.num_bytes)
+        except WeightSyncError:
+            self._wait_for_all()  # an engine that failed says why
+            raise
+
+    def _own_stream(self) -> "torch.cuda.Stream":
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    def _wait_for_oldest(self) -> None:
+        for engine, request_id in enumerate(self._on_the_way.popleft()):
+            done = self._engines.wait(engine, request_id)
+            assert isinstance(done, Done)
+            self._load_s[engine] += done.seconds
+
+    def _wait_for_all(self) -> None:
+        while self._on_the_way:
+            self._wait_for_oldest()
+
+
+def check_version(got: WeightVersion, expected: WeightVersion, engine_name: str) -> None:
+    """Raises `WeightVersionError` unless the engine has exactly the expected weights."""
+    if got.update != expected.update:
+        raise WeightVersionError(
+            f"{engine_name} has the weights of {got}, expected {expected}: its workers did not load the last update. "
+            "See the engine's log; a run that continued would train on completions of an older policy."
+        )

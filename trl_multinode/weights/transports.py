@@ -1,0 +1,185 @@
+"""Which memory the staging slots are in: the choice with its reason, a self test, and the way back to host memory."""
+
+import logging
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..engine.node_engines import NodeEngines
+from ..engine.process_group import SELF_TEST_S, within
+from ..engine.protocol import CheckSlot, OpenSlots, TensorSpec
+from ..errors import ConfigurationError, MultiNodeError
+from ..topology import EngineDevices, visible_devices
+from .slots import BroadcastSlots, DeviceSlots, HostSlots, Slots
+
+logger = logging.getLogger(__name__)
+
+KINDS = ("host", "ipc", "nccl")
+SELF_TEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides about transports, of one node."""
+
+    gpu: str | None  # "NVIDIA" or "AMD"; `None`: the engines run on the CPU
+    shared: bool = False  # the local main process's GPU is also an engine's
+    peer_access: bool = False  # every other GPU of the engines can read its memory
+
+
+def choose(wanted: str, machine: Machine) -> tuple[str, str]:
+    """The transport and why.
+
+    `"auto"` takes what has been executed on the kind of machine at hand, and on GPUs none has yet but by its code on a
+    CPU: that leaves host memory, which needs nothing from the GPUs.
+
+    Args:
+        wanted (`str`):
+            `weight_transport`: `"auto"` or one of `KINDS`.
+        machine (`Machine`):
+            This node.
+
+    Raises:
+        `ConfigurationError`: for one that cannot work on this machine.
+    """
+    if wanted == "host":
+        return "host", "as configured"
+    if wanted == "auto":
+        if machine.gpu is None:
+            return "host", "the engines run on the CPU"
+        peers = "peer access" if machine.peer_access else "no peer access"
+        return "host", f"{machine.gpu} GPUs, {peers}; ipc and nccl never ran on a GPU yet, so they must be asked for"
+    if wanted == "ipc" and machine.gpu is None:
+        raise ConfigurationError("`weight_transport='ipc'` needs GPUs, and the engines run on the CPU. Use 'host'.")
+    if wanted == "ipc" and not machine.peer_access:
+        raise ConfigurationError(
+            "`weight_transport='ipc'` needs the engines on the local main process's GPU, or GPUs with peer access to "
+            "it; these have none (`nvidia-smi topo -p2p r`). Use 'host'."
+        )
+    if wanted == "nccl" and machine.gpu and machine.shared:
+        raise ConfigurationError(
+            "`weight_transport='nccl'`: an engine is on the local main process's GPU, and NCCL refuses two processes "
+            "on one GPU. Use 'ipc' or 'host'."
+        )
+    return wanted, "as configured; experimental" if machine.gpu else "as configured; over gloo, on the CPU"
+
+
+def machine_of(devices: EngineDevices, environ: Mapping[str, str] = os.environ) -> Machine:
+    """This node, as its ranks see it."""
+    if devices.sender is None:
+        return Machine(None)
+    names = visible_devices(environ, torch.cuda.device_count())
+    engines = [names.index(gpu) for own in devices.per_engine for gpu in own if gpu != devices.sender]
+    sender = names.index(devices.sender)
+    return Machine(
+        "AMD" if torch.version.hip else "NVIDIA",
+        shared=any(devices.sender in own for own in devices.per_engine),
+        peer_access=all(torch.cuda.can_device_access_peer(gpu, sender) for gpu in engines),
+    )
+
+
+@dataclass
+class Transport:
+    """Opens the slots of one node. Local main process only.
+
+    Args:
+        kind (`str`, *optional*, defaults to `"host"`):
+            What `choose` said.
+        device (`torch.device`, *optional*):
+            Of this rank.
+        pin (`bool`, *optional*, defaults to `False`):
+            Page-lock host memory.
+        seen_as (`Sequence[int]`, *optional*):
+            Per engine, this rank's GPU among those that the engine sees.
+        workers (`Sequence[int]`, *optional*):
+            Per engine, its workers.
+        folder (`Path`, *optional*):
+            Private folder of the run.
+        timeout_s (`float`, *optional*, defaults to `300.0`):
+            For every broadcast of a bucket.
+        say (`Callable[[str], None]`, *optional*):
+            For the warning when the self test fails.
+    """
+
+    kind: str = "host"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pin: bool = False
+    seen_as: Sequence[int] = ()
+    workers: Sequence[int] = (1,)
+    folder: Path = Path()
+    timeout_s: float = 300.0
+    say: Callable[[str], None] = logger.warning
+
+    def open(self, engines: NodeEngines, num_bytes: int, places: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+        """Slots that every worker has opened, tested if they are not in host memory.
+
+        Args:
+            engines (`NodeEngines`):
+                Of this node.
+            num_bytes (`int`):
+                Of a slot.
+            places (`Sequence[tuple[TensorSpec, ...]]`):
+                Per bucket, where its tensors lie.
+        """
+        num_bytes = max(num_bytes, SELF_TEST_BYTES)
+        if self.kind != "host":
+            try:
+                slots = self._tell(self._make(num_bytes), engines, places)
+                self._test(slots, engines)
+                return slots
+            except (RuntimeError, TimeoutError) as error:
+                self.say(
+                    f"weight_transport={self.kind!r} failed its self test ({type(error).__name__}: {error}); weights "
+                    "go through host memory instead. Set weight_transport='host' to start without the test."
+                )
+        return self._tell(HostSlots(num_bytes, self.pin), engines, places)
+
+    def _make(self, num_bytes: int) -> Slots:
+        if self.kind == "ipc":
+            return DeviceSlots(num_bytes, self.device, self.seen_as)
+        return BroadcastSlots(num_bytes, self.device, self.folder / "weights.store", self.workers, self.timeout_s)
+
+    @staticmethod
+    def _tell(slots: Slots, engines: NodeEngines, places: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+        try:
+            posted = [
+                engines.post(
+                    engine,
+                    OpenSlots(memory=slots.open_for(engine), slot_bytes=slots.num_bytes, buckets=tuple(places)),
+                )
+                for engine in range(len(engines.connections))
+            ]
+            for engine, request_id in enumerate(posted):
+                engines.wait(engine, request_id)
+        finally:
+            slots.opened()
+        return slots
+
+    @staticmethod
+    def _test(slots: Slots, engines: NodeEngines) -> None:
+        """One bucket of noise there, its checksum as the workers see it back."""
+        noise = torch.randint(0, 256, (SELF_TEST_BYTES,), dtype=torch.uint8)
+        slots.memory[0][:SELF_TEST_BYTES].copy_(noise)
+        check = CheckSlot(slot=0, num_bytes=SELF_TEST_BYTES, crc=zlib.crc32(noise.numpy()))
+        posted = [engines.post(engine, check) for engine in range(len(engines.connections))]
+        try:
+            within(SELF_TEST_S, lambda: slots.announce(0, SELF_TEST_BYTES))
+        finally:
+            failures = [
+                error for engine, request_id in enumerate(posted) if (error := _failure(engines, engine, request_id))
+            ]
+        if failures:
+            raise failures[0]
+
+
+def _failure(engines: NodeEngines, engine: int, request_id: int) -> MultiNodeError | None:
+    """Every answer is waited for, so that none is left for whoever asks next."""
+    try:
+        engines.wait(engine, request_id)
+        return None
+    except MultiNodeError as error:
+        return error
