@@ -25,7 +25,7 @@ from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
 from .saving.checkpoints import CheckpointLog, fast_forward
-from .saving.hub import HubTrainer
+from .saving.hub import HubTrainer, check_push
 from .saving.resume import Resume
 
 
@@ -242,6 +242,7 @@ def check_call(host: NodeHost, model, args, dataset, kwargs: dict) -> None:
     check_dataset(dataset, args)
     check_foreseeable(args, kwargs)
     check_model(model, args, kwargs)
+    check_push(args, kwargs)
     if kwargs.get("tools") or kwargs.get("environment_factory"):
         host.check_context(getattr(config_of(model).get_text_config(), "max_position_embeddings", 0))
     if host.topology.rank == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.launch_files import ZERO3
+from trl_multinode.testing.launch_files import DDP, FSDP2, ZERO3
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.nodes import Nodes
 
@@ -53,8 +53,13 @@ ROWS = {
     "colocate_mode": [("Passed through", "`vllm_mode='colocate'`")],
     "without_vllm": [("Passed through", "`use_vllm=False`")],
 }  # fmt: skip
-UNDER_ZERO2 = {"plain": [("Training", "full fine-tuning under ZeRO-2")], "dora": [("Training", "DoRA, under ZeRO-2")]}
 ZERO2 = ZERO3 | {"zero_optimization": {"stage": 2}}
+ELSEWHERE = {  # how it is started -> what runs there
+    "zero2": {"plain": [("Training", "full fine-tuning under ZeRO-2")], "dora": [("Training", "DoRA, under ZeRO-2")]},
+    "ddp": {"plain": [("Training", "full fine-tuning under DDP")], "reference_model": [], "lora": []},
+    "fsdp2": {"plain": [("Training", "full fine-tuning under FSDP2")], "reference_model": [], "lora": []},
+}
+LAUNCHES = {"zero2": {"deepspeed": ZERO2}, "ddp": {"accelerate": DDP}, "fsdp2": {"accelerate": FSDP2}}
 PASSED_THROUGH = {"server_mode": "server", "colocate_mode": "colocate", "without_vllm": "none"}
 
 
@@ -69,11 +74,11 @@ def engine_of(name: str) -> str:
     return "none" if name in PASSED_THROUGH else "fake"
 
 
-def launched(folder: Path, names, deepspeed: dict) -> Path:
+def launched(folder: Path, names, **how) -> Path:
     """The scenarios, one after another, on two nodes of one rank."""
     tiny_qwen2(seed=1).save_pretrained(folder / "reference")
     env = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRACKIO_DIR": str(folder / "trackio")}
-    with Nodes(2, 1, folder=folder, env=env, deepspeed=deepspeed) as nodes:
+    with Nodes(2, 1, folder=folder, env=env, **how) as nodes:
         nodes.launch(SCRIPT, str(folder), ",".join(names))
         nodes.wait(timeout_s=1200)
         print(nodes.rank_log(0)[-4000:])
@@ -82,12 +87,14 @@ def launched(folder: Path, names, deepspeed: dict) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return launched(tmp_path_factory.mktemp("features"), ROWS, ZERO3)
+    return launched(tmp_path_factory.mktemp("features"), ROWS, deepspeed=ZERO3)
 
 
 @pytest.fixture(scope="module")
-def zero2_folder(tmp_path_factory) -> Path:
-    return launched(tmp_path_factory.mktemp("zero2"), UNDER_ZERO2, ZERO2)
+def elsewhere(request, tmp_path_factory) -> Path:
+    """Of one of `ELSEWHERE`."""
+    kind = request.param
+    return launched(tmp_path_factory.mktemp(kind), ELSEWHERE[kind], **LAUNCHES[kind])
 
 
 def results(folder: Path, name: str) -> list[dict]:
@@ -115,9 +122,13 @@ def test_metrics_gradients_and_weights_are_trls(name, folder):
         check(found, name)
 
 
-@pytest.mark.parametrize("name", marked(UNDER_ZERO2))
-def test_and_under_zero_2(name, zero2_folder):
-    for found in results(zero2_folder, name):
+@pytest.mark.parametrize(
+    ("elsewhere", "name"),
+    [pytest.param(kind, *case.values, marks=case.marks) for kind in ELSEWHERE for case in marked(ELSEWHERE[kind])],
+    indirect=["elsewhere"],
+)
+def test_and_without_zero_3(name, elsewhere):
+    for found in results(elsewhere, name):
         check(found, name)
 
 

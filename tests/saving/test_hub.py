@@ -1,18 +1,20 @@
 """`HubTrainer` on transformers' own Trainer, in one process: what is checked, told and raised where."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import DeepSpeedPlugin
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 from transformers.utils import hub as transformers_hub
 
-from trl_multinode.errors import HubPushError, SavedWeightsError
+from trl_multinode.errors import ConfigurationError, HubPushError, SavedWeightsError
 from trl_multinode.saving import pushing
-from trl_multinode.saving.hub import HubTrainer
+from trl_multinode.saving.hub import HubTrainer, check_push
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.topology import EngineDevices, Topology
 
@@ -125,3 +127,20 @@ def test_without_node_mode_it_does_what_transformers_does(hub, tmp_path):
     hub.fail(401, on=COMMIT)
     with pytest.raises(Exception, match="401"):
         trainer.push_to_hub()
+
+
+@pytest.mark.parametrize(
+    ("push", "stage", "gathers", "call", "refused"),
+    [
+        (True, 3, False, {}, True),
+        (True, 3, True, {}, False),
+        (True, 2, False, {}, False),
+        (False, 3, False, {}, False),
+        (True, 3, False, {"peft_config": object()}, False),
+    ],
+)
+def test_pushes_that_would_have_no_weights_are_refused_before_the_model(push, stage, gathers, call, refused):
+    plugin = DeepSpeedPlugin(zero_stage=stage, zero3_save_16bit_model=gathers, zero3_init_flag=False)
+    args = SimpleNamespace(push_to_hub=push, deepspeed_plugin=plugin)
+    with pytest.raises(ConfigurationError, match="zero3_save_16bit_model: true") if refused else nullcontext():
+        check_push(args, {"model": "name", **call})

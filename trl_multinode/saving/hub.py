@@ -16,7 +16,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import hf_api
 
 from ..config import field_or_default
-from ..errors import HubPushError
+from ..errors import ConfigurationError, HubPushError
 from ..host import NodeHost
 from .model_card import add_section, run_section
 from .pushing import CheckedHub, Settings, tell
@@ -129,6 +129,23 @@ class HubTrainer(Trainer):
         if errors:
             self.push_in_progress = None
             raise errors[0]
+
+
+def check_push(args, call: dict) -> None:
+    """
+    Raises `ConfigurationError` if ZeRO-3's shards would never be put together for the pushes that are asked for.
+    Adapters are gathered whatever the setting.
+    """
+    plugin = getattr(args, "deepspeed_plugin", None)
+    adapter = call.get("peft_config") or hasattr(call["model"], "peft_config")
+    if not args.push_to_hub or plugin is None or plugin.zero_stage != 3 or adapter:
+        return
+    if not plugin.hf_ds_config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save", False):
+        raise ConfigurationError(
+            "`push_to_hub=True` under ZeRO-3 without `zero3_save_16bit_model`: no file would hold the weights. "
+            "Set `zero3_save_16bit_model: true` in the accelerate config, or "
+            '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file.'
+        )
 
 
 @contextmanager

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 MARKER_VARIABLE = "TRL_MULTINODE_TEST_MARKER"
 
 # Everything that would make a launch depend on the one that the caller itself may run in
@@ -28,21 +30,18 @@ ZERO3 = {
     "gradient_clipping": "auto",
 }
 
-# What a user's file for this world would hold. Not `mixed_precision`: accelerate refuses it beside a DeepSpeed file.
-ACCELERATE_CONFIG = """\
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config:
-  deepspeed_config_file: {deepspeed_file}
-  deepspeed_multinode_launcher: standard
-  zero3_init_flag: {zero3}
-machine_rank: 0
-main_process_ip: {ip}
-main_process_port: {port}
-num_machines: {num_nodes}
-num_processes: {num_ranks}
-use_cpu: true
-"""
+# Without DeepSpeed, for `Nodes(accelerate=...)`. accelerate starts several processes on a CPU only if it is told of
+# GPUs; that there are none is said by the script (`use_cpu=True`).
+DDP: dict[str, Any] = {"distributed_type": "MULTI_GPU"}
+FSDP2: dict[str, Any] = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+}
 
 # torchrun writes stdout and stderr of a rank to two files, so their order is lost. `exec` keeps pid and parent: the
 # rank is the process that torchrun would have started. A plain append survives SIGKILL and `os._exit`.
@@ -60,6 +59,7 @@ class NodesSpec:
     ranks_per_node: int
     env: Mapping[str, str]
     deepspeed: Mapping[str, Any]
+    accelerate: Mapping[str, Any] | None = None  # instead of DeepSpeed
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.ranks_per_node < 1:
@@ -71,19 +71,33 @@ class NodesSpec:
 
     def write(self, folder: Path, ip: str) -> Path:
         """Write the files of one launch into `folder`; returns the accelerate config, with a port of its own."""
-        deepspeed_file, config_file = folder / "deepspeed.json", folder / "accelerate.yaml"
-        deepspeed_file.write_text(json.dumps(self.deepspeed, indent=2))
-        values = {
-            "deepspeed_file": json.dumps(str(deepspeed_file)),
-            "zero3": json.dumps(self.deepspeed.get("zero_optimization", {}).get("stage") == 3),
-            "ip": ip,
-            "port": _free_port(),
-            "num_nodes": self.num_nodes,
-            "num_ranks": self.num_ranks,
+        config_file = folder / "accelerate.yaml"
+        config = {
+            "compute_environment": "LOCAL_MACHINE",
+            "machine_rank": 0,
+            "main_process_ip": ip,
+            "main_process_port": _free_port(),
+            "num_machines": self.num_nodes,
+            "num_processes": self.num_ranks,
+            **(self.accelerate or self._deepspeed_section(folder)),
         }
-        config_file.write_text(ACCELERATE_CONFIG.format(**values))
+        config_file.write_text(yaml.safe_dump(config))
         (folder / "per_rank.sh").write_text(PER_RANK_LOG)
         return config_file
+
+    def _deepspeed_section(self, folder: Path) -> dict[str, Any]:
+        """Not `mixed_precision`: accelerate refuses it beside a DeepSpeed file."""
+        deepspeed_file = folder / "deepspeed.json"
+        deepspeed_file.write_text(json.dumps(self.deepspeed, indent=2))
+        return {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {
+                "deepspeed_config_file": str(deepspeed_file),
+                "deepspeed_multinode_launcher": "standard",
+                "zero3_init_flag": self.deepspeed.get("zero_optimization", {}).get("stage") == 3,
+            },
+            "use_cpu": True,
+        }
 
 
 def fresh_environment() -> dict[str, str]:

@@ -60,6 +60,8 @@ class Nodes:
             Variables for all launchers and ranks, on top of the caller's own and of those of this class.
         deepspeed (`Mapping[str, Any]`, *optional*):
             The DeepSpeed config. Default: ZeRO-3 that shards every parameter, however small.
+        accelerate (`Mapping[str, Any]`, *optional*):
+            What the accelerate config says instead of DeepSpeed: `DDP` or `FSDP2` of `launch_files`.
 
     Raises:
         RuntimeError: `namespaces=True` where they cannot be made; the message holds the reason.
@@ -74,8 +76,9 @@ class Nodes:
         namespaces: bool = False,
         env: Mapping[str, str] | None = None,
         deepspeed: Mapping[str, Any] | None = None,
+        accelerate: Mapping[str, Any] | None = None,
     ):
-        self.spec = NodesSpec(num_nodes, ranks_per_node, dict(env or {}), deepspeed or ZERO3)
+        self.spec = NodesSpec(num_nodes, ranks_per_node, dict(env or {}), deepspeed or ZERO3, accelerate)
         self.folder = Path(folder).resolve()
         self._name = f"tmn-{secrets.token_hex(3)}"
         self._private = Path(tempfile.gettempdir(), self._name)  # short: unix sockets of the ranks lie below it

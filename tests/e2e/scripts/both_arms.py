@@ -20,6 +20,7 @@ import trl
 from accelerate.state import AcceleratorState
 from common import RANK, WORLD
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.trainer import grpo_trainer
@@ -77,7 +78,11 @@ class Weights(TrainerCallback):
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
         with deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext():
-            self.steps.append(torch.cat([parameter.detach().flatten().clone() for parameter in parameters]))
+            self.steps.append(torch.cat([whole(parameter.detach()).flatten().clone() for parameter in parameters]))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Replay:

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import deepspeed
+import fsdp_on_cpus  # noqa: F401  (changes accelerate)
 import vllm_scenarios  # noqa: F401  (adds its own)
 from both_arms import compare
 from common import RANK, write_result

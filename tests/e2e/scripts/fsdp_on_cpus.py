@@ -1,0 +1,15 @@
+"""accelerate 1.15 makes FSDP of several GPUs only; with this imported of several CPUs too, by the same plugin."""
+
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+of_accelerate = AcceleratorState.__init__
+
+
+def with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
+    of_accelerate(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+
+AcceleratorState.__init__ = with_fsdp
