@@ -56,7 +56,7 @@ ARROWS = {
     "experimental.gold": "config experimental.buffered host rollouts.text_logging",
     "experimental.iw_opd": "config experimental.buffered",
     "experimental.self_distillation": "config errors node_trainer",
-    "experimental.buffered": "node_trainer",
+    "experimental.buffered": "host node_trainer rollouts.generation",
     "experimental.__init__": "",
     "node_trainer":
         "config errors host model_checks reporting rollouts.generation rollouts.staleness rollouts.text_logging "

@@ -61,6 +61,14 @@ def test_the_trainer_builds_its_generation_object_once_with_keywords_that_grpo_p
 
 
 @pytest.mark.parametrize("name", TRAINERS)
+def test_max_num_seqs_has_the_factor_of_tensor_parallelism_that_is_taken_out_again(name):
+    (call,) = calls(name, "VLLMGeneration")
+    (rows,) = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "max_num_seqs"]
+    added_by_us = ours(name)._build_generation is not NodeTrainer._build_generation
+    assert ("vllm_tensor_parallel_size" in rows) != added_by_us, f"{VERSION}: {name}: {rows}; see buffered.py"
+
+
+@pytest.mark.parametrize("name", TRAINERS)
 def test_the_generation_object_is_replaced_where_the_trainer_looks_it_up(name):
     module = ours(name)._builds_in or sys.modules[ours(name)._trl.__module__]
     assert hasattr(module, "VLLMGeneration"), f"{VERSION}: {module.__name__} has no VLLMGeneration"

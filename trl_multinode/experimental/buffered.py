@@ -1,8 +1,11 @@
 """What GOLD and IW-OPD have in common: a buffer of one optimizer step, filled by the student or by the dataset."""
 
 from functools import partial
+from typing import Any
 
+from ..host import NodeHost
 from ..node_trainer import NodeTrainer
+from ..rollouts.generation import NodeGeneration
 
 
 class BufferedNodeTrainer(NodeTrainer):
@@ -13,6 +16,12 @@ class BufferedNodeTrainer(NodeTrainer):
     @property
     def steps_per_round(self) -> int:
         return self.args.gradient_accumulation_steps
+
+    @staticmethod
+    def _build_generation(host: NodeHost, *, mode: str, **keywords: Any) -> NodeGeneration:
+        """These two leave out the factor that TRL's other trainers have, and that `EngineSettings` takes out again."""
+        keywords["max_num_seqs"] *= host.args.vllm_tensor_parallel_size
+        return NodeTrainer._build_generation(host, mode=mode, **keywords)
 
     def _fill_buffer(self, generation_batch, buffer_steps: int):
         return self._one_round(partial(super()._fill_buffer, generation_batch, buffer_steps))
