@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
 	@echo "make demo MODE=overlap      the same with rollouts one round ahead and balanced micro-batches"
-	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; half an hour"
+	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; 20 minutes"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (15 minutes at most)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"

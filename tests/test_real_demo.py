@@ -1,4 +1,4 @@
-"""The pieces of `make demo MODE=real`, which itself takes half an hour; docs/demo-real.md holds a run of it.
+"""The pieces of `make demo MODE=real`, which itself takes a quarter of an hour; docs/demo-real.md holds a run of it.
 
 reasoning-gym and the model are in requirements/real.txt, which `make setup` does not install: without them the tests
 that need them are skipped, by name.

@@ -109,8 +109,9 @@ class NodeHost:
 
     def start_engines(self, model, processing_class, keywords: dict) -> NodeEngines:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
+        self._model = model  # with its adapter: what FSDP2 shards, and whose forward gathers
         self._has_adapters = hasattr(model, "peft_config")
-        base = model.get_base_model() if self._has_adapters else model
+        base = self._base = model.get_base_model() if self._has_adapters else model
         dtype = engine_dtype(self.args, base)
         rank = lora_rank(base) if self._has_adapters and self._serves_adapter(base, dtype) else 0
         self._settings = EngineSettings(self.args, self.topology, self.devices, dtype, keywords, rank)
@@ -210,7 +211,6 @@ class NodeHost:
                 f"{self.topology}: the ranks would send different weights (names, shapes or dtypes differ), so their "
                 "models are not the same. Use the same model, config and library versions on every node."
             )
-        self._model = model
 
     def _transport(self) -> Transport:
         count, with_sender = len(self.devices.per_engine), self.transport[0] == "ipc"
@@ -230,7 +230,7 @@ class NodeHost:
         """Send the weights; after the first time, prove that none stayed dummy. A collective of all ranks."""
         assert self._sync is not None and self.engines is not None
         if version.update == 1:
-            keep_head_during_backward(self._model)  # only now has DeepSpeed sharded the model
+            keep_head_during_backward(self._base)  # only now has DeepSpeed sharded the model
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # so that waiting for the engines counts as sync
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]

@@ -198,6 +198,14 @@ class NodeTrainer(HubTrainer):
         with self.host.phases("train"):
             return super().training_step(*args, **kwargs)
 
+    def _tokenize_prompts(self, prompts):
+        """Of the trainers that take pictures. TRL 1.16 says `None` for a prompt without, which processors refuse when
+        the batch is scored; an empty list they take."""
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        if self.host is not None and images is not None:
+            images = [pictures or [] for pictures in images]
+        return prompt_ids, images, fields
+
     def _save_checkpoint(self, model, trial):
         if self.host is None:
             return super()._save_checkpoint(model, trial)

@@ -47,7 +47,7 @@ ROWS = {
     "streamed_dataset": [("Data", "streaming datasets"), ("Data", "columns for the reward")],
     "evaluation": [("Evaluation", "`eval_strategy`"), ("Evaluation", "`num_generations_eval`")],
     "gradient_checkpointing": [("Training", "gradient checkpointing")],
-    "lora": [("Training", "LoRA"), ("Reference model", "`beta > 0` with an adapter")],
+    "lora": [("Training", "LoRA under ZeRO-3"), ("Reference model", "`beta > 0` with an adapter")],
     "rslora": [("Training", "rsLoRA")],
     "server_mode": [("Passed through", "`vllm_mode='server'`")],
     "colocate_mode": [("Passed through", "`vllm_mode='colocate'`")],
@@ -56,9 +56,15 @@ ROWS = {
 ZERO2 = ZERO3 | {"zero_optimization": {"stage": 2}}
 ELSEWHERE = {  # how it is started -> what runs there
     "zero2": {"plain": [("Training", "full fine-tuning under ZeRO-2")], "dora": [("Training", "DoRA, under ZeRO-2")]},
-    "ddp": {"plain": [("Training", "full fine-tuning under DDP")], "reference_model": [], "lora": []},
-    "fsdp2": {"plain": [("Training", "full fine-tuning under FSDP2")], "reference_model": [], "lora": []},
-}
+    "ddp": {
+        "plain": [("Training", "full fine-tuning under DDP")], "lora": [("Training", "LoRA under DDP")],
+        "reference_model": [],
+    },
+    "fsdp2": {
+        "plain": [("Training", "full fine-tuning under FSDP2")], "lora": [("Training", "LoRA under FSDP2")],
+        "reference_model": [],
+    },
+}  # fmt: skip
 LAUNCHES = {"zero2": {"deepspeed": ZERO2}, "ddp": {"accelerate": DDP}, "fsdp2": {"accelerate": FSDP2}}
 PASSED_THROUGH = {"server_mode": "server", "colocate_mode": "colocate", "without_vllm": "none"}
 
@@ -126,6 +132,7 @@ def test_metrics_gradients_and_weights_are_trls(name, folder):
     ("elsewhere", "name"),
     [pytest.param(kind, *case.values, marks=case.marks) for kind in ELSEWHERE for case in marked(ELSEWHERE[kind])],
     indirect=["elsewhere"],
+    scope="module",
 )
 def test_and_without_zero_3(name, elsewhere):
     for found in results(elsewhere, name):

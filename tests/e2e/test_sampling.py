@@ -50,3 +50,9 @@ def test_completions_end_with_the_first_stop_string(found):
     stopped = [text for text in completions if re.search(f"[{STOPS}]", text)]
     assert len(stopped) > len(completions) / 4
     assert all(not re.search(f"[{STOPS}]", text[:-1]) for text in stopped)
+
+
+@pytest.mark.feature("Data", "images: several, one or none per prompt of a batch")
+def test_prompts_with_and_without_pictures_were_in_every_batch(found):
+    asked = found["pictures"]["observed"][0]["pictures"]
+    assert len(asked) == 3 and all(rows == [0, 0, 2, 2] for rows in asked)

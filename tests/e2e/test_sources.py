@@ -11,9 +11,8 @@ from trl_multinode.testing.sources import KINDS
 
 SCRIPT = Path(__file__).parent / "scripts" / "sources.py"
 NAMES = {
-    "ddp": "DDP (below the trainer: accelerate does not start it on a CPU)",
-    "fsdp2": "FSDP2 (below the trainer: accelerate does not start it on a CPU)",
-    "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "zero3_offload_optimizer": "ZeRO-3, optimizer offloaded",
+    "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
+    "zero3_offload_optimizer": "ZeRO-3, optimizer offloaded",
     "zero3_offload_param": "ZeRO-3, parameters and optimizer offloaded",
 }  # fmt: skip
 pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]

@@ -57,6 +57,7 @@ class Scenario:
     run: Callable = lambda trainer: trainer.train()
     observe: Callable = lambda trainer: {}  # what else must be the same in both arms
     made_up: bool = False  # no engine in either arm: TRL's own modes passed through
+    trls: type = trl.GRPOTrainer  # the other arm
 
     def __post_init__(self):
         self.model = tiny_qwen2() if self.model is None else self.model
@@ -167,7 +168,7 @@ def run_ours(scenario: Scenario, folder: Path, generation) -> tuple[dict, list, 
 def run_trls(scenario: Scenario, folder: Path, generation) -> dict:
     settings = {"use_vllm": True, "vllm_mode": "colocate"} | settings_of(scenario)
     with mock.patch.object(grpo_trainer, "VLLMGeneration", generation):
-        trainer = build(trl.GRPOTrainer, scenario, trl.GRPOConfig(output_dir=str(folder), **settings))
+        trainer = build(scenario.trls, scenario, trl.GRPOConfig(output_dir=str(folder), **settings))
     found = run(trainer, scenario)
     let_go(trainer)
     return found

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import numpy as np
+import trl
 from both_arms import Scenario
-from datasets import Dataset, Features, Image, Value
+from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Picture
 from scenarios import scenario
 
@@ -45,19 +46,46 @@ TEMPLATE = (
 )
 
 
+class EmptyForNone(trl.GRPOTrainer):
+    """TRL 1.16 cannot score a batch in which some prompts have no picture: it hands the processor `None` for them."""
+
+    def _tokenize_prompts(self, prompts):
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        return prompt_ids, images and [row or [] for row in images], fields
+
+
 @scenario
 def pictures(folder: Path) -> Scenario:
-    """A picture of its own size in every prompt: TRL 1.16 scores no batch in which some have none with this processor.
-    A sampled image token would want another picture, so none may be."""
+    """On every rank a prompt with two pictures, each of its own size, and one without, in every batch. A sampled image
+    token would want another picture, so none may be."""
     found = model_for("idefics3")
     found.processing_class.chat_template = TEMPLATE
     random = np.random.default_rng(0)
     images = [Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8)) for i in range(32)]
-    prompts = [[{"role": "user", "content": f"{i} is"}] for i in range(32)]
-    columns = {"prompt": prompts, "image": images}
-    features = {"prompt": [{"role": Value("string"), "content": Value("string")}], "image": Image()}
-    settings = {"trust_remote_code": True, "generation_kwargs": {"allowed_token_ids": list(range(258))}}
-    return Scenario(
-        settings | {"vllm_importance_sampling_correction": False}, found.model, found.processing_class,
-        dataset=Dataset.from_dict(columns, Features(features)),
+    columns = {
+        "prompt": [[{"role": "user", "content": f"{i} is"}] for i in range(32)],
+        "images": [images[i : i + 2] if i % 2 else [] for i in range(32)],
+    }
+    features = {"prompt": [{"role": Value("string"), "content": Value("string")}], "images": List(Image())}
+    made = Scenario(
+        {
+            "trust_remote_code": True, "generation_kwargs": {"allowed_token_ids": list(range(258))},
+            "vllm_importance_sampling_correction": False, "num_generations": 2, "shuffle_dataset": False,
+        },
+        found.model, found.processing_class, dataset=Dataset.from_dict(columns, Features(features)), trls=EmptyForNone,
     )  # fmt: skip
+    made.run = with_pictures_counted
+    made.observe = lambda trainer: {"pictures": trainer.pictures}
+    return made
+
+
+def with_pictures_counted(trainer) -> None:
+    """Of every prompt that TRL asks completions for."""
+    generate, trainer.pictures = trainer.vllm_generation.generate, []
+
+    def counted(prompts, images, *args, **kwargs):
+        trainer.pictures.append([len(row) for row in images])
+        return generate(prompts, images, *args, **kwargs)
+
+    trainer.vllm_generation.generate = counted
+    trainer.train()
