@@ -24,5 +24,5 @@ class Demo:
 
 
 SMALL = Demo("train.py", num_ranks=4, steps=80, minutes=4, timeout_s=900.0, learned=0.3, constant=0.2)
-REAL = Demo("train_real.py", num_ranks=2, steps=24, minutes=30, timeout_s=7200.0, learned=0.2, constant=0.25)
+REAL = Demo("train_real.py", num_ranks=2, steps=24, minutes=15, timeout_s=7200.0, learned=0.2, constant=0.25)
 DEMOS: dict[str, Demo] = {**dict.fromkeys(MODES, SMALL), "real": REAL}
