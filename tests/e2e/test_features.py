@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "features.py"
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(1500)]
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 ROWS = {
-    "plain": [("Training", "full fine-tuning under ZeRO-3")],
+    "plain": [("Training", "full fine-tuning under ZeRO-3"), ("Data", "plain prompts")],
     "losses": [("Losses", f"`loss_type={loss!r}`") for loss in LOSSES],
     "loss_options": [
         ("Losses", "`importance_sampling_level='sequence'`"), ("Losses", "`scale_rewards='batch'`"),

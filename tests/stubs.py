@@ -1,0 +1,64 @@
+"""TRL's generation seam on engines that are stubs: nothing runs, every request is kept."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from trl_multinode.engine.node_engines import Rollout
+from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.phases import Phases
+from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.weights.sync import SyncTimings
+
+A, B, C = [1, 2], [1, 3], [4]  # prompts
+
+
+class StubEngines:
+    """Completion i of a request with seed s is `[s + i, prompt length]`, so that rows show where they came from."""
+
+    max_model_len = 8
+
+    def __init__(self):
+        self.connections = [SimpleNamespace(name="engine 0 of node 1")]
+        self.calls: list[SimpleNamespace] = []
+        self.version: WeightVersion | None = None
+
+    def generate(self, requests, max_tokens, sampling, min_update):
+        call = SimpleNamespace(requests=requests, max_tokens=max_tokens, sampling=sampling, min_update=min_update)
+        self.calls.append(call)
+        version = self.version or WeightVersion(min_update, 0)
+        return [[self._row(r, i, version) for i in range(r.num_completions)] for r in requests]
+
+    @staticmethod
+    def _row(request, index: int, version: WeightVersion) -> Rollout:
+        tokens = np.array([((request.seed or 0) + index) % 2**31, len(request.prompt)], dtype=np.int32)
+        return Rollout(tokens, np.array([-0.5, np.nan], dtype=np.float32), version, 0)
+
+
+class StubHost:
+    rollout_seed: int | None = None
+
+    def __init__(self):
+        self.phases = Phases()
+        self.engines = StubEngines()
+        self.synced: list[WeightVersion] = []
+        self.step = lambda: 17
+
+    def start_engines(self, model, processing_class, keywords):
+        self.keywords = keywords
+        return self.engines
+
+    def sync(self, version):
+        self.synced.append(version)
+        return SyncTimings(num_buckets=2)
+
+
+def build(rank: int = 0, rollout_seed: int | None = None, **keywords) -> NodeGeneration:
+    host = StubHost()
+    host.rollout_seed = rollout_seed
+    accelerator = SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None)
+    return NodeGeneration(host=host, model=None, accelerator=accelerator, processing_class=None, **keywords)
+
+
+def asked(generation) -> list[tuple[list[int], int]]:
+    return [(request.prompt, request.num_completions) for request in generation.engines.calls[-1].requests]
