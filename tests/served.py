@@ -93,7 +93,7 @@ def serving(*backends: Backend, folder: Path, stall_timeout_s: float = 10.0) -> 
     try:
         yield engines
     finally:
-        engines.shutdown()
+        engines.shutdown(10.0)
         engines.close()
         for thread in threads:
             thread.join(0.2)  # one whose connection broke serves on, and ends with this process

@@ -42,11 +42,15 @@ class StubHost:
         self.phases = Phases()
         self.engines = StubEngines()
         self.synced: list[WeightVersion] = []
+        self.whole = 0  # times that frozen weights were to be sent again
         self.step = lambda: 17
 
     def start_engines(self, model, processing_class, keywords):
         self.keywords = keywords
         return self.engines
+
+    def send_everything(self):
+        self.whole += 1
 
     def sync(self, version):
         self.synced.append(version)

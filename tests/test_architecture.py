@@ -49,7 +49,8 @@ ARROWS = {
     # for type checkers; loaded lazily
     "__init__": "config trainer trainers",
     "trainer":
-        "batches.microbatches config host node_trainer rollouts.generation rollouts.look_ahead rollouts.monitor",
+        "batches.microbatches config host node_trainer pictures rollouts.generation rollouts.look_ahead "
+        "rollouts.monitor",
     "trainers": "config host node_trainer rollouts.monitor",
     "experimental.sdft": "experimental.self_distillation",
     "experimental.sdpo": "experimental.self_distillation",
@@ -59,8 +60,9 @@ ARROWS = {
     "experimental.buffered": "host node_trainer rollouts.generation",
     "experimental.__init__": "",
     "node_trainer":
-        "config errors host model_checks reporting rollouts.generation rollouts.staleness rollouts.text_logging "
+        "call_checks config host reporting rollouts.generation rollouts.staleness rollouts.text_logging "
         "saving.checkpoints saving.hub saving.resume",
+    "call_checks": "config errors saving.hub",
     "saving.hub": "config errors host saving.model_card saving.pushing saving.saved_weights",
     "saving.pushing": "errors",
     "saving.model_card": "topology",
@@ -79,7 +81,7 @@ ARROWS = {
     "rollouts.monitor": "config errors rollouts.look_ahead weights.probe",
     "rollouts.staleness": "",
     "rollouts.generation":
-        "config engine.node_engines engine.protocol errors rollouts.look_ahead rollouts.rows weights.sync",
+        "engine.node_engines engine.protocol errors rollouts.look_ahead rollouts.rows weights.sync",
     "rollouts.look_ahead": "engine.node_engines engine.protocol",
     "rollouts.rows": "engine.protocol",
     "rollouts.text_logging": "",
@@ -112,7 +114,7 @@ ARROWS = {
     "engine.__init__": "",
     "watch": "blackboard errors topology",
     "blackboard": "topology",
-    "model_checks": "errors",
+    "pictures": "errors",
     "config": "errors",
     "topology": "errors",
     "phases": "",
@@ -136,7 +138,7 @@ LIBRARIES = {
     },
     "transformers": {
         "config": "",
-        "model_checks": "",
+        "call_checks": "",
         "saving.hub": "",
         "saving.saved_weights": "",
         "batches.microbatches": "",
@@ -161,6 +163,7 @@ LIBRARIES = {
     },  # torchrun's parser
 }
 COLLECTIVES = {
+    "pictures": {"gather"},  # a flag per round, of models with pictures and sharded weights
     "rollouts.text_logging": {"gather_object"},
     "weights.source": {"GatheredParameters", "full_tensor"},
     "weights.shards": {
@@ -223,7 +226,7 @@ def imported(module: str) -> frozenset[tuple[str, bool]]:
 
 
 def own_module(name: str) -> str | None:
-    """`trl_multinode.protocol.frame` -> `protocol`."""
+    """`trl_multinode.engine.protocol.frame` -> `engine.protocol`."""
     parts = name.split(".")
     if parts[0] != "trl_multinode":
         return None

@@ -4,9 +4,9 @@ import pytest
 from trl import GRPOConfig
 
 import trl_multinode
+from trl_multinode.call_checks import check_call, check_foreseeable
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields, check_fields, field_or_default, is_node_mode
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.node_trainer import check_call, check_foreseeable
 
 
 def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
@@ -166,6 +166,11 @@ def test_completions_that_need_more_than_the_dataset_row_are_not_made_ahead(tmp_
     check_foreseeable(plain(tmp_path, use_vllm=True, vllm_mode="node"), {name: print})
 
 
+@pytest.mark.parametrize("given", [{"load_format": "auto"}, '{"tensor_parallel_size": 2}', {"dtype": "float16"}])
+def test_engine_kwargs_may_not_replace_what_node_mode_sets(tmp_path, given):
+    assert "`engine_kwargs` may not contain" in refusal(ours, tmp_path, engine_kwargs=given)
+
+
 def test_that_is_checked_of_every_call_before_the_model(tmp_path):
     with pytest.raises(ConfigurationError, match="before `rollout_func` is called"):
-        check_call(None, "no/such/model", ours(tmp_path, max_staleness=1), None, {"rollout_func": print})
+        check_call(None, ours(tmp_path, max_staleness=1), {"model": "no/such/model", "rollout_func": print})

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trl_multinode.call_checks import check_dataset
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine import settings as engine_settings
 from trl_multinode.engine.process import engine_environment
 from trl_multinode.engine.settings import EngineSettings, check_vllm, engine_dtype
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.host import NodeHost
-from trl_multinode.node_trainer import check_dataset
 from trl_multinode.topology import EngineDevices, Topology
 
 ONE_RESERVED = EngineDevices((("7",),), shared_with_training=False)
@@ -93,7 +93,7 @@ def test_rows_in_flight_count_all_ranks_of_the_node(tmp_path):
     assert settings(tmp_path).arguments(tmp_path, 0)["max_num_seqs"] == 7 * 32
     two = EngineDevices((("6",), ("7",)), False)
     assert settings(tmp_path, two).arguments(tmp_path, 0)["max_num_seqs"] == 7 * 16
-    assert settings(tmp_path, two).window == 4
+    assert settings(tmp_path, two).window == 12  # of 16 that are a rank's share of one engine
 
 
 def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):
@@ -104,8 +104,8 @@ def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):
 
 
 def test_engine_kwargs_win_also_as_json(tmp_path):
-    made = settings(tmp_path, engine_kwargs='{"max_num_seqs": 3}')
-    assert made.arguments(tmp_path, 0)["max_num_seqs"] == 3
+    made = settings(tmp_path, engine_kwargs='{"max_num_seqs": 70}')
+    assert made.arguments(tmp_path, 0)["max_num_seqs"] == 70 and made.window == 7
 
 
 def test_the_engines_type_follows_training_and_can_be_set(tmp_path):

@@ -23,6 +23,16 @@ def clock(monkeypatch):
     return clock
 
 
+def test_an_evaluation_is_written_down_and_not_counted_into_the_step(clock, tmp_path):
+    phases = Phases(tmp_path / "rank0.jsonl")
+    with phases("sync"):
+        clock.pass_(1)
+    with phases.uncounted(), phases("generate"):
+        clock.pass_(64)
+    assert sum(phases.take_sums()) == 1
+    assert len((tmp_path / "rank0.jsonl").read_text().splitlines()) == 2
+
+
 def test_nested_phases_count_their_own_time_only(clock, tmp_path):
     phases = Phases(tmp_path / "phases" / "rank0.jsonl")
     phases.step = 3

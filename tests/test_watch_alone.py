@@ -33,6 +33,36 @@ def test_plain_python_keeps_its_signal_handlers():
     watch.close()
 
 
+def test_signals_that_a_script_handles_itself_are_its_own(tmp_path):
+    """A reward function with a time limit, a loader with workers, SLURM's warning: each comes by the same pipe."""
+
+    def body(rank: int) -> None:
+        seen = []
+        for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda number, _: seen.append(number))
+        watch = Watch(LAUNCHED)
+        signal.signal(signal.SIGINT, lambda number, _: seen.append(number))  # later than the watch
+        for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        time.sleep(watch_module.SYMPTOM_DELAY_S + 2 * watch_module.POLL_S)
+        watch.close()
+        assert len(seen) == 5 and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait(20) == 0, rank.text
+
+
+def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
+    def body(rank: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Watch(LAUNCHED)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait(10) == watch_module.EXIT_CODE and "stopped by SIGTERM" in rank.text
+
+
 def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):
     def body(rank: int) -> None:
         gone = FORK.Process(target=lambda: None)

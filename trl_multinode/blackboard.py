@@ -46,6 +46,17 @@ def connect_store(topology: Topology, run: int, environ=os.environ) -> Store | N
     return PrefixStore(f"trl_multinode/{attempt}/{run}", client)
 
 
+def when_written(store: Store, key: str, news: str) -> str:
+    """What `key` says once somebody wrote it; `news` every 30 s. No limit of its own: the watch ends it."""
+    said = time.monotonic()
+    while not store.check([key]):
+        time.sleep(0.1)
+        if time.monotonic() - said > PROGRESS_EVERY_S:
+            said = time.monotonic()
+            print(f"[trl_multinode] {news}", flush=True)
+    return store.get(key).decode()
+
+
 class Blackboard:
     """A rank's view of the keys about the end of the run. With a single process there is nobody to tell.
 

@@ -1,5 +1,6 @@
 """`NodeFields`: our fields, which any of TRL's configs can take on, and the checks that need fields only."""
 
+import json
 from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,21 @@ REFUSED_GENERATION_KEYS = {
     "n": "the number of completions is `num_generations`",
     "seed": "use `rollout_seed`, which gives every row its own seed",
     "logprobs": "the trainer needs exactly the sampled token's log-prob",
+}
+REFUSED_ENGINE_KEYS = {
+    "model": "the engines get the trainer's own",
+    "dtype": "use `engine_dtype`",
+    "tensor_parallel_size": "use `vllm_tensor_parallel_size`",
+    "pipeline_parallel_size": "an engine's GPUs are `vllm_tensor_parallel_size`",
+    "data_parallel_size": "use `num_engines`",
+    "seed": "use `seed`, or `rollout_seed` for rows",
+    "enable_lora": "use `lora_sync`",
+    "max_loras": "use `lora_sync`",
+    "max_lora_rank": "it is that of the trained adapter",
+    "load_format": "the trainer is the only source of weights",
+    "logprobs_mode": "TRL's correction needs processed log-probs",
+    "weight_transfer_config": "weights arrive by `weight_transport`",
+    "worker_extension_cls": "weights arrive through ours",
 }
 GRPO_ONLY = {
     "max_staleness": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
@@ -61,8 +77,9 @@ class NodeFields(_Arguments):
             Seconds without a single token, while an engine has work, after which it counts as stalled. It never limits
             the total time of a generation.
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
-            Largest piece, in MiB, in which weights are gathered and sent. Peak extra memory is twice that on every
-            rank, and two such slots of host memory per node.
+            Size, in MiB, of the pieces in which weights are gathered and sent; a single larger tensor (an embedding,
+            fused experts) is a piece of its own. Peak extra memory is about two pieces on a local main process, and
+            two slots as large as the largest piece per node.
         weight_transport (`str`, *optional*, defaults to `"auto"`):
             Memory through which weights reach the engines of a node: `"host"` (shared, page-locked with GPUs),
             `"ipc"` (the local main process's GPU, opened by the engines), `"nccl"` (broadcast to the engines' GPUs).
@@ -213,6 +230,9 @@ def check_fields(args: GRPOConfig) -> None:
     for key, reason in REFUSED_GENERATION_KEYS.items():
         if key in (getattr(args, "generation_kwargs", None) or {}) and is_node_mode(args):
             raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
+    further = field_or_default(args, "engine_kwargs") or {}
+    for key in REFUSED_ENGINE_KEYS.keys() & (json.loads(further) if isinstance(further, str) else further).keys():
+        raise ConfigurationError(f"`engine_kwargs` may not contain {key!r}: {REFUSED_ENGINE_KEYS[key]}.")
     for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"):
         if getattr(args, name, 1) <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {getattr(args, name)}.")

@@ -6,7 +6,9 @@ the run's rendezvous store where the engines listen.
 
 import atexit
 import os
+import subprocess
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -236,14 +238,21 @@ class NodeHost:
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
-            probe_engines(self._model, engines, self.dtype, self.topology)
+            limit = field_or_default(self.args, "logprob_divergence_limit")
+            probe_engines(self._model, engines, self.dtype, self.topology, limit)
         return timings
+
+    def send_everything(self) -> None:
+        """The next sync sends frozen weights too."""
+        if self._sync is not None:
+            self._sync.send_everything()
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def _kill_engines(self) -> None:
         for process in self._processes:
-            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # the next one must go all the same
+                process.kill()
         if self._folder is not None:
             self._folder.remove()
 
@@ -251,10 +260,21 @@ class NodeHost:
         """End the engines in good order. Called at exit; may be called earlier, and more than once."""
         self.watch.close()
         self.watch.forget_processes()
+        asked = self.engines is not None
         if self._processes:
             if self.engines is not None:
-                self.engines.shutdown()
+                self.engines.shutdown(STOP_TIMEOUT_S)
             for process in self._processes:
-                process.stop(STOP_TIMEOUT_S)
+                process.stop(STOP_TIMEOUT_S if asked else 0.0)
             self._kill_engines()
             self._processes.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of all that is large: a script that builds another trainer needs the memory, and `atexit` would hold it."""
+        for engines in filter(None, (self.engines, self.ahead_engines)):
+            engines.close()
+        last = self.step()
+        self.step = lambda: last
+        self._model = self._base = self._sync = None
+        atexit.unregister(self.close)

@@ -16,16 +16,15 @@ from unittest import mock
 
 import torch
 
-from .config import NodeFields, check_fields, field_or_default, is_node_mode
-from .errors import ConfigurationError
+from .call_checks import check_call
+from .config import NodeFields, field_or_default, is_node_mode
 from .host import NodeHost
-from .model_checks import check_model, config_of
 from .reporting import StepReport, announce
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
 from .saving.checkpoints import CheckpointLog, fast_forward
-from .saving.hub import HubTrainer, check_push
+from .saving.hub import HubTrainer
 from .saving.resume import Resume
 
 
@@ -70,10 +69,24 @@ class NodeTrainer(HubTrainer):
             return
         self.host = NodeHost(settings)
         with self.host.watch.guard():
-            check_call(self.host, call["model"], settings, call.get("train_dataset"), call)
-            with self._replacing(self.host):
-                super().__init__(**call)
-            self._wire(self.host)
+            with self._ending_alone(self.host):
+                check_call(self.host, settings, call)
+                if self.host.topology.rank == 0:
+                    announce(settings, self.host)
+                with self._replacing(self.host):
+                    super().__init__(**call)
+                self._wire(self.host)
+
+    @staticmethod
+    @contextmanager
+    def _ending_alone(host: NodeHost):
+        """A single process goes on after an error, in a notebook for example, and has no trainer to close."""
+        try:
+            yield
+        except BaseException:
+            if host.topology.world_size == 1:
+                host.close()
+            raise
 
     def _default_args(self, model):
         name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
@@ -146,11 +159,11 @@ class NodeTrainer(HubTrainer):
         if getattr(self, "vllm_sync_frequency", 1) > 1 and self.vllm_generation.must_sync:
             self.vllm_generation.sync_weights()  # TRL would wait for its next multiple, also after a resume
 
-    def _one_round(self, make: Callable[[], Any]) -> Any:
+    def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
         """What `make` returns, which is TRL's method that generates one round."""
         if self.host is None:
             return make()
-        self._begin_round()
+        self._begin_round(following)
         output = make()
         if self.model.training and self.vllm_generation.generated:
             self._meter.add_round(*self.vllm_generation.lag)
@@ -175,7 +188,7 @@ class NodeTrainer(HubTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any):
         self._eval_rounds = 0  # every evaluation samples with the same seeds, wherever a run was resumed
-        with self._guarded():
+        with self._guarded(), self.host.phases.uncounted() if self.host is not None else nullcontext():
             return super().evaluate(*args, **kwargs)
 
     @contextmanager
@@ -198,14 +211,6 @@ class NodeTrainer(HubTrainer):
         with self.host.phases("train"):
             return super().training_step(*args, **kwargs)
 
-    def _tokenize_prompts(self, prompts):
-        """Of the trainers that take pictures. TRL 1.16 says `None` for a prompt without, which processors refuse when
-        the batch is scored; an empty list they take."""
-        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
-        if self.host is not None and images is not None:
-            images = [pictures or [] for pictures in images]
-        return prompt_ids, images, fields
-
     def _save_checkpoint(self, model, trial):
         if self.host is None:
             return super()._save_checkpoint(model, trial)
@@ -217,7 +222,7 @@ class NodeTrainer(HubTrainer):
         self.weights_changed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.host is not None and self.model.training:
+        if self.host is not None and "loss" in logs:  # which all ranks log; a script may log more on one alone
             logs |= self._report.metrics(self.vllm_generation.last_sync)
         super().log(logs, start_time)
 
@@ -229,9 +234,17 @@ class RewardedNodeTrainer(NodeTrainer):
         super()._wire(host)
         self._texts = TextLogging(sys.modules[self._trl.__module__], keep=self.args.log_completions)
 
-    def _one_round(self, make: Callable[[], Any]) -> Any:
+        if not self.args.log_completions:
+            self.log_multimodal = False  # nobody looks at them, and they would go to all ranks in every round
+
+    def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
         with self._texts.during_scoring() if self.host is not None else nullcontext():
-            return super()._one_round(make)
+            return super()._one_round(make, following)
+
+    def _log_completion_extra(self, column: str, values: list) -> None:
+        """Columns of reward functions: shown beside completions, or gathered to all ranks for nobody."""
+        if self.host is None or self.args.log_completions:
+            super()._log_completion_extra(column, values)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         if self.host is None:
@@ -239,51 +252,3 @@ class RewardedNodeTrainer(NodeTrainer):
         self._texts.remember(prompts, completions)
         with self.host.phases("reward"):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-
-
-# ---- checks of a call, before the model -----------------------------------------------------------------------------
-
-
-def check_call(host: NodeHost, model, args, dataset, kwargs: dict) -> None:
-    """Checks that need the trainer's arguments but no weights; raises `ConfigurationError`."""
-    check_fields(args)
-    check_dataset(dataset, args)
-    check_foreseeable(args, kwargs)
-    check_model(model, args, kwargs)
-    check_push(args, kwargs)
-    if kwargs.get("tools") or kwargs.get("environment_factory"):
-        host.check_context(getattr(config_of(model).get_text_config(), "max_position_embeddings", 0))
-    if host.topology.rank == 0:
-        announce(args, host)
-
-
-def check_foreseeable(args, kwargs: dict) -> None:
-    """Raises `ConfigurationError` for completions that depend on more than the dataset row, if they run ahead."""
-    for name in ("rollout_func", "environment_factory"):
-        if kwargs.get(name) and field_or_default(args, "max_staleness"):
-            raise ConfigurationError(
-                f"`max_staleness=1` generates from the dataset's prompts before `{name}` is called. Use "
-                "`max_staleness=0` with it."
-            )
-
-
-def check_dataset(dataset, args) -> None:
-    """Raises `ConfigurationError` for an empty dataset, or one with fewer prompts than a generation batch takes."""
-    if dataset is None or not hasattr(dataset, "__len__"):
-        return
-    per_prompt = getattr(args, "num_generations", 1)
-    rows, how, lower = rows_per_round(args)
-    if len(dataset) < rows // per_prompt:
-        raise ConfigurationError(
-            f"The training dataset has {len(dataset)} rows, one generation batch takes {rows // per_prompt} prompts "
-            f"({how} {rows} / num_generations {per_prompt}). "
-            f"Use more data, or lower `per_device_train_batch_size` or `{lower}`."
-        )
-
-
-def rows_per_round(args) -> tuple[int, str, str]:
-    """Completions of one generation batch on all ranks; of which fields they are made, and which one to lower."""
-    if hasattr(args, "steps_per_generation"):
-        return args.generation_batch_size, "generation_batch_size", "steps_per_generation"
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return rows, "rows of an optimizer step", "gradient_accumulation_steps"

@@ -56,6 +56,15 @@ class Phases:
                 self._stack[-1][1] += total
             self._record(name, wall, total - inside)
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is inside an evaluation is no part of a training step: its lines are written, its sums are not kept."""
+        kept = self._sums.copy()
+        try:
+            yield
+        finally:
+            self._sums = kept
+
     def _record(self, name: str, wall: float, seconds: float) -> None:
         self._sums[name] += seconds
         if self._file is not None:

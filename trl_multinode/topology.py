@@ -26,6 +26,12 @@ class Topology:
             for name, default in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)]
         }
         world, per_node = number["WORLD_SIZE"], number["LOCAL_WORLD_SIZE"]
+        if world > 1 and "LOCAL_WORLD_SIZE" not in environ:
+            raise ConfigurationError(
+                f"The launcher of these {world} ranks does not say how many a node has (LOCAL_WORLD_SIZE). Write "
+                "`deepspeed_multinode_launcher: standard` under `deepspeed_config` in the accelerate config, or start "
+                "with torchrun."
+            )
         return cls(
             rank=number["RANK"],
             world_size=world,

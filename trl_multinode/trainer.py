@@ -9,6 +9,7 @@ from .batches.microbatches import BalancedGRPOTrainer
 from .config import MultiNodeGRPOConfig
 from .host import NodeHost
 from .node_trainer import RewardedNodeTrainer
+from .pictures import check_pictures, with_lists_of_pictures
 from .rollouts.generation import Prompts
 from .rollouts.look_ahead import UpcomingBatches
 from .rollouts.monitor import DivergenceMonitor
@@ -54,19 +55,23 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         if self.host is None:
             return super()._generate_and_score_completions(inputs)
-        self._begin_round(partial(self._prompts_after, inputs) if self.max_staleness else None)
-        output = self._scored(inputs)
+        if self._is_vlm:
+            check_pictures(self.accelerator, inputs)
+        make = partial(super()._generate_and_score_completions, with_lists_of_pictures(inputs))
+        output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
+        generated = self.model.training and self.vllm_generation.generated
+        self._monitor.check(output, stale=generated and self.vllm_generation.lag[0] > 0)
         if self.model.training:
             self._meter.add_weights(output)
-            self._meter.add_round(*self.vllm_generation.lag)
         return output
 
-    def _scored(self, inputs):
-        with self._texts.during_scoring():
-            output = super()._generate_and_score_completions(inputs)
-        stale = self.model.training and self.vllm_generation.lag[0] > 0
-        self._monitor.check(output, stale)
-        return output
+    def _tokenize_prompts(self, prompts):
+        """TRL 1.16 says `None` for a prompt without pictures, which processors refuse when the batch is scored; an
+        empty list they take."""
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        if self.host is not None and images is not None:
+            images = [pictures or [] for pictures in images]
+        return prompt_ids, images, fields
 
     def _prompts_after(self, inputs) -> Prompts | None:
         """Token ids of the next round's prompts; `None` if there is no such round, or one that cannot be foreseen."""

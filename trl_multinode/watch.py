@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .blackboard import GRACE_S, STORE_TIMEOUT_S, Blackboard, store_gone
+from .blackboard import GRACE_S, STORE_TIMEOUT_S, Blackboard, store_gone, when_written
 from .errors import EngineDiedError, PeerFailureError
 from .topology import Topology
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 POLL_S = 0.5  # so a failure reaches every rank within about a second
 SYMPTOM_DELAY_S = 1.0  # a symptom (end of file, SIGTERM) is reported so much later than a cause (a process ended)
 EXIT_CODE = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
 _runs = itertools.count()  # a script may build several trainers; ranks do so in the same order
 
 
@@ -61,7 +63,7 @@ class Watch:
         self._only_symptom = False
         self._closed = threading.Event()
         self._asked: float | None = None  # since when the store owes the thread an answer
-        self._handlers: dict[int, Any] = {}  # signal -> its handler before us
+        self._handlers: dict[int, Any] = {}  # signal -> Python's own handler, where ours took its place
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -144,11 +146,15 @@ class Watch:
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def _catch_signals(self) -> None:
-        """Signals reach this thread through a pipe: a Python handler would wait for the main thread to leave NCCL."""
+        """Signals reach this thread through a pipe: a Python handler would wait for the main thread to leave NCCL.
+
+        A handler that somebody else installed, before or later, is theirs (a checkpoint before preemption).
+        """
         if threading.current_thread() is not threading.main_thread() or not self.topology.launched:
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._handlers[number] = signal.signal(number, lambda *_: None)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) in PYTHONS_OWN:
+                self._handlers[number] = signal.signal(number, told_by_the_pipe)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         # A forked child shares the pipe: a pool that ends its workers by SIGTERM would end the run
         os.register_at_fork(after_in_child=self._restore_signals)
@@ -157,7 +163,8 @@ class Watch:
         if self._handlers and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+                if signal.getsignal(number) is told_by_the_pipe:
+                    signal.signal(number, handler)
             self._handlers.clear()
 
     def _hook_exceptions(self) -> None:
@@ -167,7 +174,7 @@ class Watch:
         previous = sys.excepthook
 
         def hook(kind, error, trace):
-            if self._closed.is_set() or isinstance(error, SystemExit):
+            if self._closed.is_set():
                 previous(kind, error, trace)
             else:
                 self.fail_with(error)
@@ -183,7 +190,7 @@ class Watch:
         store.set(f"pid/{self.topology.rank}", str(os.getpid()))
         for rank in self.topology.local_ranks:
             if rank != self.topology.rank:
-                pid = int(store.get(f"pid/{rank}"))
+                pid = int(when_written(store, f"pid/{rank}", f"{self.topology}: rank {rank} has no trainer yet"))
                 self.add_process(pid, lambda rank=rank, pid=pid: self._rank_ended(rank, pid))  # type: ignore[misc]
 
     def _rank_ended(self, rank: int, pid: int) -> str:
@@ -229,8 +236,9 @@ class Watch:
 
     def _on_event(self, fd: int) -> None:
         if fd == self._wake_read:
-            for number in os.read(self._wake_read, 4096):
-                if number:  # 0 is a plain wake-up, anything else a signal's number
+            for number in os.read(self._wake_read, 4096):  # 0 is a plain wake-up, anything else a signal's number
+                # The pipe is told of every signal that has a Python handler: a reward function may set an alarm
+                if number in STOP_SIGNALS and signal.getsignal(number) is told_by_the_pipe:
                     self.report(f"stopped by {signal.Signals(number).name}", SYMPTOM_DELAY_S)
             return
         with self._lock:
@@ -256,10 +264,17 @@ class Watch:
                 cleanup()
             except Exception:
                 traceback.print_exc()
-        self._board.wait_for_readers()
+        # in a thread, because a store whose host lost its power is silent for ever
+        waiting = threading.Thread(target=self._board.wait_for_readers, daemon=True)
+        waiting.start()
+        waiting.join(GRACE_S + 1.0)
         sys.stdout.flush()
         print(f"[trl_multinode] the run failed: {line}", file=sys.stderr, flush=True)
         os._exit(EXIT_CODE)
+
+
+def told_by_the_pipe(*_: object) -> None:
+    """Handler of the signals that end a run: the watch thread reads of them in its pipe."""
 
 
 def is_symptom(error: BaseException) -> bool:

@@ -56,7 +56,7 @@ def test_weights_must_be_sent_at_first_and_when_they_changed_without_a_step():
     for action in (generation.sync_weights, generation.weights_changed, generation.sync_weights):
         wanted.append(generation.must_sync)
         action()
-    assert [*wanted, generation.must_sync] == [True, False, True, False]
+    assert [*wanted, generation.must_sync] == [True, False, True, False] and generation._host.whole == 1
 
 
 def test_rows_with_other_images_are_other_requests():
@@ -92,12 +92,6 @@ def test_settings_reach_the_engine_and_generation_kwargs_win():
     }  # fmt: skip
     assert generation._host.keywords == {"mode": "node", "max_num_seqs": 8}
     assert build(generation_kwargs={"max_tokens": 3}).max_tokens == 3
-
-
-@pytest.mark.parametrize("key", ["n", "seed", "logprobs"])
-def test_settings_that_belong_to_node_mode_are_refused(key):
-    with pytest.raises(ConfigurationError, match=key):
-        build(generation_kwargs={key: 1})
 
 
 def test_more_than_the_sampled_tokens_log_prob_is_refused():

@@ -144,3 +144,10 @@ def test_pushes_that_would_have_no_weights_are_refused_before_the_model(push, st
     args = SimpleNamespace(push_to_hub=push, deepspeed_plugin=plugin)
     with pytest.raises(ConfigurationError, match="zero3_save_16bit_model: true") if refused else nullcontext():
         check_push(args, {"model": "name", **call})
+
+
+def test_under_fsdp_a_push_needs_the_whole_state():
+    args, fsdp = SimpleNamespace(push_to_hub=True), {"ACCELERATE_USE_FSDP": "true"}
+    with pytest.raises(ConfigurationError, match="fsdp_state_dict_type: FULL_STATE_DICT"):
+        check_push(args, {"model": "name"}, fsdp)
+    check_push(args, {"model": "name"}, fsdp | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"})

@@ -224,6 +224,8 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
             Path(spec.failure_path).write_text(reason)
         except OSError:
             pass
+    if not Path(spec.shared_memory_record).exists():  # still starting
+        record_shared_memory(Path(spec.shared_memory_record))
     survivors = kill_descendants()
     if survivors:
         print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import os
 import selectors
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,13 +184,11 @@ class NodeEngines:
         posted = [self.post(engine, message) for engine in range(len(self.connections))]
         return [self.wait(engine, request_id) for engine, request_id in enumerate(posted)]
 
-    def shutdown(self) -> None:
-        """Tell every engine to end in good order. One that is gone, or does not answer, does not keep the others."""
-        for engine in range(len(self.connections)):
-            try:
-                self.ask(engine, Shutdown())
-            except EngineError:
-                pass  # its owner waits for the process and kills it
+    def shutdown(self, timeout_s: float) -> None:
+        """Tell every engine to end in good order, without waiting for it: its owner waits for the process."""
+        for connection in self.connections:
+            with suppress(EngineError):  # it is gone, or hangs
+                connection.send(Shutdown(request_id=next(self._ids)), timeout_s)
 
     def _error(self, engine: int, failure: Failure) -> EngineError:
         cls = getattr(errors, failure.error, EngineError)

@@ -19,7 +19,10 @@ from .supervisor import exit_cause, unlink_shared_memory
 
 # What an engine needs from the launching environment. No RANK, WORLD_SIZE or MASTER_*: vLLM would join the trainers'
 # world. No tokens: the engine never talks to a hub.
-KEPT_VARIABLES = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV")
+KEPT_VARIABLES = (
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV",
+    "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE",  # code of models with `trust_remote_code`
+)  # fmt: skip
 KEPT_PREFIXES = ("VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCM_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON")
 PROGRESS_EVERY_S = 10.0
 MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
@@ -111,7 +114,9 @@ class EngineProcess:
         spec_path = folder.path / f"engine{index}.json"
         spec_path.write_bytes(msgspec.json.encode(spec))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "wb") as log:
+        with open(log_path, "ab") as log:  # what the run before said is what somebody was sent here to read
+            log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+            log.flush()
             # a session of its own: Ctrl-C in the terminal must reach the ranks only, which then say why they end
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(spec_path)],

@@ -230,8 +230,8 @@ class EngineServer:
         old_mask = os.umask(0o177)  # the socket is for this user only, in a folder that is too
         server = await asyncio.start_unix_server(self._connection, self._spec.socket_path)
         os.umask(old_mask)
-        async with server:
-            await self._closing.wait()
+        await self._closing.wait()
+        server.close()  # not `async with`: from Python 3.12 on that waits until the ranks have hung up
         await self._backend.stop()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -273,6 +273,7 @@ class EngineServer:
             kind = "EngineDiedError" if type(error).__name__ == "EngineDeadError" else "EngineError"
             reply = Failure(request_id=request.request_id, error=kind, message=text)
         if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
+            self._weights.broken = f"a weight update failed: {reply.message}"  # whoever waits for it says so too
             await self._weights.end(self._update.update if self._update else 0, None)
         writer.write(frame(reply))
         await writer.drain()

@@ -18,8 +18,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
 CPU_KV_CACHE_BYTES = 256 << 20
 # Eager, and no torch.compile for the first request (17 s)
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
-# With several engines a rank keeps three quarters of its rows back, for the engine that is free first
-WINDOW_SHARE = 4
+# With several engines a rank keeps a quarter of an engine's rows back, for the engine that is free first
+WINDOW_SHARE = 3 / 4
 # The test kit finds its processes by a marker in their environment, which vLLM's titles would overwrite
 TEST_VARIABLES = (faults.VARIABLE, "TRL_MULTINODE_TEST_MARKER", "SPT_NOENV")
 
@@ -49,17 +49,20 @@ class EngineSettings:
         self._topology = topology
         self._devices = devices
         self._keywords = keywords
+        self._further = _as_dict(field_or_default(args, "engine_kwargs"))
 
     @property
     def max_num_seqs(self) -> int:
         """Rows in flight per engine. TRL's keyword counts the rows of one rank times TP; here a node's ranks share."""
+        if chosen := self._further.get("max_num_seqs"):
+            return chosen
         rows = (self._keywords.get("max_num_seqs") or 8) // self._args.vllm_tensor_parallel_size
         return max(8, -(-rows * self._topology.ranks_per_node // len(self._devices.per_engine)))
 
     @property
     def window(self) -> int:
         """Rows that one rank keeps in flight per engine, when there are several."""
-        return max(2, self.max_num_seqs // WINDOW_SHARE // self._topology.ranks_per_node)
+        return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self._topology.ranks_per_node)
 
     def arguments(self, model_folder: Path, index: int) -> dict:
         """Keywords of vLLM's `EngineArgs` for engine `index`."""
@@ -74,12 +77,7 @@ class EngineSettings:
             # engines without per-row seeds must not repeat each other
             "seed": self._args.seed + self._topology.node * len(self._devices.per_engine) + index,
         }
-        return (
-            args
-            | self._memory(index)
-            | lora_arguments(self._lora_rank)
-            | _as_dict(field_or_default(self._args, "engine_kwargs"))
-        )
+        return args | self._memory(index) | lora_arguments(self._lora_rank) | self._further
 
     def _memory(self, index: int) -> dict:
         if not self._devices.per_engine[index]:

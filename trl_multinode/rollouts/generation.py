@@ -10,7 +10,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ..config import REFUSED_GENERATION_KEYS
 from ..engine.node_engines import NodeEngines, PromptRequest, Rollout
 from ..engine.protocol import WeightVersion
 from ..errors import ConfigurationError, PromptTooLongError
@@ -54,9 +53,6 @@ class NodeGeneration:
     ):
         if logprobs not in (0, None):
             raise ConfigurationError(f"Node mode returns the sampled token's log-prob only, got logprobs={logprobs}.")
-        refused = set(generation_kwargs or {}) & set(REFUSED_GENERATION_KEYS)
-        if refused:
-            raise ConfigurationError(f"`generation_kwargs` may not contain {sorted(refused)} in node mode.")
         self.model = model
         self.accelerator = accelerator
         self.sampling = {
@@ -114,8 +110,10 @@ class NodeGeneration:
         return self._weights_changed
 
     def weights_changed(self) -> None:
-        """The weights became others without an optimizer step; all training ranks call it, before a sync."""
+        """The weights, frozen ones too, became others without an optimizer step; all training ranks call it, before a
+        sync."""
         self._weights_changed = True
+        self._host.send_everything()
 
     def sync_weights(self) -> None:
         """Bring the trainer's weights into this node's engines: a collective of all training ranks, unless the engines

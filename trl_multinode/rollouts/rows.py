@@ -86,5 +86,7 @@ class RowSeeds:
 
 
 def raw_image(picture) -> Image:
-    """A PIL image as the protocol carries it."""
+    """A PIL image as the protocol carries it: its bytes, which without their palette would be another picture."""
+    if picture.mode in ("P", "PA"):
+        picture = picture.convert("RGBA" if "transparency" in picture.info or picture.mode == "PA" else "RGB")
     return Image(data=picture.tobytes(), mode=picture.mode, size=picture.size)

@@ -5,6 +5,7 @@ the other ranks are on their way into the next step or to the end of the script,
 main process's line if that raises. So no rank waits for a verdict.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from ..host import NodeHost
 from .model_card import add_section, run_section
 from .pushing import CheckedHub, Settings, tell
 from .saved_weights import check_saved
+
+SHARDED = "SHARDED_STATE_DICT"  # accelerate's default for FSDP2
 
 
 class HubTrainer(Trainer):
@@ -131,14 +134,19 @@ class HubTrainer(Trainer):
             raise errors[0]
 
 
-def check_push(args, call: dict) -> None:
-    """
-    Raises `ConfigurationError` if ZeRO-3's shards would never be put together for the pushes that are asked for.
-    Adapters are gathered whatever the setting.
-    """
+def check_push(args, call: dict, environ=os.environ) -> None:
+    """Raises `ConfigurationError` if shards would never be put together for the pushes that are asked for."""
+    if not args.push_to_hub:
+        return
+    fsdp = environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if fsdp and environ.get("FSDP_STATE_DICT_TYPE", SHARDED) == SHARDED:
+        raise ConfigurationError(
+            "`push_to_hub=True` under FSDP without `fsdp_state_dict_type: FULL_STATE_DICT`: no file would hold the "
+            "weights. Write it under `fsdp_config` in the accelerate config."
+        )
     plugin = getattr(args, "deepspeed_plugin", None)
-    adapter = call.get("peft_config") or hasattr(call["model"], "peft_config")
-    if not args.push_to_hub or plugin is None or plugin.zero_stage != 3 or adapter:
+    adapter = call.get("peft_config") or hasattr(call["model"], "peft_config")  # gathered whatever the setting
+    if plugin is None or plugin.zero_stage != 3 or adapter:
         return
     if not plugin.hf_ds_config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save", False):
         raise ConfigurationError(

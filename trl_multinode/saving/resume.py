@@ -30,7 +30,7 @@ class Resume:
     if a checkpoint falls inside it, the look-ahead, and the epoch's permutation.
 
     Args:
-        trainer ([`MultiNodeGRPOTrainer`]):
+        trainer ([`NodeTrainer`]):
             Its `_step`, `_buffered_inputs` and look-ahead are read and set.
     """
 
@@ -65,6 +65,11 @@ class Resume:
             self._folder = Path(wanted) if wanted else None
         if self._folder is not None:
             check_zero_ranks(self._folder, self._accelerator)
+            if getattr(self._trainer.args, "sync_ref_model", False):
+                logger.warning(
+                    "sync_ref_model: TRL saves no reference model, so the resumed run begins with the initial one, "
+                    "and its KL and losses differ from those of a run without a stop."
+                )
         if self._folder is not None and self._accelerator.is_local_main_process:
             print(f"[trl_multinode] resuming from {self._folder}", flush=True)
         self._to_place = True
@@ -85,7 +90,6 @@ class Resume:
             trainer.args.gradient_accumulation_steps,
         )
         trainer._buffered_inputs = None
-        trainer._last_loaded_step = -1  # the engines may hold another run's weights of the same step
         trainer.vllm_generation.look_ahead.drop()
         if self._folder is not None:
             self._restore(self._folder)

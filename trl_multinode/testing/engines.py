@@ -85,10 +85,11 @@ def running_engines(
 
 def _stop(engines: NodeEngines | None, processes: list[EngineProcess], folder: RunFolder) -> None:
     if engines is not None:
-        engines.shutdown()
-        engines.close()
+        engines.shutdown(10.0)
     for process in processes:
         process.stop(10.0 if engines is not None else 0.0)
+    if engines is not None:
+        engines.close()
     folder.remove()
 
 

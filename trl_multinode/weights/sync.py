@@ -105,6 +105,10 @@ class WeightSync:
         """Equal on two ranks that would gather the same tensors in the same buckets."""
         return zlib.crc32(repr(self.buckets).encode())
 
+    def send_everything(self) -> None:
+        """The next update begins with the frozen weights: somebody changed them."""
+        self._first = 0
+
     @property
     def num_bytes(self) -> int:
         """Of the next update."""

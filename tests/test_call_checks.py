@@ -6,8 +6,9 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig
 
+from trl_multinode import call_checks
+from trl_multinode.call_checks import check_model
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.model_checks import check_model
 from trl_multinode.testing.models import save_tiny, tiny_qwen2
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
@@ -50,6 +51,23 @@ def test_dora_is_refused_under_zero_3_and_no_other_stage(wrapped, record_propert
     record_property("message", str(refused.value))
     check_model(model, args(2), call)
     check_model(model, args(), call)
+
+
+def test_a_models_code_and_revision_are_those_that_trl_would_load(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(call_checks.AutoConfig, "from_pretrained", lambda name, **how: asked.update(how, name=name))
+    init = {"revision": "v2", "token": "hf_x", "dtype": "float32"}
+    call_checks.config_of("me/model", args(model_init_kwargs=init, trust_remote_code=True))
+    assert asked == {"name": "me/model", "revision": "v2", "token": "hf_x", "trust_remote_code": True}
+
+
+def test_fsdp_1_is_refused_before_an_engine_starts():
+    fsdp = {"ACCELERATE_USE_FSDP": "true"}
+    for environ in (fsdp, fsdp | {"FSDP_VERSION": "1"}):
+        with pytest.raises(ConfigurationError, match="fsdp_version: 2"):
+            call_checks.check_fsdp_version(environ)
+    call_checks.check_fsdp_version(fsdp | {"FSDP_VERSION": "2"})
+    call_checks.check_fsdp_version({})
 
 
 def test_everything_else_passes_by_name_too(tmp_path):

@@ -1,0 +1,119 @@
+"""What node mode cannot do with a trainer's arguments, said before a weights file is opened."""
+
+import logging
+import os
+from typing import Any
+
+from transformers import AutoConfig
+
+from .config import check_fields, field_or_default
+from .errors import ConfigurationError
+from .saving.hub import check_push
+
+logger = logging.getLogger(__name__)
+
+
+def check_call(host, args, call: dict[str, Any]) -> None:
+    """
+    Args:
+        host ([`NodeHost`]):
+            Of this rank.
+        args ([`~transformers.TrainingArguments`]):
+            The trainer's.
+        call (`dict[str, Any]`):
+            All its arguments, by name; of a `model` that is a name only the config is read.
+
+    Raises:
+        `ConfigurationError`: with the way out.
+    """
+    check_fields(args)
+    check_dataset(call.get("train_dataset"), args)
+    check_foreseeable(args, call)
+    check_fsdp_version()
+    check_push(args, call)
+    check_model(call["model"], args, call)
+    if call.get("tools") or call.get("environment_factory"):
+        context = getattr(config_of(call["model"], args).get_text_config(), "max_position_embeddings", 0)
+        host.check_context(context)
+    if getattr(args, "vllm_enable_sleep_mode", False):
+        logger.warning("vllm_enable_sleep_mode does nothing in node mode: engines generate whenever a rank asks.")
+
+
+def check_fsdp_version(environ=os.environ) -> None:
+    """FSDP1, accelerate's default, keeps flat parameters without the names and shapes that an engine loads."""
+    if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and environ.get("FSDP_VERSION", "1") == "1":
+        raise ConfigurationError("Node mode sends weights of FSDP2, not of FSDP1. Write `fsdp_version: 2` under "
+                                 "`fsdp_config` in the accelerate config.")  # fmt: skip
+
+
+def check_foreseeable(args, kwargs: dict) -> None:
+    """Raises `ConfigurationError` for completions that depend on more than the dataset row, if they run ahead."""
+    for name in ("rollout_func", "environment_factory"):
+        if kwargs.get(name) and field_or_default(args, "max_staleness"):
+            raise ConfigurationError(
+                f"`max_staleness=1` generates from the dataset's prompts before `{name}` is called. Use "
+                "`max_staleness=0` with it."
+            )
+
+
+def check_dataset(dataset, args) -> None:
+    """Raises `ConfigurationError` for an empty dataset, or one with fewer prompts than a generation batch takes."""
+    if dataset is None or not hasattr(dataset, "__len__"):
+        return
+    per_prompt = getattr(args, "num_generations", 1)
+    rows, how, lower = rows_per_round(args)
+    if len(dataset) < rows // per_prompt:
+        raise ConfigurationError(
+            f"The training dataset has {len(dataset)} rows, one generation batch takes {rows // per_prompt} prompts "
+            f"({how} {rows} / num_generations {per_prompt}). "
+            f"Use more data, or lower `per_device_train_batch_size` or `{lower}`."
+        )
+
+
+def rows_per_round(args) -> tuple[int, str, str]:
+    """Completions of one generation batch on all ranks; of which fields they are made, and which one to lower."""
+    if hasattr(args, "steps_per_generation"):
+        return args.generation_batch_size, "generation_batch_size", "steps_per_generation"
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return rows, "rows of an optimizer step", "gradient_accumulation_steps"
+
+
+def check_model(model, args, call: dict[str, Any]) -> None:
+    """Raises `ConfigurationError` for weights that cannot be sent, or not be trained."""
+    check_quantization(config_of(model, args), args, call)
+    check_dora(model, args, call.get("peft_config"))
+
+
+def config_of(model, args):
+    """The model's config; of a name the one that TRL would load, with the same arguments."""
+    if not isinstance(model, str):
+        return model.config
+    given = getattr(args, "model_init_kwargs", None) or {}
+    trusted = given.get("trust_remote_code", getattr(args, "trust_remote_code", False))
+    of_the_hub = {name: given[name] for name in ("revision", "token", "cache_dir", "subfolder") if name in given}
+    return AutoConfig.from_pretrained(model, trust_remote_code=trusted, **of_the_hub)
+
+
+def check_quantization(config, args, call: dict[str, Any]) -> None:
+    """A quantized base has packed weights under the names of whole ones: an engine would load them, or fail late."""
+    wanted = [
+        call.get("quantization_config"),
+        (getattr(args, "model_init_kwargs", None) or {}).get("quantization_config"),
+        getattr(config, "quantization_config", None),
+    ]
+    if found := next((one for one in wanted if one), None):
+        raise ConfigurationError(
+            f"Node mode sends weights in the engine's dtype, and not quantized ones ({type(found).__name__}). Leave "
+            "`quantization_config` out: with LoRA the base is frozen, and ZeRO-3 shards it over all ranks."
+        )
+
+
+def check_dora(model, args, peft_config) -> None:
+    """PEFT's DoRA (0.21) reads weights outside of their layer's forward, where ZeRO-3 has only shards of them."""
+    configs = [peft_config] if peft_config else list(getattr(model, "peft_config", {}).values())
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is not None and plugin.zero_stage == 3 and any(getattr(one, "use_dora", False) for one in configs):
+        raise ConfigurationError(
+            "PEFT's DoRA cannot be trained under ZeRO-3 (`IndexError: tuple index out of range` in its forward). Use "
+            "ZeRO-2 (`zero_stage: 2` in the accelerate config), or rsLoRA (`use_rslora=True`)."
+        )
