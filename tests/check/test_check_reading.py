@@ -71,9 +71,9 @@ def test_flags_win_over_the_file(write):
     assert (launch.started, launch.args.machine_rank, launch.endpoint) == (6, 1, "c10d, node0:29500")
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])
-def test_other_strategies_run_under_torchrun_too(write, kind):
-    launch = launched(write(distributed_type=kind, deepspeed_config=None))
+@pytest.mark.parametrize("kind, section", [("FSDP", {"fsdp_config": {"fsdp_version": 2}}), ("MULTI_GPU", {})])
+def test_other_strategies_run_under_torchrun_too(write, kind, section):
+    launch = launched(write(distributed_type=kind, deepspeed_config=None, **section))
     assert (launch.launcher, launch.started, launch.endpoint) == ("multi_gpu_launcher", 7, "static, node0:29500")
 
 

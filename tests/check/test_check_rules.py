@@ -51,6 +51,11 @@ RULES = {
         "got True, but False would run",
         "pass `--enable_cpu_affinity`",
     ),
+    "FSDP1": (
+        {"distributed_type": "FSDP", "deepspeed_config": None, "fsdp_config": {"fsdp_reshard_after_forward": "true"}},
+        "got fsdp_version 1, expected 2",
+        "`fsdp_version: 2`",
+    ),
     "unread section": ({"fsdp_config": {"fsdp_version": 2}}, "nothing reads `fsdp_config`", "delete it"),
     "unread dynamo": ({"dynamo_backend": "INDUCTOR"}, "nothing reads `dynamo_backend`", "delete it"),
     "unread TPU key": ({"tpu_name": "pod"}, "nothing reads `tpu_name`", "delete it"),

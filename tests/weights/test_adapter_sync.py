@@ -290,13 +290,13 @@ def test_a_lost_load_is_a_wrong_version_and_a_lie_shows_in_log_probs(run):
 def test_a_digest_sees_one_bit_of_one_weight_and_a_whole_update_leaves_it_alone(run):
     run.send_until(LIED + 1)
     before = run.digest()
-    run.trainer.sync._first = 0
+    run.trainer.sync.send_everything()
     run.trainer.send()
     assert run.digest() == before and run.difference() < 1e-3
     down = run.model.get_base_model().model.layers[1].mlp.down_proj.base_layer.weight
     with torch.no_grad():
         down[0, 0] = torch.nextafter(down[0, 0], torch.tensor(9.0))
-    run.trainer.sync._first = 0
+    run.trainer.sync.send_everything()
     run.trainer.send()
     assert run.digest() != before
 

@@ -23,6 +23,9 @@ def launcher_problems(launch: Launch) -> Iterator[Problem]:
     if launch.launcher not in {*PREPARE, "simple_launcher"} or args.use_megatron_lm:
         what = f"the trainer cannot run under this launch (got {kind}, expected DEEPSPEED, FSDP or MULTI_GPU)"
         yield Problem(what, "write `distributed_type: DEEPSPEED`")
+    if args.use_fsdp and str(args.fsdp_version) == "1":
+        what = "node mode has no weights of FSDP1, accelerate's default (got fsdp_version 1, expected 2)"
+        yield Problem(what, "write `fsdp_version: 2` under `fsdp_config:`")
 
 
 def count_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:

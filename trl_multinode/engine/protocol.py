@@ -1,7 +1,7 @@
 """What a rank and an engine of its node say to each other: msgspec structs, length-prefixed, on a unix stream.
 
 Token ids and log-probs are raw int32 and float32 buffers: nested lists as JSON cost 97 bytes and 5.7 microseconds a
-token, packed arrays 0.14 (`docs/notes.md`). No pickle anywhere. End of file is the death notice of the other side.
+token, packed arrays 0.14. No pickle anywhere. End of file is the death notice of the other side.
 """
 
 import asyncio
