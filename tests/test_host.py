@@ -1,5 +1,6 @@
 """What is checked before an engine starts, and what an engine is started with."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,23 @@ def test_with_tools_the_engines_context_may_not_be_below_the_models(tmp_path):
     with pytest.raises(ConfigurationError, match=r"\(1024\) must be at least .* \(4096\)"):
         NodeHost.check_context(host, 4096)
     NodeHost.check_context(host, 1024)
+
+
+def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
+    """`atexit` would hold it, and the next trainer of a script needs the memory."""
+
+    class Large:
+        step = 3
+
+    host, large = NodeHost.__new__(NodeHost), Large()
+    host.watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
+    host._processes, host.engines, host.ahead_engines = [], None, None
+    host._model = host._base = host._sync = large
+    host.step = lambda large=large: large.step
+    held = weakref.ref(large)
+    host.close()
+    del large
+    assert held() is None and host.step() == 3
 
 
 def test_a_dataset_smaller_than_a_generation_batch_is_refused(tmp_path):

@@ -49,6 +49,14 @@ def test_nodes_are_counted_where_the_launcher_does_not_say_them():
     assert (topology.node, topology.num_nodes) == (1, 2)
 
 
+def test_a_launcher_that_does_not_say_how_many_ranks_a_node_has_is_refused():
+    """DeepSpeed's own, which runs where `deepspeed_multinode_launcher: standard` was forgotten."""
+    with pytest.raises(
+        ConfigurationError, match="14 ranks .*LOCAL_WORLD_SIZE.*`deepspeed_multinode_launcher: standard`"
+    ):
+        Topology.from_environment({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "14"})
+
+
 def test_nodes_with_different_numbers_of_processes_are_refused_with_the_numbers_and_the_cure():
     environ = environment(0, 2, 3) | {"WORLD_SIZE": "5"}
     with pytest.raises(ConfigurationError, match="Node 0 has 3 processes, but 5 on 2 nodes need 2.5 on") as error:

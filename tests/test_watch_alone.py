@@ -8,6 +8,7 @@ import time
 import pytest
 from forks import FORK, forked
 
+from trl_multinode import blackboard
 from trl_multinode import watch as watch_module
 from trl_multinode.blackboard import connect_store
 from trl_multinode.topology import Topology
@@ -61,6 +62,23 @@ def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.wait(10) == watch_module.EXIT_CODE and "stopped by SIGTERM" in rank.text
+
+
+def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch, capsys):
+    monkeypatch.setattr(blackboard, "PROGRESS_EVERY_S", 0.15)
+
+    class Late:
+        asked = 0
+
+        def check(self, keys) -> bool:
+            self.asked += 1
+            return self.asked > 4
+
+        def get(self, key) -> bytes:
+            return b"17"
+
+    assert blackboard.when_written(Late(), "pid/1", "rank 1 has no trainer yet") == "17"
+    assert "rank 1 has no trainer yet" in capsys.readouterr().out
 
 
 def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from .config import field_or_default
+from .config import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, field_or_default
 from .phases import PHASES, split_advice, summarize
 from .rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
 from .weights.sync import STAGES, SyncTimings, sync_metrics
@@ -15,16 +15,20 @@ def announce(args, host) -> None:
     topology, share = host.topology, args.vllm_gpu_memory_utilization
     where = "CPU" if not host.devices.per_engine[0] else f"GPUs {list(host.devices.per_engine)}"
     seed = field_or_default(args, "rollout_seed")
+    by_kind = f"{GPU_SHARE_OF_RESERVED} on a reserved GPU, else {GPU_SHARE_OF_TRAINING}"
     lines = [
         f"{topology.num_nodes} node(s) x {topology.ranks_per_node} training ranks, "
         f"{len(host.devices.per_engine)} engine(s) per node on {where}",
         f"defaults that differ from TRL's: use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}, "
-        f"vllm_gpu_memory_utilization={share if share is not None else '0.9 on a reserved GPU, else 0.3'}",
+        f"vllm_gpu_memory_utilization={share if share is not None else by_kind}",
         f"rollout_seed={seed}" + ("" if seed is not None else " (rollouts depend on the layout of the run)"),
     ]
     lines.append(f"weight_transport={host.transport[0]!r}: {host.transport[1]}")
-    if share == 0.3 and not host.devices.shared_with_training and host.devices.per_engine[0]:
-        lines.append("warning: vllm_gpu_memory_utilization=0.3 leaves most of a reserved GPU idle; unset, it is 0.9")
+    if share == GPU_SHARE_OF_TRAINING and not host.devices.shared_with_training and host.devices.per_engine[0]:
+        lines.append(
+            f"warning: vllm_gpu_memory_utilization={share} leaves most of a reserved GPU idle; unset, it is "
+            f"{GPU_SHARE_OF_RESERVED}"
+        )
     if field_or_default(args, "max_staleness"):
         lines.append("max_staleness=1: completions are made one generation round before they train")
         if args.vllm_importance_sampling_mode == "sequence_mask":

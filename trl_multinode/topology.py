@@ -118,7 +118,7 @@ def assign_engines(
     names = visible_devices(environ, num_gpus)
     training = range(min(topology.ranks_per_node, num_gpus))
     chosen = list(requested) if requested is not None else [i for i in range(num_gpus) if i not in training]
-    _check_chosen(topology, chosen, names, requested, environ)
+    _check_chosen(topology, chosen, names, environ)
     if len(chosen) % tensor_parallel_size != 0:
         raise ConfigurationError(
             f"Node {topology.node} has {len(chosen)} GPUs for engines ({chosen}), not divisible by "
@@ -140,7 +140,7 @@ def assign_engines(
     )
 
 
-def _check_chosen(topology: Topology, chosen: list[int], names: list[str], requested, environ) -> None:
+def _check_chosen(topology: Topology, chosen: list[int], names: list[str], environ) -> None:
     seen = f"node {topology.node} sees {len(names)} GPUs"
     if "CUDA_VISIBLE_DEVICES" in environ:
         seen += f" (CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}, set by you or by `gpu_ids` in the YAML)"

@@ -140,7 +140,7 @@ class Backend(ABC):
     async def stop(self) -> None: ...
 
 
-class Weights:
+class WeightGate:
     """Which weights are in the engine, and who must wait for them."""
 
     def __init__(self):
@@ -221,7 +221,7 @@ class EngineServer:
     def __init__(self, spec: EngineSpec, backend: Backend):
         self._spec = spec
         self._backend = backend
-        self._weights = Weights()
+        self._weights = WeightGate()
         self._update: WeightVersion | None = None
         self._closing = asyncio.Event()
         self._clock = BusyClock()
@@ -273,7 +273,8 @@ class EngineServer:
             kind = "EngineDiedError" if type(error).__name__ == "EngineDeadError" else "EngineError"
             reply = Failure(request_id=request.request_id, error=kind, message=text)
         if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
-            self._weights.broken = f"a weight update failed: {reply.message}"  # whoever waits for it says so too
+            # whoever waits for it may be heard before the sender, so both say why
+            self._weights.broken = f"the engine holds mixed weights, because an update failed: {reply.message}"
             await self._weights.end(self._update.update if self._update else 0, None)
         writer.write(frame(reply))
         await writer.drain()

@@ -18,7 +18,6 @@ from .slots import BroadcastSlots, DeviceSlots, HostSlots, Slots
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("host", "ipc", "nccl")
 SELF_TEST_BYTES = 1 << 20
 
 
@@ -39,7 +38,7 @@ def choose(wanted: str, machine: Machine) -> tuple[str, str]:
 
     Args:
         wanted (`str`):
-            `weight_transport`: `"auto"` or one of `KINDS`.
+            `weight_transport`.
         machine (`Machine`):
             This node.
 
