@@ -1,7 +1,7 @@
 """A running engine without a trainer, for tests of the engine itself."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -20,6 +20,15 @@ from .models import tiny_tokenizer
 FAKE = "trl_multinode.testing.fake_engine"
 REAL = "trl_multinode.engine.main"
 NO_FAULTS = Faults()
+STOP_TIMEOUT_S = 10.0
+ENGINE_ARGS = {
+    "dtype": "float32",
+    "seed": 0,
+    "max_model_len": 256,
+    "max_num_seqs": 64,
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+}
 
 
 @contextmanager
@@ -48,49 +57,25 @@ def running_engines(
             The engines' tokenizer or processor; default: the tiny tokenizer.
     """
     folder = RunFolder(0)
-    save_without_weights(model, processing_class or tiny_tokenizer(), folder.path / "model")
-    args = {
-        "model": str(folder.path / "model"),
-        "dtype": "float32",
-        "seed": 0,
-        "max_model_len": 256,
-        "max_num_seqs": 64,
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
-        "tensor_parallel_size": tensor_parallel_size,
-    } | engine_args
-    environment = CPU_ENVIRONMENT | cores_per_worker(tensor_parallel_size) | faults.environment()
-    processes = [
-        EngineProcess(
-            i,
-            0,
-            folder,
-            log_folder / f"engine{i}.log",
-            args,
-            environment,
-            module,
-            delay_of_engine(i, environment),
-        )
-        for i in range(num_engines)
-    ]
-    engines = None
-    try:
+    with ExitStack() as ends:
+        ends.callback(folder.remove)
+        save_without_weights(model, processing_class or tiny_tokenizer(), folder.path / "model")
+        args = ENGINE_ARGS | {"model": str(folder.path / "model"), "tensor_parallel_size": tensor_parallel_size}
+        environment = CPU_ENVIRONMENT | cores_per_worker(tensor_parallel_size) | faults.environment()
+        processes = []
+        for i in range(num_engines):
+            log, delay_s = log_folder / f"engine{i}.log", delay_of_engine(i, environment)
+            process = EngineProcess(i, 0, folder, log, args | engine_args, environment, module, delay_s)
+            ends.callback(process.kill)
+            processes.append(process)
         wait_until_ready(processes, 300.0, print)
         sockets = [process.socket_path for process in processes]
         engines = NodeEngines(sockets, 0, 0, folder.path / "load", stall_timeout_s, window, log_folder)
+        ends.callback(engines.close)
         yield engines
-    finally:
-        _stop(engines, processes, folder)
-
-
-def _stop(engines: NodeEngines | None, processes: list[EngineProcess], folder: RunFolder) -> None:
-    if engines is not None:
-        engines.shutdown(10.0)
-    for process in processes:
-        process.stop(10.0 if engines is not None else 0.0)
-    if engines is not None:
-        engines.close()
-    folder.remove()
+        engines.shutdown(STOP_TIMEOUT_S)
+        for process in processes:
+            process.stop(STOP_TIMEOUT_S)
 
 
 class Trainer:
