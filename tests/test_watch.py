@@ -171,7 +171,13 @@ def test_the_end_of_a_watched_process_is_told_with_its_cause_and_before_its_symp
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all_though_the_main_thread_is_in_a_collective(tmp_path, store, number):
-    with forked(lambda rank: in_a_collective(enter(rank, store, launched=True)), RANKS, tmp_path) as ranks:
+    def body(rank: int) -> None:
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a suite in the background ignores it, and so would we
+        in_a_collective(enter(rank, store, launched=True))
+
+    with forked(body, RANKS, tmp_path) as ranks:
         all_up(ranks)
         os.kill(ranks[1].process.pid, number)
         assert the_line(ranks) == f"node 0, rank 1, phase reward: stopped by {number.name}"

@@ -148,7 +148,8 @@ class Watch:
     def _catch_signals(self) -> None:
         """Signals reach this thread through a pipe: a Python handler would wait for the main thread to leave NCCL.
 
-        A handler that somebody else installed, before or later, is theirs (a checkpoint before preemption).
+        A handler that somebody else installed, before or later, is theirs (a checkpoint before preemption), and a
+        signal that is ignored stays so (`nohup`).
         """
         if threading.current_thread() is not threading.main_thread() or not self.topology.launched:
             return
