@@ -59,8 +59,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             check_pictures(self.accelerator, inputs)
         make = partial(super()._generate_and_score_completions, with_lists_of_pictures(inputs))
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
-        generated = self.model.training and self.vllm_generation.generated
-        self._monitor.check(output, stale=generated and self.vllm_generation.lag[0] > 0)
+        if self.vllm_generation.generated:  # a `rollout_func` may have its log-probs from elsewhere
+            self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
         if self.model.training:
             self._meter.add_weights(output)
         return output
