@@ -11,7 +11,7 @@ from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine import settings as engine_settings
 from trl_multinode.engine.process import engine_environment
 from trl_multinode.engine.settings import EngineSettings, check_vllm, engine_dtype
-from trl_multinode.errors import ConfigurationError
+from trl_multinode.errors import ConfigurationError, EngineError
 from trl_multinode.host import NodeHost
 from trl_multinode.topology import EngineDevices, Topology
 
@@ -59,13 +59,18 @@ def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
 
     host, large = NodeHost.__new__(NodeHost), Large()
     host.watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
-    host._processes, host.engines, host.ahead_engines = [], None, None
+    closed: list[str] = []
+    host._processes, host.ahead_engines = [], None
+    host.engines = SimpleNamespace(close=lambda: closed.append("engines"))
     host._model = host._base = host._sync = large
     host.step = lambda large=large: large.step
     held = weakref.ref(large)
-    host.close()
+    for _ in range(2):  # file numbers belong to somebody else by the second time
+        host.close()
     del large
-    assert held() is None and host.step() == 3
+    assert held() is None and host.step() == 3 and closed == ["engines"]
+    with pytest.raises(EngineError, match="Build another trainer"):
+        NodeHost.sync(SimpleNamespace(_sync=None, engines=None, topology="node 0, rank 0"), None)
 
 
 def test_a_dataset_smaller_than_a_generation_batch_is_refused(tmp_path):

@@ -230,7 +230,10 @@ class NodeHost:
 
     def sync(self, version: WeightVersion) -> SyncTimings:
         """Send the weights; after the first time, prove that none stayed dummy. A collective of all ranks."""
-        assert self._sync is not None and self.engines is not None
+        if self._sync is None or self.engines is None:
+            raise EngineError(
+                f"{self.topology}: `trainer.close()` ended this trainer's engines. Build another trainer."
+            )
         if version.update == 1:
             keep_head_during_backward(self._base)  # only now has DeepSpeed sharded the model
         timings = self._sync.run(version)
@@ -274,6 +277,7 @@ class NodeHost:
         """Of all that is large: a script that builds another trainer needs the memory, and `atexit` would hold it."""
         for engines in filter(None, (self.engines, self.ahead_engines)):
             engines.close()
+        self.engines = self.ahead_engines = None  # a second close must not close what has their numbers by then
         last = self.step()
         self.step = lambda: last
         self._model = self._base = self._sync = None

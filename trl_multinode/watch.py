@@ -156,6 +156,8 @@ class Watch:
         for number in STOP_SIGNALS:
             if signal.getsignal(number) in PYTHONS_OWN:
                 self._handlers[number] = signal.signal(number, told_by_the_pipe)
+        if not any(signal.getsignal(number) is told_by_the_pipe for number in STOP_SIGNALS):
+            return  # the pipe would be taken from somebody for nothing
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         # A forked child shares the pipe: a pool that ends its workers by SIGTERM would end the run
         os.register_at_fork(after_in_child=self._restore_signals)

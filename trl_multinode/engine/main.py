@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -220,12 +221,11 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     """Kill everything below us, remove the sockets, go. `reason` is for the owner; `None` means: as it should be."""
     if reason:
         print(f"engine {spec.index}: {reason}", file=sys.stderr, flush=True)
-        try:
+        with suppress(OSError):
             Path(spec.failure_path).write_text(reason)
-        except OSError:
-            pass
-    if not Path(spec.shared_memory_record).exists():  # still starting
-        record_shared_memory(Path(spec.shared_memory_record))
+    with suppress(OSError):  # nothing may keep this process from its end
+        if not Path(spec.shared_memory_record).exists():  # still starting
+            record_shared_memory(Path(spec.shared_memory_record))
     survivors = kill_descendants()
     if survivors:
         print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
