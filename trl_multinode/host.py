@@ -278,6 +278,8 @@ class NodeHost:
         for engines in filter(None, (self.engines, self.ahead_engines)):
             engines.close()
         self.engines = self.ahead_engines = None  # a second close must not close what has their numbers by then
+        if self._sync is not None:
+            self._sync.close()
         last = self.step()
         self.step = lambda: last
         self._model = self._base = self._sync = None

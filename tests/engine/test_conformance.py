@@ -138,10 +138,14 @@ def test_a_load_that_lies_shows_in_log_probs_and_is_healed_by_the_next(trainer):
     trainer.perturb()
     trainer.send()  # update 9: a tied head stays stale, vLLM's real bug on a CPU; an untied one is loaded as any other
     stale = difference(trainer)
-    tied = trainer.model.config.tie_word_embeddings
-    assert stale > 0.1 if tied else stale < 1e-3
+    assert stale > 0.1 if has_packed_head(trainer) else stale < 1e-3
     trainer.send()
     assert difference(trainer) < 1e-3
+
+
+def has_packed_head(trainer) -> bool:
+    """Whether the head is tied and the engine keeps a packed copy of it: vLLM 0.26 has none on a CPU."""
+    return trainer.model.config.tie_word_embeddings and not trainer.engines.ready[0].vllm_version.startswith("0.26")
 
 
 def test_half_an_update_makes_the_engine_refuse(trainer):

@@ -86,6 +86,7 @@ class VllmBackend(Backend):
             vllm_version=vllm.__version__,
             processes=tuple(process.pid for process in vllm_processes()),
             serves_lora=self._llm.vllm_config.lora_config is not None,
+            model_runner="v2" if getattr(self._llm.vllm_config, "use_v2_model_runner", False) else "v1",
         )
 
     async def generate(self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed, images):
@@ -99,7 +100,7 @@ class VllmBackend(Backend):
                 n=num, seed=seed, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
                 detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.CUMULATIVE, **keywords,
             )  # fmt: skip
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, client_error()) as error:
             raise Refused("EngineRefusedError", f"vLLM refuses the sampling settings: {error}") from error
         rows = [Generated() for _ in range(num)]
         kept = {}  # until the ranks have their rows
@@ -128,14 +129,12 @@ class VllmBackend(Backend):
         return request
 
     async def _outputs(self, prompt: dict, params) -> AsyncIterator:
-        from vllm.exceptions import VLLMClientError
-
         self._num_requests += 1
         try:
             number = str(self._num_requests)
             async for output in self._llm.generate(prompt, params, request_id=number, lora_request=self._adapter):
                 yield output
-        except (ValueError, VLLMClientError) as error:
+        except (ValueError, client_error()) as error:
             raise Refused("EngineRefusedError", f"vLLM refuses the prompt: {error}") from error
 
     async def open_slots(self, request: OpenSlots) -> None:
@@ -147,7 +146,7 @@ class VllmBackend(Backend):
 
     async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
         self._update = {"version": [version.update, version.step], "first": first_bucket}
-        await self._llm.pause_generation(mode="wait")
+        await self._llm.pause_generation(mode="wait" if self.drains else "keep")
         await self._llm.start_weight_update()
 
     async def load_bucket(self, bucket: int, slot: int) -> None:
@@ -157,7 +156,11 @@ class VllmBackend(Backend):
     async def commit_update(self) -> list[WeightVersion]:
         await self._llm.finish_weight_update()
         committed = await self._llm.collective_rpc("commit_weights")
-        await self._llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        # Cached keys and values belong to the old weights; frozen requests compute theirs anew
+        if not await self._llm.reset_prefix_cache(reset_running_requests=not self.drains):
+            raise RuntimeError(
+                "vLLM kept its prefix cache, because requests hold blocks of it: it is of older weights"
+            )
         await self._llm.resume_generation()
         self._adapter = in_memory_adapter(committed[0][2])
         return [WeightVersion(update, step) for update, step, _ in committed]
@@ -167,6 +170,13 @@ class VllmBackend(Backend):
 
     async def stop(self) -> None:
         self._llm.shutdown(timeout=5)
+
+
+def client_error() -> type[Exception]:
+    """vLLM's error for a request that it refuses; in 0.26 it is a `ValueError`."""
+    from vllm import exceptions
+
+    return getattr(exceptions, "VLLMClientError", ValueError)
 
 
 def take_expanded_prompts(processor) -> None:

@@ -166,6 +166,7 @@ class Ready(Message, frozen=True):
     vllm_version: str
     processes: tuple[int, ...]  # pids of the vLLM processes below the engine
     serves_lora: bool = False  # whether it takes adapters apart from the weights
+    model_runner: str = ""  # vLLM's "v1" or "v2": sampler and prompt log-probs are different code
 
 
 class Progress(Message, frozen=True):

@@ -1,12 +1,22 @@
 """What vLLM's layer-wise reload leaves out, in a worker process: weights that a CPU packs, layers that got nothing."""
 
 import torch
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+try:
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+except ImportError:  # vLLM 0.26 and 0.27 have one set for both purposes
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS as SKIP_LOAD_TENSORS
 
 LOADABLE = "weight_loader_numel"  # attribute of a padded parameter: elements that a checkpoint has
 
@@ -15,6 +25,8 @@ def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
     """From here on the loaders of `model` collect what they are given, layer by layer."""
     if device.type == "cpu":
         forget_packed_experts(model)
+    if not hasattr(BaseLayerWithLoRA, "load_weights"):  # vLLM 0.26 finds no weights below a layer with LoRA
+        BaseLayerWithLoRA.load_weights = load_base_layer
     initialize_layerwise_reload(model)
 
 
@@ -41,6 +53,12 @@ def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -
         f"random ones: {', '.join(hungry[:5])}. The trainer's model has other names, or other tensors, than vLLM "
         "knows for this architecture: use versions of transformers and vLLM that agree on it."
     )
+
+
+def load_base_layer(layer: BaseLayerWithLoRA, weights):
+    """Load checkpoint weights into the layer that `layer` adds an adapter to, as later versions of vLLM do."""
+    own = getattr(layer.base_layer, "load_weights", None)  # fused layers sort query, key and value by themselves
+    return own(weights) if own is not None else AutoWeightsLoader(layer.base_layer).load_weights(weights)
 
 
 def is_tied(model_config) -> bool:
@@ -95,7 +113,9 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 def repack_vocabulary_layers(model: torch.nn.Module) -> None:
     """On a CPU a head tied to the embedding has a packed copy that vLLM's reload does not rebuild (log-probs -5.16
-    where the trainer had -6.01). A no-op on GPUs."""
+    where the trainer had -6.01). vLLM does nothing here on GPUs. A quantized head is left alone: to process it twice
+    could replace a parameter that a captured graph reads."""
     for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "quant_method"):
-            module.quant_method.process_weights_after_loading(module)
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)

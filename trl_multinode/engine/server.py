@@ -90,8 +90,11 @@ class Refused(Exception):
 class Backend(ABC):
     """What serves the requests. All methods run on the event loop of the engine process; none may block it.
 
-    Between `begin_update` and `commit_update` no `generate` or `score` is running: the server sees to that.
+    Between `begin_update` and `commit_update` no `generate` or `score` starts, and unless `drains` is `False` none is
+    running: the server sees to that.
     """
+
+    drains = True  # whether an update waits until no request is running; without, the backend freezes them
 
     @abstractmethod
     async def start(self) -> None:
@@ -141,9 +144,15 @@ class Backend(ABC):
 
 
 class WeightGate:
-    """Which weights are in the engine, and who must wait for them."""
+    """Which weights are in the engine, and who must wait for them.
 
-    def __init__(self):
+    Args:
+        drains (`bool`, *optional*, defaults to `True`):
+            Whether an update waits for running requests.
+    """
+
+    def __init__(self, drains: bool = True):
+        self._drains = drains
         self.version = WeightVersion()
         self.attempted = 0  # number of the last update that ended, well or not
         self.broken: str | None = None  # why the weights are mixed
@@ -177,7 +186,7 @@ class WeightGate:
                 raise Refused(
                     "WeightSyncError", "an update without frozen weights came before a whole one, or a failed one"
                 )
-            await self._changed.wait_for(lambda: not self._running and not self._updating)
+            await self._changed.wait_for(lambda: not (self._updating or (self._drains and self._running)))
             self._updating = True
             self.broken = "the last weight update did not finish: the engine holds mixed weights"
 
@@ -221,7 +230,7 @@ class EngineServer:
     def __init__(self, spec: EngineSpec, backend: Backend):
         self._spec = spec
         self._backend = backend
-        self._weights = WeightGate()
+        self._weights = WeightGate(backend.drains)
         self._update: WeightVersion | None = None
         self._closing = asyncio.Event()
         self._clock = BusyClock()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -64,18 +65,33 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         self._reloads = self._skip = False
         self._lacking: str | None = None
         self._adapter: dict[str, torch.Tensor] = {}
+        self.slots: OpenedSlots | None = None
 
     def init_transfer_engine(self, init_info: SlotsInfo) -> None:
         request = msgspec.msgpack.decode(init_info.request, type=OpenSlots)
         self._buckets = request.buckets
         worker = self.parallel_config.rank
-        self.slots: OpenedSlots | None = OpenedSlots(request.memory, request.slot_bytes, self.device, worker)
+        self.shutdown()  # a transport that failed its self test had opened others
+        self.slots = OpenedSlots(request.memory, request.slot_bytes, self.device, worker)
 
     def start_weight_update(self) -> None:
         self._next_bucket = None
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Raises `RuntimeError` if buckets come out of order: an update is all of its buckets or nothing."""
+        """
+        Raises `RuntimeError` if buckets come out of order, because an update is all of its buckets or nothing, and if
+        the GPU has no room for a bucket beside the engine.
+        """
+        try:
+            with set_current_vllm_config(self.vllm_config):  # vLLM 0.26 leaves this to us; later ones set it too
+                self._receive(update_info)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"{self.device} has no room for weight bucket {update_info.bucket} beside the engine ({error}). Lower "
+                "`vllm_gpu_memory_utilization`, or `sync_bucket_mb`: a reload holds up to two buckets and a layer."
+            ) from error
+
+    def _receive(self, update_info: BucketInfo) -> None:
         if self._next_bucket is None:
             self._begin(update_info)
         if update_info.bucket != self._next_bucket:
@@ -94,7 +110,9 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         if self._next_bucket != len(self._buckets):
             raise RuntimeError(f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came.")
         if self._reloads:
-            self._lacking = end_reload(self.model, self.model_config, faults.is_active("stale_head", self._version[0]))
+            stale_head = faults.is_active("stale_head", self._version[0])
+            with set_current_vllm_config(self.vllm_config):
+                self._lacking = end_reload(self.model, self.model_config, stale_head)
 
     def commit(self) -> list[int]:
         """Update, step, and number of the active adapter (0: none). Raises `RuntimeError` if weights are lacking."""
@@ -107,7 +125,14 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         return [*self.committed, self.committed[0] if self._adapter else 0]
 
     def shutdown(self) -> None:
+        if self.slots is not None:
+            self.slots.close()
         self.slots = None
+
+    @staticmethod
+    def trainer_send_weights(iterator, trainer_args) -> None:
+        """Abstract in vLLM 0.26, whose trainers send through it; here `weights/sync.py` sends."""
+        raise NotImplementedError
 
     def _begin(self, info: BucketInfo) -> None:
         self._next_bucket, self._version = info.first, list(info.version)

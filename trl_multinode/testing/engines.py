@@ -1,6 +1,6 @@
 """A running engine without a trainer, for tests of the engine itself."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -42,9 +42,10 @@ def running_engines(
     window: int = 64,
     stall_timeout_s: float = 60.0,
     processing_class=None,
+    environment: Mapping[str, str] | None = None,
     **engine_args,
 ) -> Iterator[NodeEngines]:
-    """Engines of one node on this machine's CPU, with dummy weights, and one rank's connections to them.
+    """Engines of one node, with dummy weights, and one rank's connections to them.
 
     Args:
         model (`PreTrainedModel`):
@@ -55,13 +56,19 @@ def running_engines(
             What shall go wrong.
         processing_class (*optional*):
             The engines' tokenizer or processor; default: the tiny tokenizer.
+        environment (`Mapping[str, str]`, *optional*):
+            Variables of engines on GPUs, which then have `engine_args` alone. Default: the engines run on this
+            machine's CPU, with `ENGINE_ARGS`.
     """
     folder = RunFolder(0)
     with ExitStack() as ends:
         ends.callback(folder.remove)
         save_without_weights(model, processing_class or tiny_tokenizer(), folder.path / "model")
-        args = ENGINE_ARGS | {"model": str(folder.path / "model"), "tensor_parallel_size": tensor_parallel_size}
-        environment = CPU_ENVIRONMENT | cores_per_worker(tensor_parallel_size) | faults.environment()
+        args = {"model": str(folder.path / "model"), "tensor_parallel_size": tensor_parallel_size}
+        if environment is None:
+            args = ENGINE_ARGS | args
+            environment = CPU_ENVIRONMENT | cores_per_worker(tensor_parallel_size)
+        environment = {**environment, **faults.environment()}
         processes = []
         for i in range(num_engines):
             log, delay_s = log_folder / f"engine{i}.log", delay_of_engine(i, environment)
@@ -104,7 +111,7 @@ class Trainer:
     ):
         self.model = model
         self.engines = engines
-        self.sync = WeightSync(source or ModuleSource(model, torch.float32), engines, bucket_bytes, transport)
+        self.sync = WeightSync(source or ModuleSource(model, model.dtype), engines, bucket_bytes, transport)
         self.version = WeightVersion()
 
     @torch.no_grad()

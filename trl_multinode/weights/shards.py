@@ -43,18 +43,24 @@ class Pieces:
         return cls(tensor.detach().reshape(1, 1, -1), tuple(tensor.shape))
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Write the tensor's elements into `target`, flat and contiguous, which leaves the padding out; casts."""
+        """
+        Write the tensor's elements into `target`, flat and contiguous, which leaves the padding out; casts.
+
+        Copies from a GPU are queued on the current stream, so that hundreds of small ones do not wait for each other
+        (10 us each); the caller synchronizes before it reads `target` on the host.
+        """
         nodes, ranks, elements = self.data.shape
         if nodes * ranks == 1 or target.numel() == 0:
-            target.copy_(self.data.reshape(-1)[: target.numel()])
+            target.copy_(self.data.reshape(-1)[: target.numel()], non_blocking=True)
             return
         full_nodes = target.numel() // (ranks * elements)
         if full_nodes:
             done = full_nodes * ranks * elements
-            target[:done].view(full_nodes, ranks, elements).copy_(self.data[:full_nodes])
+            whole = target[:done].view(full_nodes, ranks, elements)
+            whole.copy_(self.data[:full_nodes], non_blocking=True)
         for piece in range(full_nodes * ranks, math.ceil(target.numel() / elements)):
             part = target[piece * elements : (piece + 1) * elements]
-            part.copy_(self.data[piece // ranks, piece % ranks, : part.numel()])
+            part.copy_(self.data[piece // ranks, piece % ranks, : part.numel()], non_blocking=True)
 
     def full(self) -> torch.Tensor:
         """The tensor, on its device and in its dtype."""

@@ -6,11 +6,13 @@ One contract, three memories. `engine/receiving.py` has the other end of each.
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from ..engine.page_lock import PageLock
 from ..engine.process_group import pair_group
 from ..engine.protocol import NUM_SLOTS, Broadcast, DeviceMemory, HostMemory, SlotMemory, TensorSpec
 from ..errors import WeightSyncError
@@ -63,13 +65,19 @@ class Slots:
         """The slot's first bytes are on their way to workers that were told to load it."""
 
     def close(self) -> None:
-        """Nothing of the slots is left outside this process."""
+        """Release the memory that other processes could still see. No `write` may follow."""
 
 
 class HostSlots(Slots):
     """Host shared memory: works on every machine, and with a GPU is page-locked, so that copies run at bus speed.
 
     Files are 0600 and unlinked as soon as the workers have mapped them.
+
+    Args:
+        num_bytes (`int`):
+            Size of a slot.
+        pin (`bool`):
+            Whether to page-lock the slots; `self.lock.failure` says why that failed, if it did.
 
     Raises:
         `WeightSyncError`: if the machine's shared memory is too small, with the cure.
@@ -86,22 +94,14 @@ class HostSlots(Slots):
                 "(docker: --shm-size)."
             )
         self.paths = [self._create(num_bytes) for _ in range(NUM_SLOTS)]
+        self.lock: PageLock | None = None
         try:
             super().__init__([torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths])
             if pin:
-                self._page_lock()
+                self.lock = PageLock(self.memory)
         except BaseException:
             self.close()
             raise
-
-    def _page_lock(self) -> None:
-        for memory in self.memory:
-            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), self.num_bytes, 0))
-            if code != 0:
-                raise WeightSyncError(
-                    f"{self.num_bytes / 2**20:.0f} MiB of host memory could not be page-locked (CUDA error {code}). "
-                    "Raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or lower `sync_bucket_mb`."
-                )
 
     @staticmethod
     def _create(num_bytes: int) -> str:
@@ -114,17 +114,19 @@ class HostSlots(Slots):
         return HostMemory(tuple(self.paths))
 
     def opened(self) -> None:
-        self.close()
-
-    def close(self) -> None:
         for path in self.paths:
             Path(path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.opened()
+        if self.lock is not None:
+            self.lock.release()
 
 
 class DeviceSlots(Slots):
     """Memory of the local main process's GPU, opened by the workers through CUDA IPC: no way through the host.
 
-    For an engine on the same GPU, and for one on a neighbour with peer access. Never executed so far: see README.
+    For an engine on the same GPU, and for one on a neighbour with peer access. docs/gpu.md says where it ran.
 
     Args:
         num_bytes (`int`):
@@ -138,12 +140,35 @@ class DeviceSlots(Slots):
     kind = "ipc"
 
     def __init__(self, num_bytes: int, device: torch.device, seen_as: Sequence[int]):
-        super().__init__([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
+        with without_expandable_segments():
+            super().__init__([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
         self._seen_as = seen_as
 
     def open_for(self, engine: int) -> DeviceMemory:
         handles = tuple(tuple(memory.untyped_storage()._share_cuda_()[1:]) for memory in self.memory)
         return DeviceMemory(handles, self._seen_as[engine])
+
+
+@contextmanager
+def without_expandable_segments(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """
+    Allocate GPU memory that another process may open.
+
+    torch hands an expandable segment over by `pidfd_getfd`, which needs the right to trace its owner; an engine has
+    none over its parent. torch's allocator takes no block of an expandable segment while the setting is off. A no-op
+    if expandable segments were not asked for.
+    """
+    settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments:True" not in settings:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(
+        settings.replace("expandable_segments:True", "expandable_segments:False")
+    )
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 class BroadcastSlots(Slots):

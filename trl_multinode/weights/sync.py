@@ -143,6 +143,12 @@ class WeightSync:
         self._first = sum(bucket[0].frozen for bucket in self.buckets)
         return timings
 
+    def close(self) -> None:
+        """Release the slots, after the last sync. A second call does nothing."""
+        if self._slots is not None:
+            self._slots.close()
+        self._slots = None
+
     @contextmanager
     def _courier(self, timings: SyncTimings) -> Iterator["Courier | None"]:
         if self._engines is None or self._slots is None:

@@ -126,8 +126,10 @@ class Transport:
         """
         num_bytes = max(num_bytes, SELF_TEST_BYTES)
         if self.kind != "host":
+            slots = None
             try:
-                slots = self._tell(self._make(num_bytes), engines, places)
+                slots = self._make(num_bytes)
+                self._tell(slots, engines, places)
                 self._test(slots, engines)
                 return slots
             except (RuntimeError, TimeoutError) as error:
@@ -135,7 +137,18 @@ class Transport:
                     f"weight_transport={self.kind!r} failed its self test ({type(error).__name__}: {error}); weights "
                     "go through host memory instead. Set weight_transport='host' to start without the test."
                 )
-        return self._tell(HostSlots(num_bytes, self.pin), engines, places)
+                if slots is not None:
+                    slots.close()
+        return self._tell(self._host(num_bytes), engines, places)
+
+    def _host(self, num_bytes: int) -> HostSlots:
+        slots = HostSlots(num_bytes, self.pin)
+        if slots.lock is not None and slots.lock.failure:
+            self.say(
+                f"the weight sync's slots could not be page-locked ({slots.lock.failure}), so every sync is slower. "
+                "Raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or lower `sync_bucket_mb`."
+            )
+        return slots
 
     def _make(self, num_bytes: int) -> Slots:
         if self.kind == "ipc":

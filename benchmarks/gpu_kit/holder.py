@@ -1,0 +1,63 @@
+"""An engine that takes buckets out of the slots and drops them: the transport alone, without vLLM.
+
+`python -m gpu_kit.holder SPEC.json`
+"""
+
+import os
+
+import torch
+
+from trl_multinode.engine.main import main
+from trl_multinode.engine.protocol import OpenSlots, Ready, WeightVersion
+from trl_multinode.engine.receiving import OpenedSlots
+from trl_multinode.engine.server import Backend, EngineSpec
+
+
+class HolderBackend(Backend):
+    """Keeps one bucket at a time on the first GPU that it sees, or on the CPU."""
+
+    def __init__(self, spec: EngineSpec):
+        self._device = torch.device("cuda:0" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")
+
+    async def start(self) -> None:
+        torch.zeros(1, device=self._device)
+
+    def ready(self) -> Ready:
+        return Ready(pid=os.getpid(), max_model_len=1, dtype="none", vllm_version="none", processes=())
+
+    def tokens_done(self) -> int:
+        return 0
+
+    async def generate(self, prompt, num, max_tokens, sampling, seed, images):
+        raise NotImplementedError
+
+    async def score(self, prompt):
+        raise NotImplementedError
+
+    async def open_slots(self, request: OpenSlots) -> None:
+        self._buckets = request.buckets
+        self._slots = OpenedSlots(request.memory, request.slot_bytes, self._device)
+
+    async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        return [self._slots.crc(slot, num_bytes)]
+
+    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
+        self._version = version
+
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        self._taken = self._slots.take(slot, self._buckets[bucket])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+    async def commit_update(self) -> list[WeightVersion]:
+        return [self._version]
+
+    async def digests(self) -> list[str]:
+        return []
+
+    async def stop(self) -> None:
+        self._slots.close()
+
+
+if __name__ == "__main__":
+    main(HolderBackend)

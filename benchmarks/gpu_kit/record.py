@@ -1,0 +1,81 @@
+"""Results of the stages: a job appends events to a file, the runner merges them into `gpu.json`."""
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+class Recorder:
+    """Events of one job, one JSON line each, written at once: a job that is killed keeps what it has measured.
+
+    Args:
+        path (`Path`):
+            File of the job; is appended to.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @contextmanager
+    def stage(self, key: str) -> Iterator[dict]:
+        """Time a stage and record the figures that its body puts into the yielded `dict`.
+
+        A stage that raises is recorded as failed, with its figures so far and the reason; the job goes on, because
+        the next stage may still pass.
+        """
+        figures: dict = {}
+        start = time.perf_counter()
+        self.event(key=key, event="begin")
+        try:
+            yield figures
+            result, why = PASSED, None
+        except Exception as error:
+            traceback.print_exc()
+            result, why = FAILED, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        seconds = round(time.perf_counter() - start, 1)
+        self.event(key=key, event="end", result=result, why=why, seconds=seconds, figures=rounded(figures))
+
+    def skip(self, key: str, why: str) -> None:
+        self.event(key=key, event="end", result=SKIPPED, why=why, seconds=0.0, figures={})
+
+    def event(self, **line) -> None:
+        with open(self._path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def rounded(figures: dict) -> dict:
+    """Four digits; NaN as text, because JSON has none and a lost NaN would hide a failure."""
+
+    def value(number):
+        if not isinstance(number, float):
+            return number
+        return float(f"{number:.4g}") if math.isfinite(number) else str(number)
+
+    return {name: value(number) for name, number in figures.items()}
+
+
+def events(path: Path) -> list[dict]:
+    """What a job has written so far; a line that is not complete yet is left out."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def merge(results: Path, meta: dict, rows: dict[str, dict]) -> None:
+    """Put a job's rows into the result file; rows of other jobs stay if device, versions and commit are the same."""
+    found = read(results)
+    old = found.get("stages", {}) if found.get("meta") == meta else {}
+    results.parent.mkdir(parents=True, exist_ok=True)
+    partial = results.with_suffix(".part")
+    partial.write_text(json.dumps({"meta": meta, "stages": old | rows}, indent=1) + "\n")
+    partial.replace(results)
+
+
+def read(results: Path) -> dict:
+    return json.loads(results.read_text()) if results.exists() else {}

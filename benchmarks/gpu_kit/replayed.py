@@ -1,0 +1,65 @@
+"""Trainers on replayed completions for the arms `replay` and `balanced`: the same rows, weights and gradient."""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import safe_get_full_grad
+
+from trl_multinode import GRPOConfig
+from trl_multinode.testing.replay import ReplayTrainer, log_normal_length
+
+PER_LAYER = ("q_proj", "down_proj", "input_layernorm")  # of every layer: enough to see a wrong gradient
+
+
+class Replayed(ReplayTrainer):
+    """Measures the training part of every step, and keeps the gradient of the last one."""
+
+    longest = 768
+
+    def length_of(self, prompt: list[int], generation: int) -> int:
+        return log_normal_length(prompt, generation, longest=self.longest)
+
+    def start(self, gradient_file) -> None:
+        self._gradient_file, self._step_s = gradient_file, []
+        take_step = DeepSpeedEngine.step
+
+        def spy(engine, *args, **kwargs):
+            self._gradient = {
+                name: safe_get_full_grad(parameter).float().cpu()
+                for name, parameter in engine.module.named_parameters()
+                if any(part in name for part in PER_LAYER)
+            }
+            return take_step(engine, *args, **kwargs)
+
+        DeepSpeedEngine.step = spy
+
+    def training_step(self, *args, **kwargs):
+        start = time.perf_counter()
+        loss = super().training_step(*args, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._step_s.append(time.perf_counter() - start)
+        return loss
+
+    def figures(self) -> dict:
+        """Seconds of the last optimizer step's training, its micro-steps summed; writes the gradient."""
+        torch.save(self._gradient, self._gradient_file)
+        micro_steps = self.args.gradient_accumulation_steps
+        return {"train_s": sum(self._step_s[-micro_steps:])}
+
+
+def build_replay(options: argparse.Namespace, settings: dict, reward: Callable, keywords: dict) -> Replayed:
+    """Learning rate 0: every step has the same weights, so the last one's gradient does not depend on the first."""
+    changes = {"learning_rate": 0.0, "use_vllm": False, "generation_kwargs": None}
+    cap = options.cap if options.arm == "balanced" else None
+    args = GRPOConfig(**settings | changes, micro_batch_tokens=cap)
+    Replayed.longest = options.completion
+    trainer = Replayed(options.model, reward, args, **keywords)
+    trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"  # the replay has log-probs
+    if cap:
+        trainer._balance = type(trainer._balance)(trainer)  # it read the mode
+    trainer.start(options.folder / "gradient.pt")
+    return trainer

@@ -1,0 +1,90 @@
+"""Sampled rows, and how far the engine's log-probs of them are from the trainer's."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+from transformers import PreTrainedModel
+
+from trl_multinode.engine.node_engines import NodeEngines, PromptRequest, Rollout
+
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+PROMPT_TOKENS = 24
+Rows = list[tuple[list[int], Rollout]]
+
+
+def prompts(vocabulary: int, count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
+    """`count` random prompts of `length` tokens, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(2, vocabulary, (count, length), generator=generator).tolist()
+
+
+def sample(engines: NodeEngines, asked: Sequence[list[int]], each: int, tokens: int, update: int) -> Rows:
+    """`each` rows of exactly `tokens` tokens for every prompt, with seeds of their own."""
+    requests = [PromptRequest(prompt, each, seed=100 * index) for index, prompt in enumerate(asked)]
+    groups = engines.generate(requests, tokens, SAMPLING, update)
+    return [(prompt, row) for prompt, rows in zip(asked, groups, strict=True) for row in rows]
+
+
+@torch.no_grad()
+def trainer_logprobs(model: PreTrainedModel, rows: Rows, batch: int = 8) -> torch.Tensor:
+    """Log-probs of the rows' tokens under `model`, `(rows, tokens)` float32 on the CPU; rows have equal lengths."""
+    found = []
+    for start in range(0, len(rows), batch):
+        ids = torch.tensor([[*prompt, *row.tokens.tolist()] for prompt, row in rows[start : start + batch]])
+        ids, first = ids.to(model.device), len(rows[start][0])
+        scores = model(ids).logits[:, first - 1 : -1].float().log_softmax(-1)
+        found.append(scores.gather(2, ids[:, first:, None])[..., 0].cpu())
+    return torch.cat(found)
+
+
+def engine_logprobs(rows: Rows) -> torch.Tensor:
+    """`(rows, tokens)` float32, as the engine sampled them."""
+    return torch.stack([torch.from_numpy(row.logprobs.copy()) for _, row in rows])
+
+
+def mean_difference(model: PreTrainedModel, rows: Rows) -> float:
+    """Mean |engine - trainer| per token. NaN stays NaN, so that it fails every limit."""
+    return (engine_logprobs(rows) - trainer_logprobs(model, rows)).abs().mean().item()
+
+
+def score_difference(engines: NodeEngines, model: PreTrainedModel, rows: Rows) -> float:
+    """The same for the engine's prompt log-probs, which are other code than its sampler; of the first row."""
+    prompt, row = rows[0]
+    tokens = row.tokens.tolist()
+    got = torch.from_numpy(engines.score([*prompt, *tokens], 0).logprobs[len(prompt) - 1 :].copy())
+    return (got - trainer_logprobs(model, rows[:1])[0]).abs().mean().item()
+
+
+def rounding_floor(model: PreTrainedModel, rows: Rows) -> float:
+    """Mean |difference| between the trainer's own dtype and float32, same weights: rounding alone."""
+    if model.dtype == torch.float32:
+        return 0.0
+    rounded = trainer_logprobs(model, rows)
+    dtype = model.dtype  # bf16 to float32 and back is exact
+    exact = trainer_logprobs(model.float(), rows)
+    model.to(dtype)
+    return (rounded - exact).abs().mean().item()
+
+
+def swap_points(before: torch.Tensor, after: torch.Tensor, got: torch.Tensor) -> list[int]:
+    """
+    Per row, how many tokens the old weights sampled.
+
+    Args:
+        before (`torch.Tensor`), after (`torch.Tensor`), got (`torch.Tensor`):
+            `(rows, tokens)` log-probs under the old weights, under the new ones, and of the engine.
+
+    Returns:
+        `list[int]`: the cut with the least total difference, the old weights before it and the new ones after it.
+    """
+    old, new = (got - before).abs(), (got - after).abs()
+    zero = torch.zeros(len(got), 1)
+    left = torch.cat([zero, old.cumsum(1)], 1)
+    right = torch.cat([new.flip(1).cumsum(1).flip(1), zero], 1)
+    return (left + right).argmin(1).tolist()
+
+
+def wait(future: Future, seconds: float) -> Rows:
+    """Raises `TimeoutError` if the rows are not there in time."""
+    return future.result(seconds)

@@ -1,0 +1,54 @@
+"""The table of `docs/gpu.md` and the GPU column of the evidence table, from `gpu.json` alone."""
+
+from .record import PASSED
+
+BEGIN, END = "<!-- table from benchmarks/results/gpu.json: begin -->", "<!-- table: end -->"
+NEVER = "No run on a GPU is recorded. `make gpu` makes one."
+# Rows of the evidence table, by their first cell, and the stages that must all have passed for a tick
+EVIDENCE = {
+    "engine start, generation, TP 2, several engines": ("a", "j"),
+    "weights through host shared memory (`host`)": ("b",),
+    "weights by broadcast (`nccl`, experimental)": ("j",),
+    "weights through CUDA IPC (`ipc`, experimental)": ("c",),
+    "balanced micro-batches, ZeRO-3 and one process": ("e",),
+    "LoRA, rsLoRA: the adapter alone, or merged bucket by bucket; DoRA merged": ("g",),
+    "choice of reserved GPUs": ("j",),
+}
+
+
+def rows(found: dict) -> str:
+    """Markdown: one line per stage that was begun, with its figures."""
+    if not found.get("stages"):
+        return NEVER + "\n"
+    meta = found["meta"]
+    versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
+    kind = "**A rehearsal on a CPU: no figure says anything about a GPU.** " if meta["rehearsal"] else ""
+    head = (
+        f"{kind}{meta['num_gpus']} x {meta['device']} ({meta['memory_gib']} GiB), driver {meta['driver']}, CUDA "
+        f"{meta['cuda']}, Python {meta['python']}, {versions}, {meta['cores']} cores, commit {meta['commit']}.\n\n"
+        "| stage | result | s | figures |\n|---|---|---:|---|\n"
+    )
+    return head + "".join(line(key, stage) for key, stage in sorted(found["stages"].items()))
+
+
+def line(key: str, stage: dict) -> str:
+    figures = ", ".join(f"{name} {value}" for name, value in stage["figures"].items())
+    said = "; ".join(filter(None, [stage.get("why"), figures])).replace("|", "\\|").replace("\n", " ")
+    return f"| {key} | {stage['result']} | {stage['seconds']} | {said} |\n"
+
+
+def replaced(page: str, found: dict) -> str:
+    """`page` with the table between its two markers written anew."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{rows(found)}\n{END}{after}"
+
+
+def evidence(row: str, found: dict) -> str:
+    """The cell "ran on GPU" of a row of the evidence table: empty, or a tick with the device."""
+    stages = found.get("stages", {})
+    if found.get("meta", {}).get("rehearsal", True) or row not in EVIDENCE:
+        return ""
+    of = {letter: [stage for key, stage in stages.items() if key[0] == letter] for letter in EVIDENCE[row]}
+    ran = all(found_here and all(stage["result"] == PASSED for stage in found_here) for found_here in of.values())
+    return f"✓ {found['meta']['device']}, vLLM {found['meta']['versions'].get('vllm')}" if ran else ""

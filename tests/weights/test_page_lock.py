@@ -1,0 +1,128 @@
+"""CUDA-only lines around the slots, with a stand-in for the CUDA runtime; `make gpu` runs them on a real one."""
+
+import logging
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_multinode.engine import page_lock
+from trl_multinode.engine.protocol import HostMemory
+from trl_multinode.engine.receiving import OpenedSlots
+from trl_multinode.weights.shards import Pieces
+from trl_multinode.weights.slots import SHARED_MEMORY, HostSlots, without_expandable_segments
+from trl_multinode.weights.source import WeightMeta, place
+from trl_multinode.weights.transports import Transport
+
+CUDA = torch.device("cuda")
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+class Cudart:
+    """Keeps what is registered; registration number `fails_at` fails."""
+
+    def __init__(self, fails_at: int | None = None):
+        self.registered: list[int] = []
+        self._calls, self._fails_at = 0, fails_at
+
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:
+        self._calls += 1
+        if self._calls == self._fails_at:
+            return OUT_OF_MEMORY
+        assert pointer not in self.registered, "CUDA refuses an address that is registered already"
+        self.registered.append(pointer)
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self.registered.remove(pointer)
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    def install(fails_at: int | None = None) -> Cudart:
+        runtime = Cudart(fails_at)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(page_lock, "_forget_last_error", lambda: None)
+        return runtime
+
+    return install
+
+
+def test_both_ends_register_their_mapping_and_unregister_it_on_close(cudart):
+    runtime = cudart()
+    slots = HostSlots(256, pin=True)
+    opened = OpenedSlots(HostMemory(tuple(slots.paths)), 256, CUDA)
+    slots.opened()
+    assert len(runtime.registered) == 4
+    opened.close()
+    opened.close()
+    assert sorted(runtime.registered) == sorted(memory.data_ptr() for memory in slots.memory)
+    slots.close()
+    slots.close()
+    assert not runtime.registered
+
+
+def test_slots_that_cannot_be_page_locked_are_slower_and_the_user_is_told(cudart):
+    runtime = cudart(fails_at=2)
+    warnings: list[str] = []
+    slots = Transport("host", pin=True, say=warnings.append)._host(1 << 20)
+    (warning,) = warnings
+    assert "CUDA error 2 for 1 MiB" in warning and "ulimit -l" in warning
+    assert not runtime.registered, "half a lock has no use"
+    specs = place((WeightMeta("w", torch.float32, (2, 3)),))
+    opened = OpenedSlots(slots.open_for(0), 1 << 20, torch.device("cpu"))
+    slots.write(0, specs, [Pieces.whole(torch.ones(2, 3))])
+    assert torch.equal(dict(opened.take(0, specs))["w"], torch.ones(2, 3))
+    slots.close()
+
+
+def test_a_worker_that_cannot_page_lock_says_so_in_its_log(cudart, caplog):
+    cudart(fails_at=1)
+    slots = HostSlots(256, pin=False)
+    with caplog.at_level(logging.WARNING):
+        OpenedSlots(HostMemory(tuple(slots.paths)), 256, CUDA).close()
+    slots.close()
+    assert "not page-locked" in caplog.text and "CUDA error 2" in caplog.text
+
+
+def test_no_file_is_left_when_page_locking_raises(monkeypatch):
+    def broken():
+        raise RuntimeError("no CUDA driver")
+
+    monkeypatch.setattr(torch.cuda, "cudart", broken)
+    before = set(SHARED_MEMORY.glob("trl_multinode_*"))
+    with pytest.raises(RuntimeError, match="no CUDA driver"):
+        HostSlots(256, pin=True)
+    assert not set(SHARED_MEMORY.glob("trl_multinode_*")) - before
+
+
+def test_a_bucket_is_copied_once_and_its_tensors_are_views_of_the_copy():
+    slots = HostSlots(1024, pin=False)
+    specs = place((WeightMeta("a", torch.bfloat16, (3,)), WeightMeta("b", torch.float32, (2, 2))))
+    opened = OpenedSlots(slots.open_for(0), 1024, torch.device("cpu"))
+    slots.write(0, specs, [Pieces.whole(torch.arange(3.0)), Pieces.whole(torch.eye(2))])
+    taken = dict(opened.take(0, specs))
+    slots.write(0, specs, [Pieces.whole(torch.zeros(3)), Pieces.whole(torch.zeros(2, 2))])
+    assert taken["a"].untyped_storage().data_ptr() == taken["b"].untyped_storage().data_ptr()
+    assert torch.equal(taken["a"], torch.arange(3.0).bfloat16()) and torch.equal(taken["b"], torch.eye(2))
+    opened.close()
+    slots.close()
+    assert torch.equal(taken["b"], torch.eye(2)), "what was taken outlives the slots"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_for_other_processes_is_no_expandable_segment(name, monkeypatch):
+    changes: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", changes.append)
+    asked = "max_split_size_mb:64,expandable_segments:True"
+    with without_expandable_segments({name: asked}):
+        assert changes == ["max_split_size_mb:64,expandable_segments:False"]
+    assert changes[1:] == [asked], "a setting that is left out would fall back to its default"
+
+
+def test_without_expandable_segments_nothing_is_set(monkeypatch):
+    monkeypatch.setattr(torch, "_C", SimpleNamespace())
+    with without_expandable_segments(dict(os.environ)):
+        pass
