@@ -67,7 +67,7 @@ def test_nodes_with_different_numbers_of_processes_are_refused_with_the_numbers_
 
 @pytest.mark.parametrize(
     ("listed", "num_gpus", "names"),
-    [(None, 2, ["0", "1"]), ("4,6,7", 3, ["4", "6", "7"]), ("4,6,7", 2, ["4", "6"]), ("GPU-ab,GPU-cd", 2, None)],
+    [(None, 2, ["0", "1"]), ("4,6,7", 3, ["4", "6", "7"]), ("4, 6,7", 2, ["4", "6"]), ("GPU-ab,GPU-cd", 2, None)],
 )
 def test_gpus_are_named_as_cuda_visible_devices_names_them(listed, num_gpus, names):
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}

@@ -84,7 +84,7 @@ class EngineDevices:
 def visible_devices(environ: Mapping[str, str], num_gpus: int) -> list[str]:
     """Physical ids of the GPUs this node's ranks see, in their order."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in listed.split(",") if name] if listed is not None else []
+    names = [name.strip() for name in listed.split(",") if name.strip()] if listed is not None else []
     return names[:num_gpus] if names else [str(index) for index in range(num_gpus)]
 
 

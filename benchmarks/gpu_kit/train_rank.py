@@ -80,7 +80,6 @@ def engine_settings(options: argparse.Namespace) -> dict:
         shared["vllm_gpu_memory_utilization"] = 0.3
     if options.arm == "colocate":
         return shared | {"vllm_mode": "colocate"}
-    # Eager like nothing else here: TRL's colocation captures graphs too, so both keep vLLM's defaults
     return shared | {"vllm_mode": "node", **({} if options.cpu else {"vllm_devices": [0]})}
 
 

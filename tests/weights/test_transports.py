@@ -13,10 +13,11 @@ from trl_multinode.engine.receiving import OpenedSlots
 from trl_multinode.errors import ConfigurationError, WeightSyncError
 from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.topology import EngineDevices
 from trl_multinode.weights.shards import Pieces
 from trl_multinode.weights.slots import BroadcastSlots, HostSlots, Slots
 from trl_multinode.weights.source import WeightMeta, place
-from trl_multinode.weights.transports import Machine, Transport, choose
+from trl_multinode.weights.transports import Machine, Transport, choose, machine_of
 
 CPU = torch.device("cpu")
 BUCKET = (WeightMeta("w", torch.bfloat16, (2, 3)), WeightMeta("b", torch.float32, (2,)))
@@ -71,6 +72,21 @@ def test_a_full_shared_memory_is_named_with_the_cure():
 def test_auto_takes_what_was_executed_and_says_why(machine, reason):
     kind, why = choose("auto", machine)
     assert kind == "host" and re.search(reason, why)
+
+
+@pytest.mark.parametrize(
+    ("engines", "shared", "peers"),
+    [((("GPU-b",),), False, [(1, 2)]), ((("GPU-c",),), True, []), ((("GPU-a",), ("GPU-c",)), True, [(0, 2)])],
+)
+def test_the_machine_is_read_by_the_place_of_a_gpu_among_the_visible_ones(engines, shared, peers, monkeypatch):
+    """Stand-in for a machine with three GPUs, named by UUID; the sender trains on the last one."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, other: asked.append((gpu, other)) or False)
+    devices = EngineDevices(engines, shared_with_training=shared, sender="GPU-c")
+    machine = machine_of(devices, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"})
+    assert (machine.gpu, machine.shared, machine.peer_access) == ("NVIDIA", shared, not peers)
+    assert asked == peers
 
 
 @pytest.mark.parametrize(

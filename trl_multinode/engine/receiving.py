@@ -77,7 +77,9 @@ class OpenedSlots:
         """
         data = self._slots[slot][: specs[-1].offset + specs[-1].num_bytes]
         self._arrive(data)
-        bucket = data.to(self._device, copy=True)  # blocks until the bytes are here, also from page-locked memory
+        bucket = data.to(self._device, copy=True)
+        if bucket.is_cuda:  # the sender may write the slot again as soon as this returns
+            torch.cuda.current_stream(bucket.device).synchronize()
         return [
             (spec.name, bucket[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype))
              .view(spec.shape))

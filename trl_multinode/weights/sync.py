@@ -217,21 +217,21 @@ class Courier:
 
     def carry(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
         """Bring bucket `index` to the engines; done when it has been copied and may be let go."""
+        on_gpu = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
         ready = None
-        if any(piece.data.is_cuda for piece in pieces):
-            ready = torch.cuda.Event()
-            ready.record()  # on the stream that gathered it
-        return self._thread.submit(self._carry, index, pieces, ready)
+        if on_gpu is not None:
+            ready = torch.cuda.current_stream(on_gpu).record_event()  # the stream that gathered it
+        return self._thread.submit(self._carry, index, pieces, on_gpu, ready)
 
-    def _carry(self, index: int, pieces: Sequence[Pieces], ready: "torch.cuda.Event | None") -> None:
+    def _carry(self, index: int, pieces: Sequence[Pieces], on_gpu: torch.device | None, ready) -> None:
         if len(self._on_the_way) == NUM_SLOTS:
             self._wait_for_oldest()
         start = time.perf_counter()
-        if ready is None:
+        if on_gpu is None:
             self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
         else:
-            with torch.cuda.stream(self._own_stream()):
-                torch.cuda.current_stream().wait_event(ready)
+            with torch.cuda.stream(self._stream_on(on_gpu)):
+                torch.cuda.current_stream(on_gpu).wait_event(ready)
                 self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
         self._timings.copy_s += time.perf_counter() - start
         self._hand_over(index)
@@ -246,9 +246,10 @@ class Courier:
             self._wait_for_all()  # an engine that failed says why
             raise
 
-    def _own_stream(self) -> "torch.cuda.Stream":
+    def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
+        """Return this thread's own stream, on the rank's device: every new thread begins with GPU 0 as its device."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream(device)
         return self._stream
 
     def _wait_for_oldest(self) -> None:

@@ -1,0 +1,100 @@
+"""Names of vLLM that this package uses or replaces, looked up in the installed sources: no import, which takes 10 s.
+
+`make versions` runs this on both ends of the range. Workers on GPUs run other files than those on a CPU (Model Runner
+V2), so the files of both are looked at.
+"""
+
+import ast
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+PACKAGE = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+RUNNERS = {"v1": "v1/worker/gpu_model_runner.py", "v2": "v1/worker/gpu/model_runner.py"}
+RELOAD = "model_executor/model_loader/reload"
+MANAGER = "lora/model_manager.py"
+
+# File, class ("" for the module), names that it must have
+NAMES = [
+    ("config/weight_transfer.py", "WeightTransferConfig", "backend"),
+    ("config/vllm.py", "VllmConfig", "use_v2_model_runner"),
+    ("config/vllm.py", "", "set_current_vllm_config"),
+    ("distributed/weight_transfer/base.py", "WeightTransferEngine", "update_weights parse_init_info shutdown"),
+    ("distributed/weight_transfer/factory.py", "WeightTransferEngineFactory", "_registry register_engine"),
+    ("v1/worker/gpu_worker.py", "Worker", "init_weight_transfer_engine start_weight_update update_weights "
+     "finish_weight_update"),
+    ("v1/engine/async_llm.py", "AsyncLLM", "from_engine_args generate collective_rpc pause_generation "
+     "resume_generation start_weight_update finish_weight_update reset_prefix_cache shutdown"),
+    ("sampling_params.py", "SamplingParams", "n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind "
+     "structured_outputs"),
+    ("engine/arg_utils.py", "EngineArgs", "logprobs_mode weight_transfer_config worker_extension_cls load_format "
+     "kv_cache_memory_bytes max_lora_rank create_model_config"),
+    (f"{RELOAD}/layerwise.py", "", "initialize_layerwise_reload finalize_layerwise_reload get_layerwise_info"),
+    (f"{RELOAD}/meta.py", "", "SKIP_TENSORS"),
+    ("model_executor/models/utils.py", "AutoWeightsLoader", "load_weights"),
+    ("model_executor/layers/vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod",
+     "process_weights_after_loading"),
+    ("lora/lora_model.py", "LoRAModel", "from_lora_tensors"),
+    (MANAGER, "LoRAModelManager", "remove_all_adapters add_adapter activate_adapter"),
+    ("lora/peft_helper.py", "PEFTHelper", "r lora_alpha target_modules"),
+    ("multimodal/processing/processor.py", "BaseMultiModalProcessor", "_apply_prompt_updates _find_mm_placeholders"),
+    ("model_executor/model_loader/utils.py", "", "get_model_cls"),
+]  # fmt: skip
+
+
+@cache
+def tree(file: str) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text())
+
+
+def names(file: str, owner: str) -> set[str]:
+    """Functions, classes and assigned names in the body of a module, or of one of its classes."""
+    body = tree(file).body
+    if owner:
+        (found,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+        body = found.body
+    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    targets = [t for node in body if isinstance(node, ast.Assign) for t in node.targets]
+    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    return defined | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def source(file: str) -> str:
+    return (PACKAGE / file).read_text()
+
+
+@pytest.mark.parametrize(("file", "owner", "wanted"), NAMES, ids=[f"{file}:{owner}" for file, owner, _ in NAMES])
+def test_the_installed_vllm_has_the_names_that_are_used(file, owner, wanted):
+    assert not set(wanted.split()) - names(file, owner), "moved in this vLLM; see docs/gpu.md for where it is used"
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_both_model_runners_give_the_model_that_is_reloaded(runner):
+    """`BucketReceiver` loads into what `get_model` returns, and finds the LoRA manager on it."""
+    assert "get_model" in names(RUNNERS[runner], "GPUModelRunner")
+    assert "load_lora_model" in source(RUNNERS[runner])
+    assert "self.model_runner.get_model()" in source("v1/worker/gpu_worker.py")
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_both_model_runners_have_log_probs_of_prompts_and_processed_ones(runner):
+    """The probe after the first sync scores a prompt, and TRL's importance sampling needs processed log-probs."""
+    samplers = {"v1": "v1/sample/sampler.py", "v2": "v1/worker/gpu/sample/sampler.py"}
+    assert "processed_logprobs" in source(samplers[runner])
+    assert (
+        "prompt_logprobs" in source(RUNNERS[runner]) or (PACKAGE / "v1/worker/gpu/sample/prompt_logprob.py").exists()
+    )
+
+
+def test_a_reload_puts_values_into_the_tensors_that_captured_graphs_read():
+    assert "param.data.copy_(" in source(f"{RELOAD}/layerwise.py")
+
+
+def test_a_layer_with_an_adapter_can_be_loaded_or_this_package_adds_how():
+    ours = Path(__file__).parents[2] / "trl_multinode" / "engine" / "reloading.py"
+    theirs = "load_weights" in names("lora/layers/base.py", "BaseLayerWithLoRA")
+    assert theirs or "BaseLayerWithLoRA.load_weights = load_base_layer" in ours.read_text()
