@@ -2,19 +2,22 @@
 VENV ?= .venv
 PYTHON ?= python3.11
 MODE ?= sync
+GPU_PYTHON ?= python3
+USER_PATH := $(PATH)
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench check test test-e2e compatibility lock clean
+.PHONY: help setup demo versions bench gpu check test test-e2e compatibility lock clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
 	@echo "make demo MODE=overlap      the same with rollouts one round ahead and balanced micro-batches"
 	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; 20 minutes"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
+	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/gpu.md)"
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (15 minutes at most)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
@@ -50,6 +53,11 @@ bench: setup
 	python benchmarks/balance.py
 	python benchmarks/learning.py
 	python benchmarks/table.py
+
+# Not `setup`, which installs the CPU stack: the Python with torch and vLLM for this GPU is the user's, and DeepSpeed
+# must find the GPU
+gpu:
+	env -u DS_ACCELERATOR -u TORCH_EXTENSIONS_DIR PATH="$(USER_PATH)" $(GPU_PYTHON) benchmarks/gpu.py
 
 check: setup
 	ruff check .

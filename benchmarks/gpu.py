@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --stages be        # some of them; results of others on this machine stay
     python benchmarks/gpu.py --rehearse         # the same code on a CPU with a tiny model; figures mean nothing
     python benchmarks/gpu.py --list             # jobs and stages
-    python benchmarks/gpu.py --table            # docs/gpu.md from the result file
+    python benchmarks/gpu.py --table            # docs/gpu.md and the README's evidence from the result file
 
 Stages (docs/gpu.md): a log-probs over syncs, b host transport, c CUDA IPC, d swap while requests are frozen, e GRPO
 steps and balanced micro-batches, f TRL's colocation, g LoRA, h FP8, i rows of 32k tokens, j two GPUs. Results are
@@ -26,7 +26,7 @@ from gpu_kit.record import FAILED, PASSED, SKIPPED, events, merge, read
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results" / "gpu.json"
-PAGE = FOLDER.parent / "docs" / "gpu.md"
+PAGE, README = FOLDER.parent / "docs" / "gpu.md", FOLDER.parent / "README.md"
 STAGE_LIMIT_S = 240.0
 POLL_S = 0.5
 
@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for the logs of jobs and engines; default: a temporary one")
     parser.add_argument("--engine", default="gpu_kit.engine", help="module of the engines; the tests name their fake")
     parser.add_argument("--list", action="store_true", help="print the jobs and end")
-    parser.add_argument("--table", action="store_true", help="write docs/gpu.md from the result file and end")
+    parser.add_argument("--table", action="store_true", help="write the tables and end")
     options = parser.parse_args(arguments)
     if unknown := set(options.stages) - set(STAGES):
         parser.error(f"there is no stage {', '.join(sorted(unknown))}; the stages are {STAGES}")
@@ -163,8 +163,8 @@ def run(options: argparse.Namespace) -> int:
     return 1 if counts[FAILED] else 0
 
 
-def main() -> int:
-    options = parse()
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
     if options.list:
         for job in JOBS:
             print(f"{job.stages:5} {job.name}")
@@ -173,7 +173,9 @@ def main() -> int:
         code = run(options)
         if options.rehearse or code == 2:
             return code
-    PAGE.write_text(table.replaced(PAGE.read_text(), read(options.results)))
+    found = read(options.results)
+    PAGE.write_text(table.replaced(PAGE.read_text(), found))
+    README.write_text(table.with_evidence(README.read_text(), found))
     return 0 if options.table else code
 
 

@@ -97,17 +97,28 @@ def available(name: str) -> list[Version]:
 
 def install(name: str, wanted: str, folder: Path) -> list[str]:
     """Put a version into `folder`, and what it declares that the lock does not satisfy; returns the latter."""
-    pip(folder, f"{name}=={wanted}")
+    pip(folder, "--no-deps", f"{name}=={wanted}")
     (package,) = (found for found in distributions(path=[str(folder)]) if normal(found.name) == name)
     lines = map(Requirement, package.requires or [])
     others = [f"{line.name}{line.specifier}" for line in lines if not satisfied(line)]
-    if others:
-        pip(folder, *others)
+    if plain := [other for other in others if not other.startswith("torch==")]:
+        pip(folder, "--no-deps", *plain)
+    for torch in set(others) - set(plain):
+        install_torch(torch, folder)
     return others
 
 
-def pip(folder: Path, *names: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *names]
+def install_torch(wanted: str, folder: Path) -> None:
+    """The CPU build that an old vLLM asks for, if an index has it; else that of PyPI, which does not start without the
+    CUDA libraries that it declares (5 GB)."""
+    try:
+        pip(folder, "--no-deps", wanted)
+    except subprocess.CalledProcessError:
+        pip(folder, wanted.removesuffix("+cpu"))
+
+
+def pip(folder: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), *arguments]
     subprocess.run(command, check=True, timeout=INSTALL_LIMIT_S)
 
 

@@ -37,10 +37,10 @@ def test_a_missing_vllm_is_told_with_the_extra_to_install(monkeypatch):
         check_vllm()
 
 
-@pytest.mark.parametrize("found", ["0.27.1", "0.32.0"])
+@pytest.mark.parametrize("found", ["0.25.1", "0.33.0"])
 def test_a_vllm_out_of_range_is_told_with_the_range(monkeypatch, found):
     monkeypatch.setattr(engine_settings, "version", lambda name: found)
-    with pytest.raises(ConfigurationError, match=rf"vLLM {found} .* 0\.28 or later, below 0\.32"):
+    with pytest.raises(ConfigurationError, match=rf"vLLM {found} .* 0\.26 or later, below 0\.33"):
         check_vllm()
 
 

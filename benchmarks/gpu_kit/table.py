@@ -1,4 +1,4 @@
-"""The table of `docs/gpu.md` and the GPU column of the evidence table, from `gpu.json` alone."""
+"""The table of `docs/gpu.md` and the GPU column of the README's evidence table, from `gpu.json` alone."""
 
 from .record import PASSED
 
@@ -52,3 +52,15 @@ def evidence(row: str, found: dict) -> str:
     of = {letter: [stage for key, stage in stages.items() if key[0] == letter] for letter in EVIDENCE[row]}
     ran = all(found_here and all(stage["result"] == PASSED for stage in found_here) for found_here in of.values())
     return f"✓ {found['meta']['device']}, vLLM {found['meta']['versions'].get('vllm')}" if ran else ""
+
+
+def with_evidence(readme: str, found: dict) -> str:
+    """`readme` with the GPU column of the rows in `EVIDENCE` written anew."""
+    lines = readme.split("\n")
+    for index, text in enumerate(lines):
+        cells = text.split("|")
+        if len(cells) > 3 and (row := cells[1].strip()) in EVIDENCE:
+            cell = evidence(row, found)
+            cells[2] = f" {cell} " if cell else " "
+            lines[index] = "|".join(cells)
+    return "\n".join(lines)

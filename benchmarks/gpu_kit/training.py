@@ -46,9 +46,11 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
         "--main_process_port", str(_free_port()), "-m", "gpu_kit.train_rank", *arguments,
     ]  # fmt: skip
     path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**fresh_environment(), "PYTHONPATH": path}
+    environment = {**fresh_environment(), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     if machine.rehearsal:
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    else:
+        environment.pop("DS_ACCELERATOR", None)
     with open(own / "run.log", "wb") as log:
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:

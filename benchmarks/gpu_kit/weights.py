@@ -40,7 +40,9 @@ class Bench:
         """vLLM's model runner, as the engine reports it."""
         return self.engines.ready[0].model_runner
 
-    def rows(self, each: int = 4, tokens: int = 64) -> comparing.Rows:
+    def rows(self) -> comparing.Rows:
+        """Sample 16 rows of 64 tokens (a rehearsal: 4 of 24) with the engine's present weights."""
+        each, tokens = (1, 24) if self.machine.rehearsal else (4, 64)
         asked = comparing.prompts(self.model.config.vocab_size, 4)
         return comparing.sample(self.engines, asked, each, tokens, self.trainer.version.update)
 

@@ -84,10 +84,8 @@ def test_both_model_runners_give_the_model_that_is_reloaded(runner):
 def test_both_model_runners_have_log_probs_of_prompts_and_processed_ones(runner):
     """The probe after the first sync scores a prompt, and TRL's importance sampling needs processed log-probs."""
     samplers = {"v1": "v1/sample/sampler.py", "v2": "v1/worker/gpu/sample/sampler.py"}
-    assert "processed_logprobs" in source(samplers[runner])
-    assert (
-        "prompt_logprobs" in source(RUNNERS[runner]) or (PACKAGE / "v1/worker/gpu/sample/prompt_logprob.py").exists()
-    )
+    assert "logprobs_mode" in source(samplers[runner])
+    assert "prompt_logprobs" in source(RUNNERS[runner])
 
 
 def test_a_reload_puts_values_into_the_tensors_that_captured_graphs_read():

@@ -1,0 +1,194 @@
+"""`make gpu` without a GPU: arguments, result file, table, limits, and the first stages with the fake engine."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gpu
+import pytest
+import torch
+from gpu_kit import table
+from gpu_kit.jobs import JOBS, STAGES, Job
+from gpu_kit.machine import Machine, build_model, entropy, obstacle
+from gpu_kit.record import Recorder, events, merge, read
+from gpu_kit.rows import swap_points
+from gpu_kit.weights import run_stages
+
+from trl_multinode.testing.engines import FAKE
+from trl_multinode.testing.faults import Faults
+
+ROOT = Path(__file__).parents[1]
+META = {"rehearsal": False, "device": "NVIDIA X", "num_gpus": 1, "memory_gib": 80.0, "driver": "1", "cuda": "13.0",
+        "python": "3.12", "versions": {"vllm": "0.26.0"}, "commit": "abc", "cores": 16}  # fmt: skip
+
+
+def row(result: str = "passed", **figures) -> dict:
+    return {"result": result, "why": None if result == "passed" else "because", "seconds": 1.5, "figures": figures}
+
+
+# ---- arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--stages", "az"], "there is no stage z"), (["--jobs", "nothing"], "there is no job nothing")],
+)
+def test_a_stage_or_job_that_does_not_exist_is_refused_with_those_that_do(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpu.parse(arguments)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_stages_select_the_jobs_and_every_job_has_keys_of_its_own():
+    assert [job.name for job in gpu.selected(gpu.parse(["--stages", "h"]))] == ["fp8"]
+    keys = [key for job in JOBS for key in job.keys(STAGES)]
+    assert len(set(keys)) == len(keys) and {key[0] for key in keys} == set("abcdefghij")
+    assert "".join(job.stages for job in JOBS[:2]) == "abcdabcd", "a to d of both dtypes come first"
+
+
+def test_without_a_gpu_it_is_one_line_and_exit_code_2():
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert "torch sees no GPU here" in line and "--rehearse" in line
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch):
+    found = {"trl": "1.16.0", "accelerate": "1", "deepspeed": "1", "vllm": None, "trl-multinode": "0"}
+    monkeypatch.setattr("gpu_kit.machine.version_of", found.get)
+    assert "vllm not installed" in obstacle(lambda: 1)
+    found |= {"vllm": "0.26.0", "trl-multinode": None}
+    assert "plugin" in obstacle(lambda: 1) and "pip install" in obstacle(lambda: 1)
+    assert obstacle(lambda: 0).startswith("torch sees no GPU")
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (Job("x", "j", print, least_gpus=2), "needs 2 GPUs, this machine has 1"),
+        (Job("x", "b", print, least_gib=100.0), "needs 100 GiB of GPU memory, this GPU has 80"),
+        (Job("x", "a", print), None),
+    ],
+)
+def test_a_job_that_the_machine_is_too_small_for_is_skipped_with_the_reason(job, why):
+    assert gpu.why_not(job, META) == why
+
+
+# ---- result file
+
+
+def test_results_are_kept_after_each_stage_and_a_failed_stage_keeps_its_figures(tmp_path):
+    recorder = Recorder(tmp_path / "events.jsonl")
+    with recorder.stage("a one") as figures:
+        figures["fresh"] = 1e-3 / 3
+    with recorder.stage("b one") as figures:
+        figures["worst"] = float("nan")
+        raise AssertionError("too far apart\nand a second line")
+    ended = {event["key"]: event for event in events(tmp_path / "events.jsonl") if event["event"] == "end"}
+    assert ended["a one"]["result"] == "passed" and ended["a one"]["figures"] == {"fresh": 0.0003333}
+    assert ended["b one"]["result"] == "failed" and ended["b one"]["figures"] == {"worst": "nan"}
+    assert ended["b one"]["why"] == "AssertionError: too far apart"
+
+
+def test_results_of_other_stages_stay_on_the_same_machine_and_commit_only(tmp_path):
+    results = tmp_path / "gpu.json"
+    merge(results, META, {"a one": row(), "b one": row("failed")})
+    merge(results, META, {"b one": row()})
+    assert {key: stage["result"] for key, stage in read(results)["stages"].items()} == dict.fromkeys(
+        ["a one", "b one"], "passed"
+    )
+    merge(results, META | {"commit": "def"}, {"c one": row()})
+    assert list(read(results)["stages"]) == ["c one"]
+
+
+def test_a_stage_that_outlasts_its_limit_is_ended_and_what_was_measured_stays(tmp_path, monkeypatch):
+    script = """if True:
+        import json, sys, time
+        record = sys.argv[sys.argv.index("--record") + 1]
+        with open(record, "w") as file:
+            file.write(json.dumps({"event": "end", "key": "a slow", "result": "passed", "why": None, "seconds": 1.0,
+                                   "figures": {"fresh": 0.1}}) + "\\n")
+        print("stuck in stage b", flush=True)
+        time.sleep(60)
+    """
+    started = []
+
+    def helper(*arguments, **keywords):
+        started.append(
+            subprocess.Popen([sys.executable, "-c", script, *arguments], start_new_session=True, **keywords)
+        )
+        return started[0]
+
+    monkeypatch.setattr(gpu, "helper", helper)
+    monkeypatch.setattr(gpu, "STAGE_LIMIT_S", 2.0)
+    rows = gpu.run_job(Job("slow", "ab", print), gpu.parse([]), tmp_path, time.monotonic() + 60)
+    assert rows["a slow"]["figures"] == {"fresh": 0.1}
+    assert rows["b slow"]["result"] == "failed" and "no result after 2 s: stuck in stage b" in rows["b slow"]["why"]
+    assert started[0].poll() is not None
+
+
+# ---- tables
+
+
+def test_the_table_has_every_stage_with_its_figures_and_says_what_is_a_rehearsal():
+    found = {"meta": META, "stages": {"b x": row("failed", of_copy=0.4), "a x": row(fresh=0.01)}}
+    text = table.rows(found)
+    assert text.index("| a x | passed | 1.5 | fresh 0.01 |") < text.index(
+        "| b x | failed | 1.5 | because; of_copy 0.4 |"
+    )
+    assert "NVIDIA X" in text and "vllm 0.26.0" in text and "rehearsal" not in text
+    assert "rehearsal" in table.rows(found | {"meta": META | {"rehearsal": True}})
+
+
+def test_nothing_is_ticked_that_did_not_pass_on_a_gpu():
+    host = "weights through host shared memory (`host`)"
+    passed = {"meta": META, "stages": {"b one": row(), "b two": row()}}
+    assert table.evidence(host, passed) == "✓ NVIDIA X, vLLM 0.26.0"
+    assert table.evidence(host, {}) == ""
+    assert table.evidence(host, passed | {"meta": META | {"rehearsal": True}}) == ""
+    assert table.evidence(host, {"meta": META, "stages": {"b one": row(), "b two": row("failed")}}) == ""
+    assert table.evidence("engine start, generation, TP 2, several engines", passed) == ""
+    assert table.evidence("mixture of experts", passed) == "", "no stage shows it"
+
+
+def test_the_pages_were_written_from_the_result_file_and_have_every_row():
+    found = read(gpu.RESULTS)
+    assert table.replaced(gpu.PAGE.read_text(), found) == gpu.PAGE.read_text()
+    readme = gpu.README.read_text()
+    assert table.with_evidence(readme, found) == readme
+    lines = [line.split("|") for line in readme.splitlines() if line.startswith("| ") and line.count("|") > 3]
+    assert table.EVIDENCE.keys() <= {cells[1].strip() for cells in lines}
+
+
+def test_a_tick_appears_in_the_row_of_its_stage():
+    page = "| weights through host shared memory (`host`) | | ✓ vLLM | page-locked slots |\n| x | | y | z |"
+    ticked = table.with_evidence(page, {"meta": META, "stages": {"b one": row()}})
+    assert ticked.splitlines()[0].split("|")[2] == " ✓ NVIDIA X, vLLM 0.26.0 "
+    assert table.with_evidence(ticked, {}) == page
+
+
+# ---- stages
+
+
+def test_random_weights_are_made_peaked_so_that_log_probs_say_something():
+    assert entropy(build_model(Machine(True), "0.5B", "bf16")) == pytest.approx(3.5, abs=0.05)
+
+
+def test_the_swap_is_found_where_the_explanation_changes():
+    before, after = torch.full((2, 6), -1.0), torch.full((2, 6), -3.0)
+    got = torch.tensor([[-1.0] * 4 + [-3.0] * 2, [-1.0] + [-3.0] * 5])
+    assert swap_points(before, after, got) == [4, 1]
+
+
+def test_the_first_stages_pass_on_a_sound_engine_and_fail_on_one_that_lies(tmp_path):
+    """Stage a takes updates 2 to 5, b 6 to 11, a once more 12 to 15; from 14 on the engine loads nothing."""
+    machine = Machine(True, FAKE, Faults().lie_about_load(14, 15).environment())
+    record = Recorder(tmp_path / "events.jsonl")
+    run_stages(machine, record, "fake", tmp_path, "aba", "0.5B", "fp32", eager=True)
+    ended = [event for event in events(tmp_path / "events.jsonl") if event["event"] == "end"]
+    assert [event["result"] for event in ended] == ["passed", "passed", "failed"], ended
+    assert "fresh weights differ" in ended[2]["why"]
+    assert ended[1]["figures"]["gb_per_s_vllm"] > 0 and ended[1]["figures"]["copy_gb_per_s"] > 0
