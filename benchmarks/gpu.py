@@ -18,6 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from gpu_kit import table
@@ -56,6 +58,27 @@ def selected(options: argparse.Namespace) -> list[Job]:
     return [
         job for job in JOBS if job.keys(options.stages) and (options.jobs is None or job.name in options.jobs)
     ]  # fmt: skip
+
+
+def entry_points(folder: Path) -> list[str]:
+    """Where vLLM finds this package's plugin: nothing to add if the package is installed, else a folder that says so.
+
+    vLLM looks for entry points, which a source tree has none of. With this the kit runs from a plain checkout.
+    """
+    try:
+        version("trl-multinode")
+        return []
+    except PackageNotFoundError:
+        project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
+        found = folder / f"trl_multinode-{project['version']}.dist-info"
+        found.mkdir(exist_ok=True)
+        (found / "METADATA").write_text(f"Name: trl-multinode\nVersion: {project['version']}\n")
+        lines = [
+            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in points.items())
+            for group, points in project["entry-points"].items()
+        ]
+        (found / "entry_points.txt").write_text("\n".join(lines))
+        return [str(folder)]
 
 
 def helper(*arguments: str, **keywords) -> subprocess.Popen:
@@ -140,11 +163,13 @@ def show(key: str, row: dict) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="gpu_"))
+    logs.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*entry_points(logs), os.environ.get("PYTHONPATH")]))
     meta = describe(options.rehearse)
     if "obstacle" in meta:
         print(f"[gpu] {meta['obstacle']}")
         return 2
-    logs = options.logs or Path(tempfile.mkdtemp(prefix="gpu_"))
     print(f"[gpu] {meta['device']}, logs in {logs}, results in {options.results}", flush=True)
     deadline, results = time.monotonic() + 60 * options.minutes, []
     for job in selected(options):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 
 import gpu
@@ -16,6 +17,7 @@ from gpu_kit.record import Recorder, events, merge, read
 from gpu_kit.rows import swap_points
 from gpu_kit.weights import run_stages
 
+from trl_multinode.engine.plugin import register
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.faults import Faults
 
@@ -57,12 +59,25 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2():
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch):
-    found = {"trl": "1.16.0", "accelerate": "1", "deepspeed": "1", "vllm": None, "trl-multinode": "0"}
+    found = {"trl": "1.16.0", "accelerate": "1", "deepspeed": "1", "vllm": None}
     monkeypatch.setattr("gpu_kit.machine.version_of", found.get)
     assert "vllm not installed" in obstacle(lambda: 1)
-    found |= {"vllm": "0.26.0", "trl-multinode": None}
-    assert "plugin" in obstacle(lambda: 1) and "pip install" in obstacle(lambda: 1)
+    found["vllm"] = "0.26.0"
+    assert obstacle(lambda: 1) is None
     assert obstacle(lambda: 0).startswith("torch sees no GPU")
+
+
+def test_a_plain_checkout_has_the_entry_point_that_vllm_looks_for(tmp_path, monkeypatch):
+    assert gpu.entry_points(tmp_path) == [], "the tests' environment has the package installed"
+
+    def missing(name):
+        raise gpu.PackageNotFoundError(name)
+
+    monkeypatch.setattr(gpu, "version", missing)
+    monkeypatch.syspath_prepend(*gpu.entry_points(tmp_path))
+    (found,) = [d for d in distributions(path=[str(tmp_path)]) if d.metadata["Name"] == "trl-multinode"]
+    (point,) = found.entry_points.select(group="vllm.general_plugins")
+    assert point.load() is register
 
 
 @pytest.mark.parametrize(

