@@ -94,7 +94,7 @@ ARROWS = {
     "weights.sync":
         "engine.node_engines engine.protocol errors weights.shards weights.slots weights.source weights.transports",
     "weights.transports": "engine.node_engines engine.process_group engine.protocol errors topology weights.slots",
-    "weights.slots": "engine.process_group engine.protocol errors weights.shards",
+    "weights.slots": "engine.page_lock engine.process_group engine.protocol errors weights.shards",
     "weights.peft_source": "engine.protocol errors weights.shards weights.source",
     "weights.source": "engine.protocol weights.shards",
     "weights.shards": "",
@@ -106,7 +106,8 @@ ARROWS = {
     "engine.server": "engine.protocol",
     "engine.worker": "engine.process_group engine.protocol engine.receiving engine.reloading faults",
     "engine.reloading": "",
-    "engine.receiving": "engine.process_group engine.protocol",
+    "engine.receiving": "engine.page_lock engine.process_group engine.protocol",
+    "engine.page_lock": "",
     "engine.process_group": "",
     "engine.plugin": "",
     "engine.protocol": "errors",

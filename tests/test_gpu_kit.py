@@ -6,6 +6,7 @@ import sys
 import time
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpu
 import pytest
@@ -14,7 +15,7 @@ from gpu_kit import table
 from gpu_kit.jobs import JOBS, STAGES, Job
 from gpu_kit.machine import Machine, build_model, entropy, obstacle
 from gpu_kit.record import Recorder, events, merge, read
-from gpu_kit.rows import swap_points
+from gpu_kit.rows import rounding_floor, swap_points, trainer_logprobs
 from gpu_kit.weights import run_stages
 
 from trl_multinode.engine.plugin import register
@@ -190,6 +191,16 @@ def test_a_tick_appears_in_the_row_of_its_stage():
 
 def test_random_weights_are_made_peaked_so_that_log_probs_say_something():
     assert entropy(build_model(Machine(True), "0.5B", "bf16")) == pytest.approx(3.5, abs=0.05)
+
+
+def test_measuring_the_rounding_leaves_weights_and_buffers_as_they_were():
+    model = build_model(Machine(True), "0.5B", "bf16").to(torch.bfloat16)
+    frequencies = model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
+    rows = [([5, 6, 7], SimpleNamespace(tokens=torch.arange(20, 60)))]
+    before = trainer_logprobs(model, rows)
+    assert 0 < rounding_floor(model, rows) < 1
+    assert torch.equal(trainer_logprobs(model, rows), before)
+    assert model.model.rotary_emb.inv_freq is frequencies and frequencies.dtype == torch.float32
 
 
 def test_the_swap_is_found_where_the_explanation_changes():

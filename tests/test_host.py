@@ -54,12 +54,16 @@ def test_with_tools_the_engines_context_may_not_be_below_the_models(tmp_path):
 def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
     """`atexit` would hold it, and the next trainer of a script needs the memory."""
 
+    closed: list[str] = []
+
     class Large:
         step = 3
 
+        def close(self) -> None:
+            closed.append("sync")
+
     host, large = NodeHost.__new__(NodeHost), Large()
     host.watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
-    closed: list[str] = []
     host._processes, host.ahead_engines = [], None
     host.engines = SimpleNamespace(close=lambda: closed.append("engines"))
     host._model = host._base = host._sync = large
@@ -68,7 +72,7 @@ def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
     for _ in range(2):  # file numbers belong to somebody else by the second time
         host.close()
     del large
-    assert held() is None and host.step() == 3 and closed == ["engines"]
+    assert held() is None and host.step() == 3 and closed == ["engines", "sync"]
     with pytest.raises(EngineError, match="Build another trainer"):
         NodeHost.sync(SimpleNamespace(_sync=None, engines=None, topology="node 0, rank 0"), None)
 

@@ -88,7 +88,7 @@ JOBS = (
     Job("long rows", "i", training("i")),
     Job("two gpus", "j", variant("j"), least_gpus=2),
     Job("7B bf16", "bc", weights("7B", "bf16", eager=True), least_gib=70.0, on_cpu="its figures are of size only"),
-    Job("full gpu", "a", weights("1.5B", "bf16", eager=True, share=0.9, model_on_host=True), least_gib=20.0,
+    Job("full gpu", "a", weights("0.5B", "bf16", eager=True, share=0.9, model_on_host=True), least_gib=20.0,
         on_cpu="a CPU has no memory share"),
 )  # fmt: skip
 STAGES = "".join(sorted({stage for job in JOBS for stage in job.stages}))

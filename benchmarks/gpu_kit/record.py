@@ -49,6 +49,12 @@ class Recorder:
             file.write(json.dumps(line) + "\n")
 
 
+def require(condition: bool, why: str) -> None:
+    """Fail a stage. Raises `AssertionError`, also under `python -O`."""
+    if not condition:
+        raise AssertionError(why)
+
+
 def rounded(figures: dict) -> dict:
     """Four digits; NaN as text, because JSON has none and a lost NaN would hide a failure."""
 

@@ -1,7 +1,6 @@
 """Sampled rows, and how far the engine's log-probs of them are from the trainer's."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import torch
 from transformers import PreTrainedModel
@@ -58,13 +57,20 @@ def score_difference(engines: NodeEngines, model: PreTrainedModel, rows: Rows) -
 
 def rounding_floor(model: PreTrainedModel, rows: Rows) -> float:
     """Mean |difference| between the trainer's own dtype and float32, same weights: rounding alone."""
-    if model.dtype == torch.float32:
+    dtype = model.dtype
+    if dtype == torch.float32:
         return 0.0
     rounded = trainer_logprobs(model, rows)
-    dtype = model.dtype  # bf16 to float32 and back is exact
-    exact = trainer_logprobs(model.float(), rows)
-    model.to(dtype)
+    cast_parameters(model, torch.float32)
+    exact = trainer_logprobs(model, rows)
+    cast_parameters(model, dtype)  # bfloat16 to float32 and back is exact
     return (rounded - exact).abs().mean().item()
+
+
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast in place. Not `model.to`, which would round the rotary frequencies too: they are a float32 buffer."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def swap_points(before: torch.Tensor, after: torch.Tensor, got: torch.Tensor) -> list[int]:
@@ -83,8 +89,3 @@ def swap_points(before: torch.Tensor, after: torch.Tensor, got: torch.Tensor) ->
     left = torch.cat([zero, old.cumsum(1)], 1)
     right = torch.cat([new.flip(1).cumsum(1).flip(1), zero], 1)
     return (left + right).argmin(1).tolist()
-
-
-def wait(future: Future, seconds: float) -> Rows:
-    """Raises `TimeoutError` if the rows are not there in time."""
-    return future.result(seconds)

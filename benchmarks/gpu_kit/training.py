@@ -12,7 +12,7 @@ from trl_multinode.testing.launch_files import ZERO3, NodesSpec, _free_port, fre
 from trl_multinode.testing.models import tiny_tokenizer
 
 from .machine import Machine, build_model
-from .weights import require
+from .record import require
 
 HERE = Path(__file__).resolve()
 CONFIG = HERE.parents[2] / "accelerate_configs" / "1node.yaml"
@@ -34,6 +34,7 @@ def saved_model(machine: Machine, folder: Path, shape: str = "0.5B") -> Path:
 
 def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> dict:
     """One run; its figures. Raises `RuntimeError` with the end of its log if it fails."""
+    precision: list[str] = []
     own = folder / options.pop("name", arm)
     own.mkdir(parents=True)
     config = NodesSpec(1, 1, {}, ZERO3).write(own, "127.0.0.1") if machine.rehearsal else CONFIG
@@ -41,9 +42,11 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         arguments += [flag] if value is True else [flag, str(value)]
+    if options.get("fp32"):  # the YAML file says bf16, which would win over the script's own arguments
+        precision = ["--mixed_precision", "no"]
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "1",
-        "--main_process_port", str(_free_port()), "-m", "gpu_kit.train_rank", *arguments,
+        *precision, "--main_process_port", str(_free_port()), "-m", "gpu_kit.train_rank", *arguments,
     ]  # fmt: skip
     path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**fresh_environment(), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}

@@ -13,8 +13,10 @@ from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.transports import Transport
 
 from . import rows as comparing
+from .bench import FLOOR_FACTOR, LIMITS, STALE_FACTOR, bench, bucket_bytes
 from .machine import Machine, build_model
-from .weights import LIMITS, STALE_FACTOR, bench, bucket_bytes, logprobs, require
+from .record import require
+from .weights import logprobs
 
 LORA_RANK = 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -61,7 +63,7 @@ def adapter(machine: Machine, figures: dict, folder: Path) -> None:
             figures |= {f"{name}_fresh": fresh, f"{name}_stale": min(stale), f"{name}_s": trainer.timings.total_s}
             figures[f"{name}_mib"] = trainer.timings.num_bytes / 2**20
             floor = comparing.rounding_floor(trainer.model, rows)
-            require(fresh <= max(LIMITS["bf16"], 1.5 * floor), f"{name}: log-probs differ by {fresh:.2g}")
+            require(fresh <= max(LIMITS["bf16"], FLOOR_FACTOR * floor), f"{name}: log-probs differ by {fresh:.2g}")
             require(min(stale) >= 3 * fresh, f"{name}: a stale adapter differs by {min(stale):.2g} only")
 
 

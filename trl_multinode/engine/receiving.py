@@ -32,13 +32,13 @@ class OpenedSlots:
     def __init__(self, memory: SlotMemory, slot_bytes: int, device: torch.device, worker: int = 0):
         self._device = device
         self._arrive: Callable[[torch.Tensor], object] = lambda data: None
-        self._lock: PageLock | None = None
+        self._page_lock: PageLock | None = None
         if isinstance(memory, HostMemory):
             self._slots = [
                 torch.from_file(path, shared=True, size=slot_bytes, dtype=torch.uint8) for path in memory.paths
             ]
             if device.type == "cuda":
-                self._page_lock()
+                self._lock_pages()
         elif isinstance(memory, DeviceMemory):
             storages = [torch.UntypedStorage._new_shared_cuda(memory.device, *handle) for handle in memory.handles]
             self._slots = [
@@ -49,10 +49,10 @@ class OpenedSlots:
             self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
             self._join(memory, worker)
 
-    def _page_lock(self) -> None:
-        self._lock = PageLock(self._slots)
-        if self._lock.failure:
-            logger.warning("The weight slots are not page-locked, so loads are slower: %s.", self._lock.failure)
+    def _lock_pages(self) -> None:
+        self._page_lock = PageLock(self._slots)
+        if self._page_lock.failure:
+            logger.warning("The weight slots are not page-locked, so loads are slower: %s.", self._page_lock.failure)
 
     def _join(self, memory: Broadcast, worker: int) -> None:
         group = None
@@ -94,6 +94,6 @@ class OpenedSlots:
 
     def close(self) -> None:
         """Unregister and drop the slots. Tensors that were taken stay valid."""
-        if self._lock is not None:
-            self._lock.release()
+        if self._page_lock is not None:
+            self._page_lock.release()
         self._slots = []

@@ -77,7 +77,7 @@ class HostSlots(Slots):
         num_bytes (`int`):
             Size of a slot.
         pin (`bool`):
-            Whether to page-lock the slots; `self.lock.failure` says why that failed, if it did.
+            Whether to page-lock the slots; `self.page_lock.failure` says why that failed, if it did.
 
     Raises:
         `WeightSyncError`: if the machine's shared memory is too small, with the cure.
@@ -94,11 +94,11 @@ class HostSlots(Slots):
                 "(docker: --shm-size)."
             )
         self.paths = [self._create(num_bytes) for _ in range(NUM_SLOTS)]
-        self.lock: PageLock | None = None
+        self.page_lock: PageLock | None = None
         try:
             super().__init__([torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths])
             if pin:
-                self.lock = PageLock(self.memory)
+                self.page_lock = PageLock(self.memory)
         except BaseException:
             self.close()
             raise
@@ -119,8 +119,8 @@ class HostSlots(Slots):
 
     def close(self) -> None:
         self.opened()
-        if self.lock is not None:
-            self.lock.release()
+        if self.page_lock is not None:
+            self.page_lock.release()
 
 
 class DeviceSlots(Slots):

@@ -143,9 +143,9 @@ class Transport:
 
     def _host(self, num_bytes: int) -> HostSlots:
         slots = HostSlots(num_bytes, self.pin)
-        if slots.lock is not None and slots.lock.failure:
+        if slots.page_lock is not None and slots.page_lock.failure:
             self.say(
-                f"the weight sync's slots could not be page-locked ({slots.lock.failure}), so every sync is slower. "
+                f"the weight sync's slots could not be page-locked ({slots.page_lock.failure}): it is slower. "
                 "Raise the limit (`ulimit -l unlimited`; docker: --ulimit memlock=-1), or lower `sync_bucket_mb`."
             )
         return slots

@@ -1,0 +1,91 @@
+"""An engine beside a model on one GPU, and the limits that stages hold it to."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from trl_multinode.testing.engines import Trainer, running_engines
+from trl_multinode.weights.transports import Transport
+
+from . import rows as comparing
+from .machine import Machine, build_model, perturb
+
+LIMITS = {"fp32": 1e-3, "bf16": 0.03}  # mean |difference| of log-probs per token
+STALE_FACTOR = 10
+FLOOR_FACTOR = 1.5
+
+
+def bucket_bytes(machine: Machine) -> int:
+    return 40_000 if machine.rehearsal else 512 << 20
+
+
+class Bench:
+    """An engine, the model whose weights it gets, and what both were started with."""
+
+    def __init__(self, machine: Machine, trainer: Trainer, dtype: str, log_folder: Path):
+        self.machine, self.trainer, self.dtype, self.log_folder = machine, trainer, dtype, log_folder
+        self.model, self.engines = trainer.model, trainer.engines
+
+    @property
+    def runner(self) -> str:
+        """vLLM's model runner, as the engine reports it."""
+        return self.engines.ready[0].model_runner
+
+    def rows(self) -> comparing.Rows:
+        """Sample 16 rows of 64 tokens (a rehearsal: 4 of 24) with the engine's present weights."""
+        each, tokens = (1, 24) if self.machine.rehearsal else (4, 64)
+        asked = comparing.prompts(self.model.config.vocab_size, 4)
+        return comparing.sample(self.engines, asked, each, tokens, self.trainer.version.update)
+
+    def limit(self, rows: comparing.Rows) -> tuple[float, float]:
+        """Largest difference that fresh weights may show on `rows`, and the rounding of the trainer itself.
+
+        A random model's rounding grows with its layers; where it exceeds the limit of the dtype, it is the limit.
+        """
+        floor = comparing.rounding_floor(self.model, rows)
+        return max(LIMITS[self.dtype], FLOOR_FACTOR * floor), floor
+
+    def send_changed(self) -> None:
+        """Change all weights and send them."""
+        perturb(self.model)
+        self.trainer.send()
+
+
+@contextmanager
+def bench(
+    machine: Machine,
+    folder: Path,
+    shape: str,
+    dtype: str,
+    eager: bool,
+    model_on_host: bool = False,
+    gpus: int = 1,
+    kind: str = "host",
+    **engine_args,
+) -> Iterator[Bench]:
+    """
+    Start an engine that shares the first GPU with the model; the first update is sent.
+
+    Args:
+        shape (`str`), dtype (`str`), eager (`bool`):
+            Of model and engine.
+        model_on_host (`bool`, *optional*, defaults to `False`):
+            Whether the model stays in host memory, so that the engine can have nearly all of the GPU.
+        gpus (`int`, *optional*, defaults to 1):
+            Visible GPUs of the engine.
+        kind (`str`, *optional*, defaults to `"host"`):
+            Transport of the first update.
+        **engine_args:
+            Further keywords of vLLM's `EngineArgs`.
+    """
+    model = build_model(machine, shape, dtype, torch.device("cpu") if model_on_host else machine.device)
+    args = machine.engine_args(dtype, eager, **{"max_model_len": 2048, **engine_args})
+    environment = machine.engine_environment(gpus) | ({"TRITON_F32_DEFAULT": "ieee"} if dtype == "fp32" else {})
+    module = machine.engine_module
+    with running_engines(model, folder, module, stall_timeout_s=120.0, environment=environment, **args) as engines:
+        transport = Transport(kind, machine.device, pin=not machine.rehearsal, seen_as=[0], folder=folder)
+        trainer = Trainer(model, engines, bucket_bytes(machine), transport=transport)
+        trainer.send()
+        yield Bench(machine, trainer, dtype, folder)
