@@ -18,9 +18,11 @@ def prompts(vocabulary: int, count: int, length: int = PROMPT_TOKENS) -> list[li
     return torch.randint(2, vocabulary, (count, length), generator=generator).tolist()
 
 
-def sample(engines: NodeEngines, asked: Sequence[list[int]], each: int, tokens: int, update: int) -> Rows:
-    """`each` rows of exactly `tokens` tokens for every prompt, with seeds of their own."""
-    requests = [PromptRequest(prompt, each, seed=100 * index) for index, prompt in enumerate(asked)]
+def sample(
+    engines: NodeEngines, asked: Sequence[list[int]], each: int, tokens: int, update: int, seeded: bool = True
+) -> Rows:
+    """`each` rows of exactly `tokens` tokens for every prompt, each with a seed of its own."""
+    requests = [PromptRequest(prompt, each, 100 * index if seeded else None) for index, prompt in enumerate(asked)]
     groups = engines.generate(requests, tokens, SAMPLING, update)
     return [(prompt, row) for prompt, rows in zip(asked, groups, strict=True) for row in rows]
 
