@@ -86,7 +86,7 @@ class VllmBackend(Backend):
             vllm_version=vllm.__version__,
             processes=tuple(process.pid for process in vllm_processes()),
             serves_lora=self._llm.vllm_config.lora_config is not None,
-            model_runner="v2" if getattr(self._llm.vllm_config, "use_v2_model_runner", False) else "v1",
+            model_runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
         )
 
     async def generate(self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed, images):
