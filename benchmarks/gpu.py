@@ -1,14 +1,14 @@
-"""Everything that one GPU can show of this library, in at most half an hour: `make gpu`, or
+"""Test this library on one GPU in at most half an hour: `make gpu`, or
 
     python benchmarks/gpu.py                    # all stages; a to d in the first ten minutes
-    python benchmarks/gpu.py --stages be        # some of them; results of others on this machine stay
+    python benchmarks/gpu.py --stages be        # some stages; results of the others on this machine stay
     python benchmarks/gpu.py --rehearse         # the same code on a CPU with a tiny model; figures mean nothing
     python benchmarks/gpu.py --list             # jobs and stages
-    python benchmarks/gpu.py --table            # docs/gpu.md and the README's evidence from the result file
+    python benchmarks/gpu.py --table            # write the tables of docs/gpu.md and README.md from the result file
 
 Stages (docs/gpu.md): a log-probs over syncs, b host transport, c CUDA IPC, d swap while requests are frozen, e GRPO
 steps and balanced micro-batches, f TRL's colocation, g LoRA, h FP8, i rows of 32k tokens, j two GPUs. Results are
-written after each stage. Exit code: 0 all passed, 1 one failed, 2 no stage can run on this machine.
+written after each job. Exit code: 0 no stage failed, 1 a stage failed, 2 no stage can run on this machine.
 """
 
 import argparse
@@ -61,9 +61,10 @@ def selected(options: argparse.Namespace) -> list[Job]:
 
 
 def entry_points(folder: Path) -> list[str]:
-    """Where vLLM finds this package's plugin: nothing to add if the package is installed, else a folder that says so.
+    """Return the import paths that vLLM needs to find this package's plugin: none if the package is installed.
 
-    vLLM looks for entry points, which a source tree has none of. With this the kit runs from a plain checkout.
+    vLLM looks for entry points, which a source tree lacks. Metadata written to `folder` supplies them, so that the kit
+    runs from a plain checkout.
     """
     try:
         version("trl-multinode")
@@ -82,14 +83,14 @@ def entry_points(folder: Path) -> list[str]:
 
 
 def helper(*arguments: str, **keywords) -> subprocess.Popen:
-    """Start `python -m gpu_kit.job` in a session of its own: this process never holds memory of the GPU."""
+    """Start `python -m gpu_kit.job` in a session of its own, so that this process never holds GPU memory."""
     path = os.pathsep.join([str(FOLDER), str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "gpu_kit.job", *arguments]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, **keywords)
 
 
 def describe(rehearse: bool) -> dict:
-    """The machine, or `{"obstacle": ...}`, from a process that imports torch."""
+    """Return the machine's description or `{"obstacle": ...}`, from a process that imports torch."""
     process = helper("--describe", *(["--rehearse"] if rehearse else []), stdout=subprocess.PIPE, text=True)
     said, _ = process.communicate(timeout=120)
     return json.loads(said.splitlines()[-1])
@@ -110,7 +111,7 @@ def skipped(why: str) -> dict:
 
 
 def run_job(job: Job, options: argparse.Namespace, logs: Path, deadline: float) -> dict[str, dict]:
-    """The job's rows. A stage that outlasts its limit ends the job; what it had finished stays."""
+    """Run a job and return its rows. A stage that exceeds its limit ends the job; rows of finished stages stay."""
     folder = logs / job.name.replace(" ", "-")
     folder.mkdir(parents=True)
     record = folder / "events.jsonl"
@@ -136,13 +137,13 @@ def run_job(job: Job, options: argparse.Namespace, logs: Path, deadline: float) 
                 break
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, 9)  # its engines watch it and end too
+            os.killpg(process.pid, 9)  # the engines watch the job and end with it
             process.wait(30)
     return finished(job, options.stages, record, why or f"the job ended with code {process.returncode}", folder, seen)
 
 
 def finished(job: Job, stages: str, record: Path, why: str, folder: Path, shown: int) -> dict[str, dict]:
-    """Rows of the stages that ended, and a failure for each that did not."""
+    """Return the rows of the stages that ended, and a failure for each stage that did not."""
     ended = [event for event in events(record) if event["event"] == "end"]
     for event in ended[shown:]:
         show(event["key"], event)

@@ -1,11 +1,11 @@
-"""GRPO on many nodes: model, dataset and rewards from the command line. The same command on every node, K = 0 to 3:
+"""GRPO on many nodes, with model, dataset and rewards from the command line. Run this on every node, K = 0 to 3:
 
     accelerate launch --config_file accelerate_configs/4node.yaml --machine_rank K --main_process_ip HOST0 \
         examples/grpo.py --model_name_or_path Qwen/Qwen3-4B --dataset_name trl-lib/DeepMath-103K \
         --reward_funcs accuracy_reward think_format_reward --output_dir outputs/qwen3-4b-math --push_to_hub
 
-Launched again, unchanged, it goes on from the last complete checkpoint of `output_dir`. It takes every field of TRL's
-`ScriptArguments`, `GRPOConfig` and `ModelConfig`, on the command line or in a YAML file (`--config FILE`).
+Launched again unchanged, the script resumes from the last complete checkpoint in `output_dir`. It accepts every field
+of TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig`, on the command line or in a YAML file (`--config FILE`).
 """
 
 import difflib
@@ -40,10 +40,10 @@ class GRPOScriptArguments(ScriptArguments):
 
 
 class StrictParser(TrlParser):
-    """Unknown arguments, of the command line or of a config file, are errors that name the nearest known one."""
+    """Parser that rejects unknown arguments, from command line or config file, and names the nearest known one."""
 
     def __init__(self, *args, **kwargs):
-        # Otherwise argparse takes `--learning_rat` as an abbreviation, and `--num_gen` is whatever is added next
+        # argparse would take `--learning_rat` as an abbreviation, and a new field could change what `--num_gen` means
         super().__init__(*args, **kwargs, allow_abbrev=False)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -57,7 +57,7 @@ class StrictParser(TrlParser):
         return unknown
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")  # without argparse's usage, which has hundreds of lines
+        self.exit(2, f"{self.prog}: error: {message}\n")  # leaves out argparse's usage, which has hundreds of lines
 
     def _refuse(self, unknown: list[str]) -> None:
         names = [text.split("=")[0] for text in unknown if text.startswith("-")] or unknown
@@ -67,7 +67,7 @@ class StrictParser(TrlParser):
 
 
 def load_reward(name: str):
-    """A function of `REWARDS`, or one of your own, found like any module from here or from `PYTHONPATH`."""
+    """Return a function of `REWARDS`, or import your own from the working directory or `PYTHONPATH`."""
     if name in REWARDS:
         return REWARDS[name]
     module, _, function = name.partition(":")
@@ -78,7 +78,7 @@ def load_reward(name: str):
 
 
 def load_splits(args: GRPOScriptArguments) -> DatasetDict:
-    """All splits. A file, or a dataset that was saved without splits, is the training split."""
+    """Load all splits. A file, or a dataset that was saved without splits, becomes the training split."""
     path = Path(args.dataset_name)
     if path.suffix in FILE_FORMATS:
         files = {args.dataset_train_split: args.dataset_name}
@@ -91,7 +91,7 @@ def load_splits(args: GRPOScriptArguments) -> DatasetDict:
 
 
 def with_prompts(dataset, column: str | None):
-    """TRL wants a column `prompt`; its rewards want conversations, so text from another column becomes one."""
+    """Return the dataset with a column `prompt`. Text of `column` becomes a conversation, as TRL's rewards expect."""
     needed, columns = column or "prompt", dataset.column_names
     if columns and needed not in columns:
         raise ValueError(f"The dataset has no column {needed!r} but {columns}: choose one with `--prompt_column`.")
@@ -125,9 +125,9 @@ def main() -> None:
         peft_config=get_peft_config(model_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or trainer.last_checkpoint())
-    trainer.save_model()  # every rank: ZeRO-3 gathers the weights
+    trainer.save_model()  # on every rank, because ZeRO-3 gathers the weights
     if training_args.push_to_hub:
-        is_local = Path(script_args.dataset_name).exists()  # its path is nothing for a model card
+        is_local = Path(script_args.dataset_name).exists()  # a local path is of no use in a model card
         trainer.push_to_hub(dataset_name=None if is_local else script_args.dataset_name)
 
 

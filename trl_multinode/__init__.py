@@ -4,7 +4,7 @@
 from trl_multinode import GRPOConfig, GRPOTrainer   # instead of: from trl import GRPOConfig, GRPOTrainer
 ```
 
-TRL's other trainers that generate with vLLM have the same names here: see docs/trainers.md.
+TRL's other trainers that generate with vLLM keep their names here too; see docs/trainers.md.
 """
 
 from importlib import import_module
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Loaded on first use: vLLM's processes import this package for its plugin and must not load TRL.
+# Classes load on first use, because vLLM's processes import this package for its plugin and must not load TRL.
 _HOMES = {"GRPOConfig": "config", "GRPOTrainer": "trainer"} | {
     f"{trainer}{kind}": home
     for trainer, home in {
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """Every class under TRL's own name and under `MultiNode...`; those of TRL's experimental trainers too."""
+    """Return a class by TRL's name or its `MultiNode...` name, those of TRL's experimental trainers included."""
     own = name.removeprefix("MultiNode")
     if own not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,12 +1,12 @@
-"""What the ranks of a run tell each other, apart from tensors: keys in the launcher's own rendezvous store.
+"""Keys in the launcher's rendezvous store, through which the ranks of a run exchange everything but tensors.
 
-| key | written by | says |
+| key | written by | value |
 |---|---|---|
 | `fatal` | the first rank that fails | the line that every rank prints |
-| `readers` | every rank that read it | how many |
-| `done` | every rank that is through | how many |
-| `pid/<rank>` | every rank | its pid, for the ranks of its node |
-| `folder/<node>` | local main processes | where the node's engines listen |
+| `readers` | every rank that has read `fatal` | the number of these ranks |
+| `done` | every rank that has finished | the number of these ranks |
+| `pid/<rank>` | every rank | its pid, for the other ranks of its node |
+| `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
 """
 
 import os
@@ -17,21 +17,21 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from .topology import Topology
 
-GRACE_S = 6.0  # for all ranks to read the line; after it they leave unread
-STORE_TIMEOUT_S = 20.0  # a store that answers nothing for so long is gone
+GRACE_S = 6.0  # time for all ranks to read `fatal`; after it a rank exits even if others have not
+STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as gone
 PROGRESS_EVERY_S = 30.0
 
 
 def connect_store(topology: Topology, run: int, environ=os.environ) -> Store | None:
-    """A new client of the run's own rendezvous store; `None` for a single process.
+    """Connect a new client to the run's rendezvous store; return `None` for a single process.
 
-    Every thread needs a client of its own: one that waits for a key blocks all other calls on it.
+    Every thread needs its own client, because a client that waits for a key blocks all other calls on it.
 
     Args:
         topology (`Topology`):
-            Of this rank.
+            Topology of this rank.
         run (`int`):
-            Number of the trainer in this process; keeps the keys of several trainers apart.
+            Number of the trainer in this process; it separates the keys of several trainers.
     """
     if topology.world_size == 1:
         return None
@@ -47,7 +47,7 @@ def connect_store(topology: Topology, run: int, environ=os.environ) -> Store | N
 
 
 def when_written(store: Store, key: str, news: str) -> str:
-    """What `key` says once somebody wrote it; `news` every 30 s. No limit of its own: the watch ends it."""
+    """Wait for `key` and return its value; print `news` every 30 s. Only the watch thread ends the wait early."""
     said = time.monotonic()
     while not store.check([key]):
         time.sleep(0.1)
@@ -58,9 +58,9 @@ def when_written(store: Store, key: str, news: str) -> str:
 
 
 class Blackboard:
-    """A rank's view of the keys about the end of the run. With a single process there is nobody to tell.
+    """A rank's access to the keys about the end of the run. A single process has no store and skips every access.
 
-    Every method that reads answers `store_gone()` when the store does not answer: that too ends the run.
+    `tell` and `fatal_line` return `store_gone()` when the store does not respond; that too ends the run.
 
     Args:
         topology (`Topology`), run (`int`):
@@ -76,11 +76,11 @@ class Blackboard:
         return self._store is None
 
     def give_up(self) -> None:
-        """The store is silent: do not ask it again."""
+        """Stop using the store, because it does not respond."""
         self._store = None
 
     def tell(self, line: str) -> str:
-        """Write the fatal line unless another is there already; returns the one that counts."""
+        """Write the fatal line unless the store has one already; return the line that every rank prints."""
         if self._store is None:
             return line
         try:
@@ -89,7 +89,7 @@ class Blackboard:
             return store_gone()
 
     def fatal_line(self) -> str | None:
-        """The fatal line, if any rank wrote one."""
+        """Return the fatal line, or `None` if no rank has written one."""
         if self._store is None:
             return None
         try:
@@ -98,14 +98,14 @@ class Blackboard:
             return store_gone()
 
     def all_through(self) -> bool:
-        """Whether every rank came to its normal end: a neighbour that saw it first may be gone before us."""
+        """Return `True` if every rank has finished; another rank of the node may then have exited normally."""
         try:
             return self._store is not None and self._store.add("done", 0) >= self._topology.world_size
         except RuntimeError:
             return False
 
     def wait_for_readers(self) -> None:
-        """The store dies with its host, so nobody leaves before all have read the line or the grace is over."""
+        """Wait until all ranks have read the line, `GRACE_S` at most, because the store ends with its host."""
         if self._store is None:
             return
         deadline = time.monotonic() + GRACE_S
@@ -113,16 +113,17 @@ class Blackboard:
             self._store.add("readers", 1)
             while time.monotonic() < deadline and self._store.add("readers", 0) < self._topology.world_size:
                 time.sleep(0.1)
-            time.sleep(0.3)  # so that the last reader's own look at the count still finds the store
+            time.sleep(0.3)  # keep the store alive until the last reader has seen the full count
         except RuntimeError:
             pass
 
     def wait_for_all(self, linger_s: float) -> None:
-        """Wait until every rank of the run is through. No limit of its own: the watch ends it when a rank fails.
+        """Wait until every rank of the run has finished. If a rank fails, the watch thread ends the wait.
 
         Args:
             linger_s (`float`):
-                How long ranks of node 0 stay afterwards: the store ends with them, and the others must see the count.
+                Seconds that the ranks of node 0 stay afterwards: the store ends with them, and the others must read
+                the full count first.
         """
         if self._store is None:
             return
@@ -137,11 +138,11 @@ class Blackboard:
             if self._topology.node == 0:
                 time.sleep(linger_s)
         except RuntimeError:
-            time.sleep(STORE_TIMEOUT_S)  # the store is gone too early, and the watch ends this process
+            time.sleep(STORE_TIMEOUT_S)  # the store ended too early; the watch thread ends this process
 
 
 def store_gone() -> str:
-    """The same words on every rank: nobody can be asked any more."""
+    """Return the fatal line for a lost store, with the same words on every rank."""
     return (
         "node 0, phase unknown: PeerFailureError: the launcher of node 0, which hosts the rendezvous store, ended "
         f"or cannot be reached ({os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}); see node 0's log"

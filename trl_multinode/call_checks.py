@@ -1,4 +1,4 @@
-"""What node mode cannot do with a trainer's arguments, said before a weights file is opened."""
+"""Pre-flight checks of a trainer's arguments, before any weights file is opened."""
 
 import logging
 import os
@@ -15,16 +15,18 @@ logger = logging.getLogger(__name__)
 
 def check_call(host, args, call: dict[str, Any]) -> None:
     """
+    Check that node mode supports a trainer's arguments.
+
     Args:
         host ([`NodeHost`]):
-            Of this rank.
+            Host of this rank.
         args ([`~transformers.TrainingArguments`]):
-            The trainer's.
+            Training arguments of the trainer.
         call (`dict[str, Any]`):
-            All its arguments, by name; of a `model` that is a name only the config is read.
+            All arguments of the trainer, by name. If `model` is a name, only its config is loaded.
 
     Raises:
-        `ConfigurationError`: with the way out.
+        `ConfigurationError`: if an argument is not supported; the message names the cure.
     """
     check_fields(args)
     check_dataset(call.get("train_dataset"), args)
@@ -40,14 +42,14 @@ def check_call(host, args, call: dict[str, Any]) -> None:
 
 
 def check_fsdp_version(environ=os.environ) -> None:
-    """FSDP1, accelerate's default, keeps flat parameters without the names and shapes that an engine loads."""
+    """Reject FSDP1, accelerate's default: its flat parameters lack the names and shapes that an engine loads."""
     if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and environ.get("FSDP_VERSION", "1") == "1":
         raise ConfigurationError("Node mode sends weights of FSDP2, not of FSDP1. Write `fsdp_version: 2` under "
                                  "`fsdp_config` in the accelerate config.")  # fmt: skip
 
 
 def check_foreseeable(args, kwargs: dict) -> None:
-    """Raises `ConfigurationError` for completions that depend on more than the dataset row, if they run ahead."""
+    """Raise `ConfigurationError` if completions run ahead but depend on more than the dataset row."""
     for name in ("rollout_func", "environment_factory"):
         if kwargs.get(name) and field_or_default(args, "max_staleness"):
             raise ConfigurationError(
@@ -57,7 +59,7 @@ def check_foreseeable(args, kwargs: dict) -> None:
 
 
 def check_dataset(dataset, args) -> None:
-    """Raises `ConfigurationError` for an empty dataset, or one with fewer prompts than a generation batch takes."""
+    """Raise `ConfigurationError` if the dataset is empty or has fewer prompts than a generation batch takes."""
     if dataset is None or not hasattr(dataset, "__len__"):
         return
     per_prompt = getattr(args, "num_generations", 1)
@@ -71,7 +73,7 @@ def check_dataset(dataset, args) -> None:
 
 
 def rows_per_round(args) -> tuple[int, str, str]:
-    """Completions of one generation batch on all ranks; of which fields they are made, and which one to lower."""
+    """Return the completions per generation batch over all ranks, a label for them, and the field that lowers them."""
     if hasattr(args, "steps_per_generation"):
         return args.generation_batch_size, "generation_batch_size", "steps_per_generation"
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -79,13 +81,13 @@ def rows_per_round(args) -> tuple[int, str, str]:
 
 
 def check_model(model, args, call: dict[str, Any]) -> None:
-    """Raises `ConfigurationError` for weights that cannot be sent, or not be trained."""
+    """Raise `ConfigurationError` if the weights cannot be sent or cannot be trained."""
     check_quantization(config_of(model, args), args, call)
     check_dora(model, args, call.get("peft_config"))
 
 
 def config_of(model, args):
-    """The model's config; of a name the one that TRL would load, with the same arguments."""
+    """Return the model's config; for a model name, load it with the arguments that TRL would use."""
     if not isinstance(model, str):
         return model.config
     given = getattr(args, "model_init_kwargs", None) or {}
@@ -95,7 +97,7 @@ def config_of(model, args):
 
 
 def check_quantization(config, args, call: dict[str, Any]) -> None:
-    """A quantized base has packed weights under the names of whole ones: an engine would load them, or fail late."""
+    """Reject a quantized base: an engine would load its packed weights as if they were whole, or fail late."""
     wanted = [
         call.get("quantization_config"),
         (getattr(args, "model_init_kwargs", None) or {}).get("quantization_config"),
@@ -109,7 +111,7 @@ def check_quantization(config, args, call: dict[str, Any]) -> None:
 
 
 def check_dora(model, args, peft_config) -> None:
-    """PEFT's DoRA (0.21) reads weights outside of their layer's forward, where ZeRO-3 has only shards of them."""
+    """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
     configs = [peft_config] if peft_config else list(getattr(model, "peft_config", {}).values())
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3 and any(getattr(one, "use_dora", False) for one in configs):

@@ -1,4 +1,4 @@
-"""`NodeFields`: our fields, which any of TRL's configs can take on, and the checks that need fields only."""
+"""`NodeFields`: the settings of node mode, a mixin for TRL's configs, and the checks that need only fields."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from .errors import ConfigurationError
 if TYPE_CHECKING:
     from transformers import TrainingArguments as _Arguments
 else:
-    _Arguments = object  # the mixin stands before one of TRL's configs
+    _Arguments = object  # at run time, a TRL config follows the mixin in the list of bases
 
 REFUSED_GENERATION_KEYS = {
     "n": "the number of completions is `num_generations`",
@@ -45,73 +45,77 @@ NO_LOGPROBS = {
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
 LORA_SYNCS = ("auto", "adapter", "merged")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; vLLM's own default
+GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; also vLLM's default
 GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
 
 
 @dataclass
 class NodeFields(_Arguments):
     r"""
-    Three other defaults than TRL's (`use_vllm=True`, `vllm_mode="node"`, `vllm_gpu_memory_utilization=None`) and the
-    settings of node mode, for a config that stands on one of TRL's:
+    Settings of node mode, as a mixin for one of TRL's configs. Three defaults differ from TRL's: `use_vllm=True`,
+    `vllm_mode="node"` and `vllm_gpu_memory_utilization=None`.
 
     ```python
     @dataclass
     class MultiNodeRLOOConfig(NodeFields, RLOOConfig):
-        _not_for = {"max_staleness": "RLOO has no ... Leave it at 0, or use GRPO."}  # refused here: why, and a way out
+        _not_for = {"max_staleness": "RLOO has no ... Leave it at 0, or use GRPO."}  # a refused field: reason, cure
     ```
 
     Parameters:
         vllm_devices (`list[int]`, *optional*):
-            GPUs of each node for its engines, as indices among the visible ones. Default: all that no rank of the
-            node trains on. May name a training GPU, so that a machine with one GPU works.
+            GPUs of each node for its engines, as indices among the visible GPUs. Default: all GPUs that no rank of the
+            node trains on. The list may name a training GPU, so that one GPU is enough.
         num_engines (`int`, *optional*):
-            Engines per node. Default: GPUs for engines / `vllm_tensor_parallel_size`; 1 on a CPU.
+            Number of engines per node. Default: GPUs for engines / `vllm_tensor_parallel_size`; 1 on a CPU.
         engine_kwargs (`dict[str, Any]`, *optional*):
-            Further keywords of vLLM's `EngineArgs`, for example `{"max_num_batched_tokens": 16384}`.
+            Additional arguments of vLLM's `EngineArgs`, for example `{"max_num_batched_tokens": 16384}`.
         engine_dtype (`str`, *optional*, defaults to `"auto"`):
-            Type of the engine's weights. `"auto"`: bfloat16 or float16 if training in it, else the model's own.
+            Dtype of the engine's weights. `"auto"`: bfloat16 or float16 if the trainer uses it, else the model's own.
         engine_start_timeout (`float`, *optional*, defaults to `900.0`):
-            Seconds until all engines of a node must be ready.
+            Seconds within which all engines of a node must be ready.
         engine_stall_timeout (`float`, *optional*, defaults to `300.0`):
-            Seconds without a single token, while an engine has work, after which it counts as stalled. It never limits
-            the total time of a generation.
+            Seconds without a token after which an engine that has work counts as stalled. The total time of a
+            generation has no limit.
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
-            Size, in MiB, of the pieces in which weights are gathered and sent; a single larger tensor (an embedding,
-            fused experts) is a piece of its own. Peak extra memory is about two pieces on a local main process, and
-            two slots as large as the largest piece per node.
+            Size, in MiB, of the buckets in which weights are gathered and sent; a single larger tensor (an embedding,
+            fused experts) is a bucket of its own. Peak extra memory is about two buckets on a local main process, and
+            per node two slots, each as large as the largest bucket.
         weight_transport (`str`, *optional*, defaults to `"auto"`):
             Memory through which weights reach the engines of a node: `"host"` (shared, page-locked with GPUs),
             `"ipc"` (the local main process's GPU, opened by the engines), `"nccl"` (broadcast to the engines' GPUs).
-            `"auto"` takes what has been executed on such a machine, and logs the reason. See docs/weight-sync.md.
+            `"auto"` selects one that has been executed on such a machine, so far always `"host"`, and logs the reason.
+            See docs/weight-sync.md.
         lora_sync (`str`, *optional*, defaults to `"auto"`):
-            What a weight sync sends of a model with LoRA adapters. `"adapter"`: the frozen weights once, then the
-            adapter alone, which vLLM serves beside them. `"merged"`: all weights every time, the adapter added bucket
-            by bucket. `"auto"`: the adapter if vLLM can serve it, else merged, with a line why. See docs/lora.md.
+            Weights that a sync sends for a model with LoRA adapters. `"adapter"`: the frozen weights once, then only
+            the adapter, which vLLM applies to them. `"merged"`: all weights every time, with the adapter merged bucket
+            by bucket. `"auto"`: `"adapter"` if vLLM can serve it, else `"merged"` with the reason logged. See
+            docs/lora.md.
         rollout_seed (`int`, *optional*):
-            With it every row samples with a seed of its own, so that a run does not depend on how its rows are spread
-            over ranks and nodes (bitwise on a CPU in fp32; on a GPU batch-dependent rounding can flip a token).
+            Base seed of the rollouts. Every row then samples with its own seed, so that a run does not depend on how
+            its rows are spread over ranks and nodes (bitwise on a CPU in fp32; on a GPU, batch-dependent rounding can
+            change a token).
         max_staleness (`int`, *optional*, defaults to `0`):
-            Generation rounds by which completions may lag behind the weights they train. `0`: every round is generated
-            with the newest weights, while the ranks wait. `1`: while a round trains, the engines generate the next
-            one's completions with the weights from before; prompts, their order and the number of optimizer steps
-            stay the same. Needs TRL's importance-sampling correction, which becomes the off-policy correction.
+            Generation rounds by which completions may lag behind the weights they train. `0`: the engines generate
+            every round with the newest weights, while the ranks wait. `1`: while a round trains, the engines generate
+            the next round's completions with the older weights; prompts, their order and the number of optimizer steps
+            stay the same. `1` requires TRL's importance-sampling correction, which becomes the off-policy correction.
         logprob_divergence_limit (`float`, *optional*):
-            Mean |engine log-prob - trainer log-prob| per token of a rank's batch above which the run stops, because
-            some weights of the engine must be stale. Default: 0.02 if both sides are float32, else 0.3. `0` turns the
-            check off.
+            Limit for the mean |engine log-prob - trainer log-prob| per token of a rank's batch. Above it the run
+            stops, because some weights of the engine must be stale. Default: 0.02 if both sides are float32, else 0.3.
+            `0` turns the check off.
         micro_batch_tokens (`int`, *optional*):
-            Cuts the rows of every optimizer step anew into micro-batches of similar cost, each of at most so many
-            slots (rows x padded length). A row, its prompt included, must fit. Default: TRL's micro-batches of
-            `per_device_train_batch_size` rows. See docs/balance.md.
+            Maximum number of slots (rows x padded length) of a micro-batch. The rows of every optimizer step are
+            regrouped into micro-batches of similar cost. Every row, its prompt included, must fit. Default: TRL's
+            micro-batches of `per_device_train_batch_size` rows. See docs/balance.md.
         balance_across (`str`, *optional*, defaults to `"node"`):
-            Among which ranks rows may move for it: those of one node, or `"world"`, over the network too.
+            Ranks between which this regrouping may move rows: `"node"`, those of one node, or `"world"`, all ranks,
+            over the network too.
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
-            Whether a push to the Hub that failed, after it was tried again, ends the run. Without, it is reported with
-            the command that repeats it. See docs/hub.md.
+            End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
+            command that repeats the push. See docs/hub.md.
     """
 
-    _not_for: ClassVar[dict[str, str]] = {}  # fields without a meaning for this trainer
+    _not_for: ClassVar[dict[str, str]] = {}  # fields that this trainer does not support -> reason and cure
 
     use_vllm: bool = field(
         default=True, metadata={"help": "Whether to generate with vLLM. Here the default is `True` (TRL: `False`)."}
@@ -197,7 +201,7 @@ class NodeFields(_Arguments):
         check_fields(self)
 
     def _batches_that_work(self) -> str:
-        """With 7 ranks a node few batch sizes hold whole groups; say which."""
+        """List batch sizes that hold whole groups; with 7 ranks per node there are few."""
         step = self.num_generations // gcd(self.num_generations, self.world_size)
         return (
             f"With {self.world_size} training ranks, per_device_train_batch_size x steps_per_generation must be a "
@@ -207,20 +211,20 @@ class NodeFields(_Arguments):
 
 @dataclass
 class MultiNodeGRPOConfig(NodeFields, GRPOConfig):
-    """TRL's [`~trl.GRPOConfig`] with the settings, and the three other defaults, of [`NodeFields`]."""
+    """TRL's [`~trl.GRPOConfig`] with the settings of [`NodeFields`] and its three changed defaults."""
 
 
 def trls_default(config: type, name: str) -> Any:
-    """The default of a field in the config of TRL that ours stands on."""
+    """Return the default of a field in the TRL config that `config` extends."""
     order = config.__mro__
     return order[order.index(NodeFields) + 1].__dataclass_fields__[name].default  # type: ignore[attr-defined]
 
 
 def check_fields(args: GRPOConfig) -> None:
-    """Checks that need nothing but fields; a plain config of TRL goes through them too.
+    """Run the checks that need only the fields of a config; a plain TRL config passes through them too.
 
     Raises:
-        `ConfigurationError`: naming field, value and cure.
+        `ConfigurationError`: if a value cannot work; the message names field, value and cure.
     """
     for name, reason in getattr(args, "_not_for", {}).items():
         if getattr(args, name) != (default := NodeFields.__dataclass_fields__[name].default):
@@ -256,7 +260,7 @@ def check_fields(args: GRPOConfig) -> None:
 
 
 def check_balance(args: GRPOConfig) -> None:
-    """The settings of docs/balance.md; raises `ConfigurationError`."""
+    """Raise `ConfigurationError` if a setting of docs/balance.md cannot work."""
     if (across := field_or_default(args, "balance_across")) not in ("node", "world"):
         raise ConfigurationError(f"`balance_across` must be 'node' or 'world', got {across!r}.")
     cap, longest = field_or_default(args, "micro_batch_tokens"), args.max_completion_length
@@ -268,7 +272,7 @@ def check_balance(args: GRPOConfig) -> None:
 
 
 def check_staleness(args: GRPOConfig) -> None:
-    """Raises `ConfigurationError` if completions may not be generated ahead."""
+    """Raise `ConfigurationError` if `max_staleness` is not 0 or 1, or if the other settings do not allow 1."""
     staleness = field_or_default(args, "max_staleness")
     if staleness not in (0, 1):
         raise ConfigurationError(f"`max_staleness` must be 0 or 1, got {staleness}.")
@@ -282,10 +286,10 @@ def check_staleness(args: GRPOConfig) -> None:
 
 
 def is_node_mode(args: GRPOConfig) -> bool:
-    """Whether the engines are ours."""
+    """Return `True` if this library runs the engines."""
     return args.use_vllm and args.vllm_mode == "node"
 
 
 def field_or_default(args: GRPOConfig, name: str) -> Any:
-    """A field of ours; a plain config of TRL has the defaults."""
+    """Return a field of [`NodeFields`]; for a plain TRL config, its default."""
     return getattr(args, name, NodeFields.__dataclass_fields__[name].default)

@@ -1,21 +1,22 @@
-"""Test-only switches, read in one place. Nothing here does anything unless the environment variable is set.
+"""Test-only faults, all read from the environment here. A fault is inactive unless its variable is set.
 
-`TRL_MULTINODE_FAULT="skip_load@2-2,stale_head@4"`: comma-separated names, each with the weight updates it applies to.
+`TRL_MULTINODE_FAULT="skip_load@2-2,stale_head@4"` (comma-separated) activates `skip_load` in weight update 2 only and
+`stale_head` from update 4 on.
 
-- `skip_load`: an update loads nothing and commits nothing, as if the worker had lost it;
-- `skip_load_silently`: it loads nothing and commits all the same, the bug that only log-probs can show;
-- `stale_head`: vLLM's packed copy of a tied head is not rebuilt (its real bug on a CPU).
+- `skip_load`: the worker loads nothing and commits nothing, as if it had lost the update.
+- `skip_load_silently`: the worker loads nothing but commits the version, a bug that only log-probs reveal.
+- `stale_head`: vLLM does not rebuild its packed copy of a tied head (a real vLLM bug on a CPU).
 """
 
 import os
 from collections.abc import Mapping
 
 VARIABLE = "TRL_MULTINODE_FAULT"
-SLOW_ENGINE = "TRL_MULTINODE_SLOW_ENGINE"  # "1:0.5": engine 1 takes half a second more per request
+SLOW_ENGINE = "TRL_MULTINODE_SLOW_ENGINE"  # "1:0.5" delays every request of engine 1 by 0.5 s
 
 
 def is_active(name: str, update: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether fault `name` applies to weight update number `update`."""
+    """Return `True` if fault `name` is active in weight update number `update`."""
     for entry in environ.get(VARIABLE, "").split(","):
         fault, _, updates = entry.partition("@")
         first, _, last = updates.partition("-")
@@ -25,6 +26,6 @@ def is_active(name: str, update: int, environ: Mapping[str, str] = os.environ) -
 
 
 def delay_of_engine(index: int, environ: Mapping[str, str] = os.environ) -> float:
-    """Seconds by which every request of engine `index` is slowed."""
+    """Return the seconds by which engine `index` delays every request."""
     slow, _, seconds = environ.get(SLOW_ENGINE, "-1:0").partition(":")
     return float(seconds) if int(slow) == index else 0.0

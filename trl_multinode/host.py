@@ -1,7 +1,7 @@
-"""`NodeHost`: everything that a rank keeps for its node's engines, from the checks before the model to the last byte.
+"""`NodeHost`: one rank's part in its node's engines: pre-flight checks, start, weight sync, shutdown.
 
-Every rank has one. On the local main process it also owns the engine processes; the other ranks of the node learn from
-the run's rendezvous store where the engines listen.
+Every rank has one. The local main process's `NodeHost` also owns the engine processes; the other ranks of the node
+read the folder of the engines' sockets from the run's rendezvous store.
 """
 
 import atexit
@@ -36,16 +36,16 @@ STOP_TIMEOUT_S = 10.0
 
 
 class NodeHost:
-    """The node's engines, seen from one rank.
+    """The engines of a node, as one of its ranks uses them.
 
     Args:
         args ([`~trl.GRPOConfig`]):
-            Ours or a plain one.
+            Config with the settings of [`NodeFields`], or a plain TRL config.
         say (`Callable[[str], None]`):
-            Prints a line of progress; called on local main processes.
+            Function that prints a line of progress; only local main processes call it.
 
     Raises:
-        `ConfigurationError`: before any weights file is opened.
+        `ConfigurationError`: before any weights file is opened, if the launch, the GPUs or a setting cannot work.
     """
 
     def __init__(self, args, say: Callable[[str], None] = print):
@@ -61,8 +61,8 @@ class NodeHost:
         self._folder: RunFolder | None = None
         self._sync: WeightSync | None = None
         self.engines: NodeEngines | None = None
-        self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead's thread, if there is one
-        self.engine_clocks: list[tuple[float, float]] = []  # per engine at the last sync: busy seconds, all seconds
+        self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
+        self.engine_clocks: list[tuple[float, float]] = []  # per engine, at the last sync: busy seconds, total seconds
         with self.watch.guard():
             self._store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
@@ -77,7 +77,7 @@ class NodeHost:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the engines' weights; known once they start."""
+        """Dtype of the engines' weights; defined once `start_engines` is called."""
         return self._settings.dtype
 
     # ---- checks before the model ------------------------------------------------------------------------------------
@@ -95,10 +95,10 @@ class NodeHost:
         )
 
     def check_context(self, max_positions: int) -> None:
-        """TRL lets tool loops grow to the model's own context, so the engine's must not be smaller.
+        """Check that the engine's context is not smaller than the model's, to which TRL lets tool loops grow.
 
         Raises:
-            `ConfigurationError`: naming both.
+            `ConfigurationError`: if it is smaller; the message names both.
         """
         limit = self.args.vllm_max_model_length
         if limit is not None and limit < max_positions:
@@ -111,7 +111,7 @@ class NodeHost:
 
     def start_engines(self, model, processing_class, keywords: dict) -> NodeEngines:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
-        self._model = model  # with its adapter: what FSDP2 shards, and whose forward gathers
+        self._model = model  # with its adapter: FSDP2 shards this module, and its forward gathers the shards
         self._has_adapters = hasattr(model, "peft_config")
         base = self._base = model.get_base_model() if self._has_adapters else model
         dtype = engine_dtype(self.args, base)
@@ -128,7 +128,7 @@ class NodeHost:
         return self.engines
 
     def _serves_adapter(self, model, dtype: torch.dtype) -> bool:
-        """Whether syncs shall send the adapter alone, as far as a rank can tell before the engines run."""
+        """Return `True` if syncs should send only the adapter, as far as is known before the engines run."""
         if field_or_default(self.args, "lora_sync") == "merged":
             return False
         obstacle = adapter_obstacle(model, dtype, on_gpu=bool(self.devices.per_engine[0]))
@@ -175,7 +175,7 @@ class NodeHost:
         wait_until_ready(self._processes, field_or_default(self.args, "engine_start_timeout"), self._say)
 
     def _exchange_folder(self) -> Path:
-        """The node's run folder, from the local main process to the node's other ranks; waits for its engines."""
+        """Return the node's run folder; the other ranks wait until the local main process has started the engines."""
         if self._store is None:
             assert self._folder is not None
             return self._folder.path
@@ -201,7 +201,8 @@ class NodeHost:
         limit = int(field_or_default(self.args, "sync_bucket_mb") * 2**20)
         gather = ShardGather(self.topology.ranks_per_node, self.args.device)
         served = all(ready.serves_lora for ready in self.engines.ready)
-        if separate_adapter and gather.extremes(served)[0] == 0:  # on any node: all send the same, or nobody can
+        # One node without LoRA decides for all, because all nodes must send the same tensors.
+        if separate_adapter and gather.extremes(served)[0] == 0:
             separate_adapter = self._must_merge(f"vLLM has no LoRA for a {type(model).__name__}")
         merges = PeftSource if self._has_adapters else ModuleSource
         source = (AdapterSource if separate_adapter else merges)(model, self.dtype, gather)
@@ -229,15 +230,15 @@ class NodeHost:
         )
 
     def sync(self, version: WeightVersion) -> SyncTimings:
-        """Send the weights; after the first time, prove that none stayed dummy. A collective of all ranks."""
+        """Send the weights; after the first update, verify that no dummy weight remains. A collective of all ranks."""
         if self._sync is None or self.engines is None:
             raise EngineError(
                 f"{self.topology}: `trainer.close()` ended this trainer's engines. Build another trainer."
             )
         if version.update == 1:
-            keep_head_during_backward(self._base)  # only now has DeepSpeed sharded the model
+            keep_head_during_backward(self._base)  # DeepSpeed has not sharded the model before this point
         timings = self._sync.run(version)
-        done = self.engines.ask_all(Await(min_update=version.update))  # so that waiting for the engines counts as sync
+        done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
@@ -246,7 +247,7 @@ class NodeHost:
         return timings
 
     def send_everything(self) -> None:
-        """The next sync sends frozen weights too."""
+        """Make the next sync send the frozen weights too."""
         if self._sync is not None:
             self._sync.send_everything()
 
@@ -254,13 +255,13 @@ class NodeHost:
 
     def _kill_engines(self) -> None:
         for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # the next one must go all the same
+            with suppress(subprocess.TimeoutExpired):  # the remaining engines must still be killed
                 process.kill()
         if self._folder is not None:
             self._folder.remove()
 
     def close(self) -> None:
-        """End the engines in good order. Called at exit; may be called earlier, and more than once."""
+        """Shut the engines down cleanly. `atexit` calls this; a script may call it earlier, and more than once."""
         self.watch.close()
         self.watch.forget_processes()
         asked = self.engines is not None
@@ -274,10 +275,10 @@ class NodeHost:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Of all that is large: a script that builds another trainer needs the memory, and `atexit` would hold it."""
+        """Drop all large objects: a script's next trainer needs the memory, and `atexit` would keep them alive."""
         for engines in filter(None, (self.engines, self.ahead_engines)):
             engines.close()
-        self.engines = self.ahead_engines = None  # a second close must not close what has their numbers by then
+        self.engines = self.ahead_engines = None  # otherwise a second close could close reused file descriptors
         if self._sync is not None:
             self._sync.close()
         last = self.step()

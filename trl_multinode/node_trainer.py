@@ -1,7 +1,7 @@
-"""`NodeTrainer`: what makes one of TRL's trainers generate on the engines of every node. Wiring only.
+"""`NodeTrainer`: a mixin that makes a TRL trainer generate on the engines of every node. It contains only wiring.
 
-TRL's trainers build one `VLLMGeneration` and call `sync_weights()` and `generate()`. This mixin replaces that object
-and puts around the trainer what a run on many nodes needs; a trainer stands on it in a few lines.
+TRL's trainers build one `VLLMGeneration` and call its `sync_weights()` and `generate()`. The mixin replaces this
+object and adds what a run on many nodes needs; a trainer uses it in a few lines.
 """
 
 import inspect
@@ -30,28 +30,29 @@ from .saving.resume import Resume
 
 class NodeTrainer(HubTrainer):
     """
-    Node mode for a trainer of TRL that builds a `VLLMGeneration`. With any other mode every method is TRL's.
+    Node mode for a TRL trainer that builds a `VLLMGeneration`. With any other `vllm_mode`, every method is TRL's.
 
     ```python
     class MultiNodeRLOOTrainer(NodeTrainer, RLOOTrainer):
         _trl, _config = RLOOTrainer, MultiNodeRLOOConfig
 
-        def _generate_and_score_completions(self, inputs):  # whatever generates one round
+        def _generate_and_score_completions(self, inputs):  # TRL's method that generates one round
             return self._one_round(partial(super()._generate_and_score_completions, inputs))
     ```
 
-    All training ranks call every method; `training_step`, `train`, `evaluate` and `log` are collectives.
+    All training ranks must call every method; `training_step`, `train`, `evaluate` and `log` are collectives.
 
     Raises:
-        `ConfigurationError`: before any weights file is opened, the same on every rank.
+        `ConfigurationError`: if node mode cannot run as configured; the same on every rank, before any weights file is
+            opened.
     """
 
-    _trl: ClassVar[type]  # the trainer of TRL that this one stands on
-    _config: ClassVar[type]  # ours for it
+    _trl: ClassVar[type]  # the TRL trainer that this class extends
+    _config: ClassVar[type]  # this library's config for it
     _builds_in: ClassVar[ModuleType | None] = (
-        None  # where TRL looks `VLLMGeneration` up; default: the module of `_trl`
+        None  # the module in which TRL looks up `VLLMGeneration`; default: that of `_trl`
     )
-    _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute with the step that vLLM has
+    _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute for the step of vLLM's weights
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -80,7 +81,7 @@ class NodeTrainer(HubTrainer):
     @staticmethod
     @contextmanager
     def _ending_alone(host: NodeHost):
-        """A single process goes on after an error, in a notebook for example, and has no trainer to close."""
+        """Close the host if a single process fails: it may go on (in a notebook) and has no trainer to close."""
         try:
             yield
         except BaseException:
@@ -100,14 +101,14 @@ class NodeTrainer(HubTrainer):
 
     @contextmanager
     def _replacing(self, host: NodeHost):
-        """While TRL's `__init__` runs, its `VLLMGeneration` is ours."""
+        """Replace TRL's `VLLMGeneration` with [`NodeGeneration`] while TRL's `__init__` runs."""
         module = self._builds_in or sys.modules[self._trl.__module__]
         with mock.patch.object(module, "VLLMGeneration", partial(self._build_generation, host)):
             yield
 
     @staticmethod
     def _build_generation(host: NodeHost, *, mode: str, **keywords: Any) -> NodeGeneration:
-        """Called by TRL's `__init__` with what it passes to `VLLMGeneration`."""
+        """Build a [`NodeGeneration`] from the keywords that TRL's `__init__` passes to `VLLMGeneration`."""
         return NodeGeneration(host=host, **keywords)
 
     def _wire(self, host: NodeHost) -> None:
@@ -119,7 +120,7 @@ class NodeTrainer(HubTrainer):
 
     @property
     def steps_per_round(self) -> int:
-        """Calls of `training_step` that one generation round serves."""
+        """Number of `training_step` calls that one generation round serves."""
         return self.args.steps_per_generation * self.num_iterations
 
     @property
@@ -128,11 +129,11 @@ class NodeTrainer(HubTrainer):
 
     def last_checkpoint(self) -> str | None:
         """
-        The newest checkpoint in `output_dir` that was written to its end, for `train(resume_from_checkpoint=...)`;
-        `None` if there is none. Unfinished ones are named in the log. All training ranks call it.
+        Return the newest finished checkpoint in `output_dir`, for `train(resume_from_checkpoint=...)`, or `None` if
+        there is none. The log names unfinished ones. All training ranks must call it.
 
         Raises:
-            `ConfigurationError`: on every rank, if nodes see finished checkpoints and have none in common.
+            `ConfigurationError`: on every rank, if there are finished checkpoints but none that every rank sees.
         """
         with self._guarded():
             folder = CheckpointLog(Path(self.args.output_dir), self.accelerator).last_whole()
@@ -140,8 +141,8 @@ class NodeTrainer(HubTrainer):
 
     def weights_changed(self) -> None:
         """
-        Tells the trainer that the model's weights became others without an optimizer step, so that the next generation
-        sends them to the engines. All training ranks call it. Without it they are sent once per optimizer step.
+        Mark the weights as changed without an optimizer step, so that the next generation sends them to the engines.
+        All training ranks must call it. Without this call, the trainer sends the weights once per optimizer step.
         """
         setattr(self, self._sync_mark, -getattr(self, "vllm_sync_frequency", 1))
         if self.host is not None:
@@ -150,17 +151,17 @@ class NodeTrainer(HubTrainer):
     # ---- one generation round ---------------------------------------------------------------------------------------
 
     def _begin_round(self, following: Callable[[], Prompts | None] | None = None) -> None:
-        """Before TRL generates for a new batch of prompts; every rank does, in the same mode."""
+        """Begin a round, before TRL generates for a new batch of prompts. Every rank calls it, in the same mode."""
         if self.model.training:
             self.vllm_generation.begin_round("train", self._step // self.steps_per_round, following)
         else:
             self.vllm_generation.begin_round("eval", self._eval_rounds)
             self._eval_rounds += 1
         if getattr(self, "vllm_sync_frequency", 1) > 1 and self.vllm_generation.must_sync:
-            self.vllm_generation.sync_weights()  # TRL would wait for its next multiple, also after a resume
+            self.vllm_generation.sync_weights()  # TRL would wait for the next multiple, also after a resume
 
     def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
-        """What `make` returns, which is TRL's method that generates one round."""
+        """Run `make`, TRL's method that generates one round, and return its output."""
         if self.host is None:
             return make()
         self._begin_round(following)
@@ -171,8 +172,8 @@ class NodeTrainer(HubTrainer):
 
     def close(self) -> None:
         """
-        Ends this trainer's engines in good order; without it they end with the process. All training ranks call it,
-        and wait for each other. For scripts that build another trainer afterwards: its engines need the GPUs.
+        Shut this trainer's engines down cleanly; otherwise they end with the process. All training ranks must call
+        it, and wait for each other. Call it before building another trainer, whose engines need the GPUs.
         """
         if self.host is not None:
             self.host.close()
@@ -187,7 +188,7 @@ class NodeTrainer(HubTrainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any):
-        self._eval_rounds = 0  # every evaluation samples with the same seeds, wherever a run was resumed
+        self._eval_rounds = 0  # every evaluation uses the same seeds, wherever a run was resumed
         with self._guarded(), self.host.phases.uncounted() if self.host is not None else nullcontext():
             return super().evaluate(*args, **kwargs)
 
@@ -222,27 +223,27 @@ class NodeTrainer(HubTrainer):
         self.weights_changed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.host is not None and "loss" in logs:  # which all ranks log; a script may log more on one alone
+        if self.host is not None and "loss" in logs:  # all ranks log `loss`; a script may log others on one rank
             logs |= self._report.metrics(self.vllm_generation.last_sync)
         super().log(logs, start_time)
 
 
 class RewardedNodeTrainer(NodeTrainer):
-    """[`NodeTrainer`] for trainers with reward functions, whose texts TRL gathers to all ranks for its log."""
+    """[`NodeTrainer`] for trainers with reward functions; it stops TRL from gathering all texts to all ranks."""
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
         self._texts = TextLogging(sys.modules[self._trl.__module__], keep=self.args.log_completions)
 
         if not self.args.log_completions:
-            self.log_multimodal = False  # nobody looks at them, and they would go to all ranks in every round
+            self.log_multimodal = False  # TRL would gather the images to all ranks in every round, unused
 
     def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
         with self._texts.during_scoring() if self.host is not None else nullcontext():
             return super()._one_round(make, following)
 
     def _log_completion_extra(self, column: str, values: list) -> None:
-        """Columns of reward functions: shown beside completions, or gathered to all ranks for nobody."""
+        """Drop columns of reward functions unless completions are logged; TRL would gather them for no use."""
         if self.host is None or self.args.log_completions:
             super()._log_completion_extra(column, values)
 

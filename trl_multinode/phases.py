@@ -1,6 +1,6 @@
-"""Where the time goes: `with phases("sync"):` writes one JSON line per phase, and sums for the log.
+"""Time per phase: `with phases("sync"):` writes one JSON line and adds to the sums for the log.
 
-Phases nest; each counts its own time only, so the sums add up to the wall time of the outermost.
+Phases nest; each counts only its own time, so the sums add up to the wall time of the outermost phase.
 """
 
 import json
@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PHASES = ("sync", "generate", "reward", "train", "wait")  # what a step is made of; the order of the log
+PHASES = ("sync", "generate", "reward", "train", "wait")  # the phases of a step, in the order of the log
 
 
 class Phases:
-    """The phases of one rank.
+    """Phase timer of one rank.
 
     Args:
         path (`Path`, *optional*):
-            JSON-lines file: `phase`, `start` (Unix time), `seconds` (own time), `step`.
+            JSON-lines file for the fields `phase`, `start` (Unix time), `seconds` (own time) and `step`.
     """
 
     def __init__(self, path: Path | None = None):
@@ -26,14 +26,14 @@ class Phases:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a", buffering=1)
-        self._stack: list[list] = []  # name, seconds spent in phases inside it
-        self._failed: str | None = None  # where the exception under way was raised
+        self._stack: list[list] = []  # per open phase: name, seconds spent in nested phases
+        self._failed: str | None = None  # the phase that raised the current exception
         self._sums: dict[str, float] = defaultdict(float)
         self.step = 0
 
     @property
     def current(self) -> str:
-        """The innermost phase, or the one that an exception just came out of; the watch thread reads it too."""
+        """Name of the innermost phase, or of the one that raised the current exception. The watch thread reads it."""
         try:
             return self._failed or self._stack[-1][0]
         except IndexError:
@@ -58,7 +58,7 @@ class Phases:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What is inside an evaluation is no part of a training step: its lines are written, its sums are not kept."""
+        """Keep an evaluation out of the sums, because it is not part of a training step; still write its lines."""
         kept = self._sums.copy()
         try:
             yield
@@ -72,18 +72,18 @@ class Phases:
             self._file.write(json.dumps(line) + "\n")
 
     def take_sums(self) -> list[float]:
-        """Seconds per phase of `PHASES` since the last call."""
+        """Return the seconds per phase of `PHASES` since the last call."""
         sums = [self._sums[name] for name in PHASES]
         self._sums.clear()
         return sums
 
 
 def summarize(per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
-    """Minimum and maximum over ranks of every phase, and the node of the slowest, for `Trainer.log`.
+    """Return minimum and maximum over ranks of every phase, and the slowest rank's node, for `Trainer.log`.
 
     Args:
         per_rank (`list[list[float]]` of shape `(world_size, len(PHASES))`):
-            Seconds.
+            Seconds per rank and phase.
     """
     metrics: dict[str, float] = {}
     for index, name in enumerate(PHASES):
@@ -94,18 +94,18 @@ def summarize(per_rank: list[list[float]], ranks_per_node: int) -> dict[str, flo
 
 
 def split_advice(generate_s: float, train_s: float, training: int, reserved: int, overlapped: bool = False) -> str:
-    """Which split of a node's GPUs its own measured seconds ask for.
+    """Recommend a split of a node's GPUs, from its measured seconds.
 
-    With g and t GPU-seconds of generation and training per step, R reserved of M GPUs take g/R + t/(M-R), overlapped
-    max(g/R, t/(M-R)); colocation on all M would take about (g+t)/M.
+    Let g and t be the GPU-seconds of generation and training per step. With R of M GPUs reserved, a step takes
+    g/R + t/(M-R), or max(g/R, t/(M-R)) if overlapped; colocation on all M would take about (g+t)/M.
 
     Args:
         generate_s (`float`), train_s (`float`):
-            Measured seconds of a step.
+            Measured seconds per step.
         training (`int`), reserved (`int`):
-            GPUs of a node now.
+            Current number of training and of reserved GPUs per node.
         overlapped (`bool`, *optional*, defaults to `False`):
-            Whether engines generate while ranks train (`max_staleness=1`).
+            `True` if the engines generate while the ranks train (`max_staleness=1`).
     """
     total = training + reserved
     g, t = generate_s * reserved, train_s * training

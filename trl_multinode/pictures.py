@@ -1,4 +1,4 @@
-"""Batches in which some prompts have pictures and others have none."""
+"""Batches in which some prompts have images and others have none."""
 
 import torch
 
@@ -6,14 +6,14 @@ from .errors import ConfigurationError
 
 
 def pictures_of(row: dict) -> list:
-    """Of a row of the dataset: its column `images`, or the one of `image`."""
+    """Return the images of a dataset row, from its column `images` or `image`."""
     if "images" in row:
         return row["images"] or []
     return [row["image"]] if row.get("image") is not None else []
 
 
 def with_lists_of_pictures(inputs: list[dict]) -> list[dict]:
-    """Rows with `image=None` get a column `images` too, which TRL reads first: a processor refuses `None`."""
+    """Add a column `images`, which TRL reads first, if any row has `image=None`: processors reject `None`."""
     if "image" not in inputs[0] or "images" in inputs[0] or all(row["image"] is not None for row in inputs):
         return inputs
     return [{**row, "images": pictures_of(row)} for row in inputs]
@@ -21,11 +21,13 @@ def with_lists_of_pictures(inputs: list[dict]) -> list[dict]:
 
 def check_pictures(accelerator, inputs: list[dict]) -> None:
     """
-    Under ZeRO-3 and FSDP a rank whose batch has no picture never gathers the vision tower's shards, and the others
-    wait for it. One gather of a flag per round, on all training ranks.
+    Check, if weights are sharded (ZeRO-3, FSDP), that either all ranks have images in their batch or none has.
+
+    A rank without images never gathers the vision tower's shards, and the other ranks would wait for it. The check is
+    one gather of a flag per round, on all training ranks.
 
     Raises:
-        `ConfigurationError`: on every rank.
+        `ConfigurationError`: on every rank, if only some ranks have images.
     """
     if not is_sharded(accelerator.state):
         return

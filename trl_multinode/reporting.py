@@ -1,4 +1,4 @@
-"""What a run says of itself: how it was set up, where its seconds go, which split of the GPUs would be better."""
+"""Reports of a run: its set-up, its seconds per phase, and a better split of the GPUs."""
 
 import torch
 
@@ -11,7 +11,7 @@ ADVICE_AT_STEP = 5
 
 
 def announce(args, host) -> None:
-    """What node mode does with this run, the changed defaults included; called on rank 0."""
+    """Print the set-up of node mode, including the changed defaults. Rank 0 calls it."""
     topology, share = host.topology, args.vllm_gpu_memory_utilization
     where = "CPU" if not host.devices.per_engine[0] else f"GPUs {list(host.devices.per_engine)}"
     seed = field_or_default(args, "rollout_seed")
@@ -41,11 +41,11 @@ def announce(args, host) -> None:
 
 
 class StepReport:
-    """Phase and sync seconds, staleness and busy shares for `Trainer.log`, and once the better split of the GPUs.
+    """Phase and sync seconds, staleness and busy shares for `Trainer.log`, and, once, the better split of the GPUs.
 
     Args:
         host ([`NodeHost`]), accelerator (`Accelerator`), meter ([`StalenessMeter`]), generation ([`NodeGeneration`]):
-            Of the calling rank.
+            Objects of the calling rank.
     """
 
     def __init__(self, host, accelerator, meter: StalenessMeter, generation):
@@ -54,10 +54,10 @@ class StepReport:
         self._meter = meter
         self._generation = generation
         self._logged_step = 0
-        self._intervals: list[dict[str, float]] | None = []  # seconds a step of the slowest rank; then `None`
+        self._intervals: list[dict[str, float]] | None = []  # slowest rank's seconds per step; `None` after the advice
 
     def metrics(self, sync: SyncTimings) -> dict[str, float]:
-        """A collective of all training ranks: one gather of a few numbers per log."""
+        """Return the metrics since the last log. A collective of all training ranks: one gather of a few numbers."""
         rounds = self._meter.take(self._generation.look_ahead.take_seconds(), self._host.engine_clocks)
         mine = self._host.phases.take_sums() + sync.stages() + rounds
         per_rank = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
@@ -71,21 +71,21 @@ class StepReport:
         return summarize(phases, per_node) | summarize_rounds(sums, idle) | sync_metrics(sync, stages, per_node)
 
     def _advise(self, phases: list[list[float]], sums: list[RoundSums]) -> None:
-        """Once; the first interval is left out, because the warm-up is in it."""
+        """Print the advice once. Skip the first interval, because it includes the warm-up."""
         if self._intervals is None:
             return
         host, per_engine = self._host, self._host.devices.per_engine
         steps, self._logged_step = max(1, host.step() - self._logged_step), host.step()
         seconds = {name: max(row[i] for row in phases) / steps for i, name in enumerate(PHASES)}
         overlapped = bool(field_or_default(host.args, "max_staleness"))
-        if overlapped:  # the ranks see little of it; the engines' own clocks do
+        if overlapped:  # ranks measure only their waits; the engines' clocks measure it all
             seconds["generate"] = max(row.engine_busy_s for row in sums) / len(per_engine) / steps
         self._intervals.append(seconds)
         if host.step() < ADVICE_AT_STEP or len(self._intervals) < 2 or host.devices.shared_with_training:
             return
         rows, self._intervals = self._intervals[1:], None
         generate_s, train_s = (sum(row[name] for row in rows) / len(rows) for name in ("generate", "train"))
-        reserved = sum(map(len, per_engine)) or len(per_engine)  # on a CPU an engine counts as one device
+        reserved = sum(map(len, per_engine)) or len(per_engine)  # on a CPU, an engine counts as one device
         if host.topology.rank == 0:
             advice = split_advice(generate_s, train_s, host.topology.ranks_per_node, reserved, overlapped)
             print(f"[trl_multinode] {advice}", flush=True)

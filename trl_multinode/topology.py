@@ -1,4 +1,4 @@
-"""Nodes, ranks, training and reserved devices, read from the environment once, by every rank for itself."""
+"""Nodes, ranks, training and reserved devices; every rank reads them from its environment once."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from .errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Topology:
-    """Where this rank stands. `accelerate launch` sets all of it; under plain `python` it is one rank on one node."""
+    """Topology of the calling rank. `accelerate launch` sets all of it; plain `python` is one rank on one node."""
 
     rank: int  # 0..world_size-1, over all nodes
     world_size: int  # training ranks of the run
@@ -17,7 +17,7 @@ class Topology:
     ranks_per_node: int  # training ranks of *this* node
     node: int  # 0..num_nodes-1
     num_nodes: int
-    launched: bool  # by torchrun or accelerate, whose process is then our parent
+    launched: bool  # by torchrun or accelerate; the parent process is then the launcher
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Topology":
@@ -43,7 +43,7 @@ class Topology:
         )
 
     def check(self) -> None:
-        """Raises `ConfigurationError` if the nodes have different numbers of processes."""
+        """Raise `ConfigurationError` if the nodes have different numbers of processes."""
         if self.world_size != self.ranks_per_node * self.num_nodes:
             raise ConfigurationError(
                 f"Node {self.node} has {self.ranks_per_node} processes, but {self.world_size} on {self.num_nodes} "
@@ -54,12 +54,12 @@ class Topology:
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this rank hosts the node's engines."""
+        """`True` if this rank hosts the node's engines."""
         return self.local_rank == 0
 
     @property
     def local_ranks(self) -> range:
-        """The global ranks of this node."""
+        """Global ranks of this node."""
         first = self.rank - self.local_rank
         return range(first, first + self.ranks_per_node)
 
@@ -69,20 +69,20 @@ class Topology:
 
 @dataclass(frozen=True)
 class EngineDevices:
-    """The GPUs of each engine of a node, as physical ids for CUDA_VISIBLE_DEVICES; empty tuples on a CPU."""
+    """GPUs of each engine of a node, as physical ids for CUDA_VISIBLE_DEVICES; empty tuples on a CPU."""
 
     per_engine: tuple[tuple[str, ...], ...]
-    shared_with_training: bool  # an engine sits on a GPU that a rank trains on
-    sender: str | None = None  # the local main process's GPU
+    shared_with_training: bool  # an engine uses a GPU that a rank trains on
+    sender: str | None = None  # the local main process's GPU; `None` on a CPU
 
     def seen_by(self, engine: int, with_sender: bool = False) -> tuple[str, ...]:
-        """GPUs that an engine sees: its own first, behind them the sender's if it is to open memory there."""
+        """Return the GPUs that an engine sees: its own, then the sender's if the engine must open memory there."""
         own = self.per_engine[engine]
         return own if not with_sender or self.sender is None or self.sender in own else (*own, self.sender)
 
 
 def visible_devices(environ: Mapping[str, str], num_gpus: int) -> list[str]:
-    """Physical ids of the GPUs this node's ranks see, in their order."""
+    """Return the physical ids of the GPUs that this node's ranks see, in their order."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in listed.split(",") if name.strip()] if listed is not None else []
     return names[:num_gpus] if names else [str(index) for index in range(num_gpus)]
@@ -96,22 +96,22 @@ def assign_engines(
     tensor_parallel_size: int,
     environ: Mapping[str, str] = os.environ,
 ) -> EngineDevices:
-    """Which GPUs each engine of this node gets.
+    """Assign GPUs to the engines of this node.
 
     Args:
         topology (`Topology`):
-            Of the calling rank; ranks of a node all get the same answer.
+            Topology of the calling rank; all ranks of a node get the same result.
         num_gpus (`int`):
-            GPUs that the ranks of this node see; 0 on a CPU machine.
+            Number of GPUs that the ranks of this node see; 0 on a CPU machine.
         requested (`Sequence[int]`, *optional*):
-            Indices among the visible GPUs; may name training GPUs. Default: all that no local rank trains on.
+            Indices among the visible GPUs, training GPUs allowed. Default: all GPUs that no local rank trains on.
         num_engines (`int`, *optional*):
-            Default: as many as fit, one on a CPU machine.
+            Engines per node. Default: as many as fit, or one on a CPU machine.
         tensor_parallel_size (`int`):
             GPUs per engine.
 
     Raises:
-        `ConfigurationError`: naming what hid the GPUs, or which numbers do not fit.
+        `ConfigurationError`: if no GPU is left, or the numbers do not fit; the message names the setting or numbers.
     """
     if num_gpus == 0:
         return EngineDevices(((),) * (num_engines or 1), shared_with_training=False)

@@ -1,4 +1,4 @@
-"""`MultiNodeGRPOTrainer`: TRL's `GRPOTrainer` with the engines of every node wired in, and rounds made ahead."""
+"""`MultiNodeGRPOTrainer`: TRL's `GRPOTrainer` on the engines of every node, with rounds generated ahead."""
 
 import copy
 from functools import partial
@@ -17,25 +17,27 @@ from .rollouts.monitor import DivergenceMonitor
 
 class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     """
-    TRL's [`~trl.GRPOTrainer`] where every node generates on its own vLLM engines.
+    TRL's [`~trl.GRPOTrainer`] with generation on each node's own vLLM engines.
 
-    A drop-in replacement: same arguments. With `use_vllm=True` and `vllm_mode="node"` (the defaults of
-    [`MultiNodeGRPOConfig`]) the local main process of every node starts the node's engines on the GPUs that no rank of
-    the node trains on; prompts and completions stay on the node, and the weights come out of the ZeRO-3 shards through
-    the node's memory. With any other mode it does what TRL does.
+    It is a drop-in replacement with the same arguments. With `use_vllm=True` and `vllm_mode="node"` (the defaults of
+    [`MultiNodeGRPOConfig`]), the local main process of every node starts engines on the GPUs that no rank of the node
+    trains on. Prompts and completions stay on the node, and the weights go from the ZeRO-3 shards to the engines
+    through the node's memory. With any other `vllm_mode` it does what TRL does.
 
     Args:
         model (`str` or [`~transformers.PreTrainedModel`]):
-            As in TRL.
+            Model to train, as in TRL.
         reward_funcs:
-            As in TRL.
+            Reward functions, as in TRL.
         args ([`MultiNodeGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            A plain `GRPOConfig` is taken literally: it needs `use_vllm=True, vllm_mode="node"`.
+            Training arguments. A plain `GRPOConfig` keeps TRL's defaults, so node mode needs
+            `use_vllm=True, vllm_mode="node"` in it.
         **kwargs:
-            As in TRL.
+            Further arguments, as in TRL.
 
     Raises:
-        `ConfigurationError`: before any weights file is opened, the same on every rank.
+        `ConfigurationError`: if node mode cannot run as configured; the same on every rank, before any weights file is
+            opened.
     """
 
     _trl, _config = GRPOTrainer, MultiNodeGRPOConfig
@@ -59,22 +61,22 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             check_pictures(self.accelerator, inputs)
         make = partial(super()._generate_and_score_completions, with_lists_of_pictures(inputs))
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
-        if self.vllm_generation.generated:  # a `rollout_func` may have its log-probs from elsewhere
+        if self.vllm_generation.generated:  # a `rollout_func` may take its log-probs from elsewhere
             self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
         if self.model.training:
             self._meter.add_weights(output)
         return output
 
     def _tokenize_prompts(self, prompts):
-        """TRL 1.16 says `None` for a prompt without pictures, which processors refuse when the batch is scored; an
-        empty list they take."""
+        """Replace `None`, which TRL 1.16 returns for a prompt without images, with an empty list: processors reject
+        `None` when the batch is scored."""
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         if self.host is not None and images is not None:
             images = [pictures or [] for pictures in images]
         return prompt_ids, images, fields
 
     def _prompts_after(self, inputs) -> Prompts | None:
-        """Token ids of the next round's prompts; `None` if there is no such round, or one that cannot be foreseen."""
+        """Return the prompts of the next round as token ids; `None` if no round follows or its prompts are unknown."""
         if self._upcoming is None:
             return None
         ahead = self.steps_per_round - self._step % self.steps_per_round
@@ -82,7 +84,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         batch = self._upcoming.after(inputs, ahead)
         if batch is None or ahead >= left - self._upcoming.place_in_window(inputs):
             return None
-        if "image" in batch[0] or "images" in batch[0]:  # TRL builds the prompts of pictures while it scores
+        if "image" in batch[0] or "images" in batch[0]:  # TRL builds prompts with images only while it scores
             return None
         prompt_ids, images, _ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
         return prompt_ids if images is None else None

@@ -1,4 +1,4 @@
-"""TRL's other trainers that generate with vLLM, on the seam of [`NodeTrainer`]: RLOO and distillation."""
+"""TRL's other trainers that generate with vLLM, extended by [`NodeTrainer`]: RLOO and distillation."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,19 +14,19 @@ from .rollouts.monitor import DivergenceMonitor
 
 @dataclass
 class MultiNodeRLOOConfig(NodeFields, RLOOConfig):
-    """TRL's [`~trl.RLOOConfig`] with the settings, and the three other defaults, of [`NodeFields`]."""
+    """TRL's [`~trl.RLOOConfig`] with the settings of [`NodeFields`] and its three changed defaults."""
 
     _not_for = GRPO_ONLY
 
 
 class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
     """
-    TRL's [`~trl.RLOOTrainer`] where every node generates on its own vLLM engines: same arguments, with a
-    [`MultiNodeRLOOConfig`]. The alarm for stale weights compares log-probs at every round, as with GRPO.
+    TRL's [`~trl.RLOOTrainer`] with generation on each node's own vLLM engines. The arguments are the same, with a
+    [`MultiNodeRLOOConfig`]. The check for stale weights compares log-probs in every round, as for GRPO.
     """
 
     _trl, _config = RLOOTrainer, MultiNodeRLOOConfig
-    _scores: list[torch.Tensor] | None = None  # log-probs of this round's completions; the model's own come first
+    _scores: list[torch.Tensor] | None = None  # log-probs of this round's completions; the trained model's come first
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
@@ -52,15 +52,15 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
 
 @dataclass
 class MultiNodeDistillationConfig(NodeFields, DistillationConfig):
-    """TRL's [`~trl.DistillationConfig`] with the settings, and the three other defaults, of [`NodeFields`]."""
+    """TRL's [`~trl.DistillationConfig`] with the settings of [`NodeFields`] and its three changed defaults."""
 
     _not_for = GRPO_ONLY | NO_LOGPROBS
 
 
 class MultiNodeDistillationTrainer(NodeTrainer, DistillationTrainer):
     """
-    TRL's [`~trl.DistillationTrainer`] where every node's engines generate the student's completions: same arguments,
-    with a [`MultiNodeDistillationConfig`].
+    TRL's [`~trl.DistillationTrainer`] with the student's completions generated on each node's own vLLM engines. The
+    arguments are the same, with a [`MultiNodeDistillationConfig`].
     """
 
     _trl, _config = DistillationTrainer, MultiNodeDistillationConfig

@@ -1,10 +1,10 @@
-"""A rank never fails alone: the thread that ends every rank of the run with one and the same line.
+"""Watch thread of every rank: when one rank fails, all ranks of the run end with the same line.
 
 Ranks wait inside collectives, torchrun stops only the workers of its own node, and NCCL can wait for half an hour. So
-each rank has a thread with a TCPStore client of its own. It looks for one `fatal` key, and it holds pidfds on its
-launcher, on the other ranks of its node and, on the local main process, on the engines. The first failure to be
-written wins; every rank prints exactly that line, waits until all have read it (a few seconds at most) and leaves with
-`os._exit`, because its main thread may be inside NCCL for ever.
+each rank has a thread with its own TCPStore client. The thread polls one `fatal` key, and it holds pidfds on its
+launcher, on the other ranks of its node and, on the local main process, on the engines. The first failure written to
+the store wins. Every rank prints exactly that line, waits until all have read it (a few seconds at most) and exits
+with `os._exit`, because its main thread may be blocked inside NCCL for ever.
 """
 
 import itertools
@@ -26,30 +26,30 @@ from .topology import Topology
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-POLL_S = 0.5  # so a failure reaches every rank within about a second
-SYMPTOM_DELAY_S = 1.0  # a symptom (end of file, SIGTERM) is reported so much later than a cause (a process ended)
+POLL_S = 0.5  # a failure then reaches every rank within about a second
+SYMPTOM_DELAY_S = 1.0  # symptoms (end of file, SIGTERM) wait, so that a cause (a process ended) is reported first
 EXIT_CODE = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
-_runs = itertools.count()  # a script may build several trainers; ranks do so in the same order
+_runs = itertools.count()  # numbers a script's trainers, which all ranks build in the same order
 
 
 class Watch:
-    """The watching thread of one rank.
+    """Watch thread of one rank.
 
     ```python
     watch = Watch(topology)                   # every rank, as early as possible
     watch.add_process(pid, lambda: "engine 0 of node 1 was killed by SIGKILL")
-    with watch.guard():                       # an exception in here ends all ranks, with this rank's line
+    with watch.guard():                       # an exception inside ends all ranks, with this rank's line
         train()
-    watch.close()                             # this rank is through; waits until all are
+    watch.close()                             # waits until every rank has called it
     ```
 
     Args:
         topology (`Topology`):
-            Of this rank.
+            Topology of this rank.
         phase (`Callable[[], str]`):
-            What the rank is doing now.
+            Function that returns the rank's current phase.
     """
 
     def __init__(self, topology: Topology, phase: Callable[[], str] = lambda: "set-up"):
@@ -59,11 +59,11 @@ class Watch:
         self._board = Blackboard(topology, self.run)
         self._cleanups: list[Callable[[], None]] = []
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
-        self._local_failure: tuple[str, float] | None = None  # line, when to report it
+        self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
         self._closed = threading.Event()
-        self._asked: float | None = None  # since when the store owes the thread an answer
-        self._handlers: dict[int, Any] = {}  # signal -> Python's own handler, where ours took its place
+        self._asked: float | None = None  # start time of the pending request to the store
+        self._handlers: dict[int, Any] = {}  # signal -> Python's own handler, which `Watch` replaced
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -79,7 +79,7 @@ class Watch:
     # ---- what can fail ----------------------------------------------------------------------------------------------
 
     def add_process(self, pid: int, cause: Callable[[], str]) -> None:
-        """From now on the end of process `pid` is a failure of the run. `cause` is called when it ended."""
+        """Treat the end of process `pid` as a failure of the run; `cause` then returns the message."""
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -91,7 +91,7 @@ class Watch:
         self._wake()
 
     def forget_processes(self) -> None:
-        """Called before this rank ends its engines in good order."""
+        """Stop watching all processes, before this rank shuts its engines down cleanly."""
         with self._lock:
             for pidfd in self._processes:
                 self._poll.unregister(pidfd)
@@ -99,20 +99,20 @@ class Watch:
             self._processes.clear()
 
     def add_cleanup(self, cleanup: Callable[[], None]) -> None:
-        """Runs in the watch thread before this rank leaves because of a failure; must not wait long."""
+        """Register a function that the watch thread calls before a failed run exits; it must not wait long."""
         self._cleanups.append(cleanup)
 
     def report(self, cause: str, delay_s: float = 0.0) -> None:
-        """This rank failed. Returns at once; the watch thread tells the others and ends this process."""
+        """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
         line = f"{self.topology}, phase {self.phase()}: " + " ".join(cause.split())
         with self._lock:
-            if self._local_failure is None or (delay_s == 0.0 and self._only_symptom):  # the first cause counts
+            if self._local_failure is None or (delay_s == 0.0 and self._only_symptom):  # a cause replaces a symptom
                 self._local_failure, self._only_symptom = (line, time.monotonic() + delay_s), delay_s > 0.0
         self._wake()
 
     @contextmanager
     def guard(self):
-        """Exceptions inside end all ranks. With a single process they are simply raised."""
+        """End all ranks on an exception inside; a single process raises it as usual."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -122,18 +122,18 @@ class Watch:
             self.fail_with(error)
 
     def fail_with(self, error: BaseException) -> None:
-        """Print the traceback, report, and wait for the end; the watch thread leaves with `os._exit`."""
+        """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
         traceback.print_exception(error)
         self.report(f"{type(error).__name__}: {error}", SYMPTOM_DELAY_S if is_symptom(error) else 0.0)
         time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)
         os._exit(EXIT_CODE)
 
     def close(self) -> None:
-        """Wait until every rank of the run has come here, then stop watching.
+        """Wait until every rank of the run has called this, then stop watching.
 
-        Nobody leaves early: engines must serve their node until its last rank is through, and a launcher whose ranks
-        are through while another node fails waits in torchrun's exit barrier for 300 s. The wait has no limit of its
-        own (a rank may push to the Hub for an hour); it ends when a rank fails, because the thread is still watching.
+        No rank leaves early: engines must serve their node until its last rank has finished, and a launcher whose
+        ranks have finished waits in torchrun's exit barrier for 300 s if another node fails. The wait has no limit of
+        its own (a rank may push to the Hub for an hour); if a rank fails, the watch thread still ends the process.
         """
         if self._closed.is_set():
             return
@@ -146,10 +146,10 @@ class Watch:
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def _catch_signals(self) -> None:
-        """Signals reach this thread through a pipe: a Python handler would wait for the main thread to leave NCCL.
+        """Receive signals through a pipe, because a Python handler would wait for the main thread to leave NCCL.
 
-        A handler that somebody else installed, before or later, is theirs (a checkpoint before preemption), and a
-        signal that is ignored stays so (`nohup`).
+        A handler that the script installs, before or later, stays in place (it may save a checkpoint before
+        preemption), and an ignored signal stays ignored (`nohup`).
         """
         if threading.current_thread() is not threading.main_thread() or not self.topology.launched:
             return
@@ -157,9 +157,9 @@ class Watch:
             if signal.getsignal(number) in PYTHONS_OWN:
                 self._handlers[number] = signal.signal(number, told_by_the_pipe)
         if not any(signal.getsignal(number) is told_by_the_pipe for number in STOP_SIGNALS):
-            return  # the pipe would be taken from somebody for nothing
+            return  # none of our handlers is installed, so leave the wakeup pipe to its owner
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        # A forked child shares the pipe: a pool that ends its workers by SIGTERM would end the run
+        # A forked child shares the pipe: a pool that ends its workers by SIGTERM would otherwise end the run.
         os.register_at_fork(after_in_child=self._restore_signals)
 
     def _restore_signals(self) -> None:
@@ -171,7 +171,7 @@ class Watch:
             self._handlers.clear()
 
     def _hook_exceptions(self) -> None:
-        """An uncaught exception of the main thread, wherever it is raised, is a failure of all ranks."""
+        """Treat an uncaught exception of the main thread, wherever it is raised, as a failure of all ranks."""
         if self._board.alone:
             return
         previous = sys.excepthook
@@ -189,7 +189,7 @@ class Watch:
         self.add_process(launcher, lambda: f"the launcher of node {self.topology.node} (pid {launcher}) ended")
 
     def watch_local_ranks(self, store: "Store") -> None:
-        """Exchange pids with the ranks of this node and watch them: a SIGKILLed rank cannot report itself."""
+        """Exchange pids with the ranks of this node and watch them: a rank killed by SIGKILL cannot report."""
         store.set(f"pid/{self.topology.rank}", str(os.getpid()))
         for rank in self.topology.local_ranks:
             if rank != self.topology.rank:
@@ -206,7 +206,7 @@ class Watch:
         try:
             os.write(self._wake_write, b"\0")
         except BlockingIOError:
-            pass  # it is awake as it is
+            pass  # the pipe is full, so the thread wakes up anyway
 
     def _run(self) -> None:
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
@@ -217,7 +217,7 @@ class Watch:
             self._leave(self._board.tell(f"{self.topology}: the watch itself failed: {type(error).__name__}: {error}"))
 
     def _watch_store(self) -> None:
-        """The store's client waits without a deadline for a server that holds the connection and is silent."""
+        """Exit if the store is silent: its client waits without a deadline while the server holds the connection."""
         while not self._closed.wait(POLL_S):
             asked = self._asked
             if asked is not None and time.monotonic() - asked > STORE_TIMEOUT_S:
@@ -239,18 +239,18 @@ class Watch:
 
     def _on_event(self, fd: int) -> None:
         if fd == self._wake_read:
-            for number in os.read(self._wake_read, 4096):  # 0 is a plain wake-up, anything else a signal's number
-                # The pipe is told of every signal that has a Python handler: a reward function may set an alarm
+            for number in os.read(self._wake_read, 4096):  # 0 is a plain wake-up, any other byte a signal's number
+                # The pipe gets every signal that has a Python handler, for example a reward function's alarm.
                 if number in STOP_SIGNALS and signal.getsignal(number) is told_by_the_pipe:
                     self.report(f"stopped by {signal.Signals(number).name}", SYMPTOM_DELAY_S)
             return
         with self._lock:
             cause = self._processes.pop(fd, None)
             if cause is None:
-                return  # forgotten meanwhile
+                return  # `forget_processes` ran meanwhile
             self._poll.unregister(fd)
             os.close(fd)
-        # A launcher ends after its ranks: let one that knows more speak first.
+        # A launcher ends after its ranks, and their own report explains more, so it takes precedence.
         if self._board.fatal_line() is None and not self._board.all_through():
             self.report(cause())
 
@@ -267,7 +267,7 @@ class Watch:
                 cleanup()
             except Exception:
                 traceback.print_exc()
-        # in a thread, because a store whose host lost its power is silent for ever
+        # in a thread, because a store whose host lost power never responds
         waiting = threading.Thread(target=self._board.wait_for_readers, daemon=True)
         waiting.start()
         waiting.join(GRACE_S + 1.0)
@@ -277,11 +277,11 @@ class Watch:
 
 
 def told_by_the_pipe(*_: object) -> None:
-    """Handler of the signals that end a run: the watch thread reads of them in its pipe."""
+    """Do nothing: the watch thread receives the signal through the wakeup pipe."""
 
 
 def is_symptom(error: BaseException) -> bool:
-    """Whether the error says that somebody else ended: end of file of an engine, a collective without its peer."""
+    """Return `True` if another process's end caused it: end of file from an engine, a collective without its peer."""
     if isinstance(error, EngineDiedError | PeerFailureError):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))

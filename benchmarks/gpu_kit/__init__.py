@@ -1,1 +1,1 @@
-"""The stages of `benchmarks/gpu.py`: what one GPU can show of this library, each with a figure and its control."""
+"""Stages of `benchmarks/gpu.py`: tests of this library on a GPU, each with a figure and its control."""

@@ -1,4 +1,4 @@
-"""An engine beside a model on one GPU, and the limits that stages hold it to."""
+"""An engine and a model on one GPU, and the limits for the difference between their log-probs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ def bucket_bytes(machine: Machine) -> int:
 
 
 class Bench:
-    """An engine, the model whose weights it gets, and what both were started with."""
+    """An engine, the model whose weights it gets, and the settings of both."""
 
     def __init__(self, machine: Machine, trainer: Trainer, dtype: str, log_folder: Path):
         self.machine, self.trainer, self.dtype, self.log_folder = machine, trainer, dtype, log_folder
@@ -30,25 +30,26 @@ class Bench:
 
     @property
     def runner(self) -> str:
-        """vLLM's model runner, as the engine reports it."""
+        """Name of vLLM's model runner, as the engine reports it."""
         return self.engines.ready[0].model_runner
 
     def rows(self) -> comparing.Rows:
-        """Sample 16 rows of 64 tokens (a rehearsal: 4 of 24) with the engine's present weights."""
+        """Sample 16 rows of 64 tokens (a rehearsal: 4 of 24) with the engine's current weights."""
         each, tokens = (1, 24) if self.machine.rehearsal else (4, 64)
         asked = comparing.prompts(self.model.config.vocab_size, 4)
         return comparing.sample(self.engines, asked, each, tokens, self.trainer.version.update)
 
     def limit(self, rows: comparing.Rows) -> tuple[float, float]:
-        """Largest difference that fresh weights may show on `rows`, and the rounding of the trainer itself.
+        """Return the largest difference allowed for fresh weights on `rows`, and the trainer's own rounding error.
 
-        A random model's rounding grows with its layers; where it exceeds the limit of the dtype, it is the limit.
+        A random model's rounding error grows with its layers, so the limit is 1.5 times this error where that is above
+        the limit of the dtype.
         """
         floor = comparing.rounding_floor(self.model, rows)
         return max(LIMITS[self.dtype], FLOOR_FACTOR * floor), floor
 
     def send_changed(self) -> None:
-        """Change all weights and send them."""
+        """Add noise to the weights and send them."""
         perturb(self.model)
         self.trainer.send()
 
@@ -66,15 +67,15 @@ def bench(
     **engine_args,
 ) -> Iterator[Bench]:
     """
-    Start an engine that shares the first GPU with the model; the first update is sent.
+    Start an engine that shares the first GPU with the model, and send the first update.
 
     Args:
         shape (`str`), dtype (`str`), eager (`bool`):
-            Of model and engine.
+            Shape and dtype of model and engine; `eager` turns the engine's CUDA graphs off.
         model_on_host (`bool`, *optional*, defaults to `False`):
-            Whether the model stays in host memory, so that the engine can have nearly all of the GPU.
+            Keep the model in host memory, so that the engine can have nearly all of the GPU.
         gpus (`int`, *optional*, defaults to 1):
-            Visible GPUs of the engine.
+            Number of GPUs that the engine sees.
         kind (`str`, *optional*, defaults to `"host"`):
             Transport of the first update.
         **engine_args:

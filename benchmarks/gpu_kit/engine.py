@@ -1,13 +1,13 @@
-"""The product's engine with requests frozen during an update: `python -m gpu_kit.engine SPEC.json`.
+"""The library's engine, but an update freezes running requests: `python -m gpu_kit.engine SPEC.json`.
 
-With no request running, an update takes the product's own path; only stage d updates while requests run.
+Without running requests an update takes the library's own path; only stage d updates while requests run.
 """
 
 from trl_multinode.engine.main import VllmBackend, main
 
 
 class FreezingBackend(VllmBackend):
-    """An update pauses running requests; they continue with the new weights."""
+    """Backend whose updates pause running requests, which then continue with the new weights."""
 
     drains = False
 

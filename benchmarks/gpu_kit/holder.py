@@ -1,4 +1,4 @@
-"""An engine that takes buckets out of the slots and drops them: the transport alone, without vLLM.
+"""An engine that copies buckets out of the slots and drops them, to measure the transport alone, without vLLM.
 
 `python -m gpu_kit.holder SPEC.json`
 """
@@ -14,7 +14,7 @@ from trl_multinode.engine.server import Backend, EngineSpec
 
 
 class HolderBackend(Backend):
-    """Keeps one bucket at a time on the first GPU that it sees, or on the CPU."""
+    """Backend that keeps one bucket at a time, on the first GPU that it sees or on the CPU."""
 
     def __init__(self, spec: EngineSpec):
         self._device = torch.device("cuda:0" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu")

@@ -1,4 +1,4 @@
-"""One job in a process of its own: `python -m gpu_kit.job --job NAME ...`, started by `benchmarks/gpu.py`."""
+"""Run one job in a process of its own: `python -m gpu_kit.job --job NAME ...`, started by `benchmarks/gpu.py`."""
 
 import argparse
 import json

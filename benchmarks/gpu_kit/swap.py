@@ -17,7 +17,7 @@ ROWS_LIMIT_S = 180.0
 
 
 def swap_in_flight(found: Bench, figures: dict) -> None:
-    """Stage d: requests are frozen while a whole update arrives; every token has the log-prob of its own weights."""
+    """Run stage d: send a whole update while requests are frozen; each token must fit the weights that sampled it."""
     asked = comparing.prompts(found.model.config.vocab_size, 2)
     other = NodeEngines(
         [connection._socket_path for connection in found.engines.connections], 0, 1,
@@ -26,7 +26,7 @@ def swap_in_flight(found: Bench, figures: dict) -> None:
     try:
         with ThreadPoolExecutor(1) as thread:
             update = found.trainer.version.update
-            # Without seeds: a frozen row is prefilled anew, and on a CPU vLLM dies of a seeded one that is cut for it
+            # No seeds: frozen rows are prefilled again, and chunked prefill of a seeded row kills vLLM on a CPU
             future = thread.submit(comparing.sample, other, asked, 2, TOKENS, update, seeded=False)
             time.sleep(1.0)
             old = {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
@@ -42,7 +42,7 @@ def swap_in_flight(found: Bench, figures: dict) -> None:
 
 
 def judge_swap(found: Bench, figures: dict, got: comparing.Rows, old: dict) -> None:
-    """Find each row's cut and compare its two parts with the weights that must have sampled them."""
+    """Find each row's cut and compare both parts with the weights that must have sampled them."""
     after = comparing.trainer_logprobs(found.model, got, batch=2)
     new = {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
     found.model.load_state_dict(old)

@@ -1,10 +1,10 @@
-"""The table of `docs/gpu.md` and the GPU column of the README's evidence table, from `gpu.json` alone."""
+"""Table of `docs/gpu.md` and GPU column of the README's evidence table, from `gpu.json` alone."""
 
 from .record import PASSED
 
 BEGIN, END = "<!-- table from benchmarks/results/gpu.json: begin -->", "<!-- table: end -->"
 NEVER = "No run on a GPU is recorded. `make gpu` makes one."
-# Rows of the evidence table, by their first cell, and the stages that must all have passed for a tick
+# First cell of a row of the evidence table -> the stages that must all have passed for a tick
 EVIDENCE = {
     "engine start, generation, TP 2, several engines": ("a", "j"),
     "weights through host shared memory (`host`)": ("b",),
@@ -17,7 +17,7 @@ EVIDENCE = {
 
 
 def rows(found: dict) -> str:
-    """Markdown: one line per stage that was begun, with its figures."""
+    """Return Markdown with one line per recorded stage and its figures."""
     if not found.get("stages"):
         return NEVER + "\n"
     meta = found["meta"]
@@ -38,14 +38,14 @@ def line(key: str, stage: dict) -> str:
 
 
 def replaced(page: str, found: dict) -> str:
-    """`page` with the table between its two markers written anew."""
+    """Return `page` with a new table between its two markers."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{rows(found)}\n{END}{after}"
 
 
 def evidence(row: str, found: dict) -> str:
-    """The cell "ran on GPU" of a row of the evidence table: empty, or a tick with the device."""
+    """Return the cell "ran on GPU" of a row of the evidence table: empty, or a tick with device and vLLM version."""
     stages = found.get("stages", {})
     if found.get("meta", {}).get("rehearsal", True) or row not in EVIDENCE:
         return ""
@@ -55,7 +55,7 @@ def evidence(row: str, found: dict) -> str:
 
 
 def with_evidence(readme: str, found: dict) -> str:
-    """`readme` with the GPU column of the rows in `EVIDENCE` written anew."""
+    """Return `readme` with new cells in the GPU column of the rows in `EVIDENCE`."""
     lines = readme.split("\n")
     for index, text in enumerate(lines):
         cells = text.split("|")

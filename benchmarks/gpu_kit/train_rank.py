@@ -1,7 +1,7 @@
-"""A short GRPO run on one rank, started by `accelerate launch` under ZeRO-3; leaves its figures in a JSON file.
+"""Run a short GRPO training on one rank, started by `accelerate launch` under ZeRO-3; write its figures as JSON.
 
-Arms: `ours` (engine and training share the GPU), `colocate` (TRL's own), and on replayed completions, without an
-engine, `replay` (TRL's micro-batches) and `balanced` (ours).
+Arms with an engine: `ours` (it shares the GPU with training) and `colocate` (TRL's colocation). Arms on replayed
+completions, without an engine: `replay` (TRL's micro-batches) and `balanced` (our micro-batches).
 """
 
 import argparse
@@ -36,7 +36,7 @@ def parse() -> argparse.Namespace:
 
 
 class Clock(TrainerCallback):
-    """Seconds of every optimizer step, generation and weight sync included, and the memory that it needed."""
+    """Callback that measures an optimizer step's seconds, generation and weight sync included, and its memory."""
 
     def __init__(self, cpu: bool):
         self.seconds: list[float] = []
@@ -62,7 +62,7 @@ class Clock(TrainerCallback):
 
 
 def settings(options: argparse.Namespace) -> dict:
-    """What all arms have in common."""
+    """Return the settings that all arms share."""
     return {
         "output_dir": str(options.folder / "out"), "use_cpu": options.cpu, "bf16": not (options.cpu or options.fp32),
         "num_generations": GENERATIONS, "max_completion_length": options.completion,
@@ -84,13 +84,13 @@ def engine_settings(options: argparse.Namespace) -> dict:
 
 
 def reward(completion_ids, **_) -> list[float]:
-    """Distinct tokens of a completion."""
+    """Return the number of distinct tokens in each completion."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 
 def build(options: argparse.Namespace):
     texts = [chr(97 + index % 26) * options.prompt for index in range(4 * options.rows)]
-    prompts = Dataset.from_dict({"prompt": texts})  # the tokenizer is byte-level: a letter is a token
+    prompts = Dataset.from_dict({"prompt": texts})  # byte-level tokenizer: a letter is a token
     keywords = {"train_dataset": prompts, "processing_class": tiny_tokenizer()}
     if options.arm == "colocate":
         from trl import GRPOConfig, GRPOTrainer

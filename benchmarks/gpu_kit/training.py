@@ -1,4 +1,4 @@
-"""Stages e, f and i: launches of a short GRPO run with `accelerate launch`, as a user would start it."""
+"""Stages e, f and i: short GRPO runs, started with `accelerate launch` as a user starts them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ LONGEST = 768
 
 
 def saved_model(machine: Machine, folder: Path, shape: str = "0.5B") -> Path:
-    """Weights in a folder, as a user's model would be; the process gives its memory back."""
+    """Save a model in a folder, as a user has it, and free the GPU memory of this process."""
     path = folder / "model"
     model = build_model(machine, shape, "fp32" if machine.rehearsal else "bf16")
     model.save_pretrained(path)
@@ -33,7 +33,7 @@ def saved_model(machine: Machine, folder: Path, shape: str = "0.5B") -> Path:
 
 
 def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> dict:
-    """One run; its figures. Raises `RuntimeError` with the end of its log if it fails."""
+    """Start a run and return its figures; raise `RuntimeError` with the last error line of its log if it fails."""
     precision: list[str] = []
     own = folder / options.pop("name", arm)
     own.mkdir(parents=True)
@@ -42,7 +42,7 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         arguments += [flag] if value is True else [flag, str(value)]
-    if options.get("fp32"):  # the YAML file says bf16, which would win over the script's own arguments
+    if options.get("fp32"):  # the YAML file sets bf16, which would override the script's own arguments
         precision = ["--mixed_precision", "no"]
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "1",
@@ -66,14 +66,14 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
 
 
 def cause(log: Path) -> str:
-    """The last line that looks like an error, or the last line."""
+    """Return the last line that looks like an error, else the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return " ".join((errors or lines)[-1:])[-250:]
 
 
 def two_optimizer_steps(machine: Machine, figures: dict, folder: Path) -> None:
-    """Stage e: generation, weight sync and training on one GPU under ZeRO-3, from the user's launch command."""
+    """Run stage e: generation, weight sync and training on one GPU under ZeRO-3, with a user's launch command."""
     small = {"rows": 8, "micro_batch": 4, "completion": 32} if machine.rehearsal else {}
     figures |= launch(machine, folder, "ours", saved_model(machine, folder), steps=3, **small)
     require(figures["steps"] == 3, f"{figures['steps']} of 3 steps")
@@ -81,7 +81,7 @@ def two_optimizer_steps(machine: Machine, figures: dict, folder: Path) -> None:
 
 
 def balanced(machine: Machine, figures: dict, folder: Path) -> None:
-    """Stage e: balanced micro-batches against TRL's on the same rows in float32: seconds, memory, gradient."""
+    """Run stage e: balanced micro-batches and TRL's on the same rows in float32; compare seconds, memory, gradient."""
     rows, longest = (16, 96) if machine.rehearsal else (64, LONGEST)
     model, found = saved_model(machine, folder), {}
     for name, arm in (("trl", "replay"), ("balanced", "balanced"), ("trl_again", "replay")):
@@ -98,14 +98,14 @@ def balanced(machine: Machine, figures: dict, folder: Path) -> None:
 
 
 def gradient_difference(one: Path, other: Path) -> float:
-    """|a - b| / |a| over the recorded parameters."""
+    """Return |a - b| / |a| over the recorded parameters."""
     a, b = (torch.load(folder / "gradient.pt") for folder in (one, other))
     apart = sum((a[name] - b[name]).double().pow(2).sum() for name in a)
     return float((apart / sum(value.double().pow(2).sum() for value in a.values())).sqrt())
 
 
 def colocation(machine: Machine, figures: dict, folder: Path) -> None:
-    """Stage f: TRL's colocation beside ours on one GPU, same model and rows; ours twice, as the control."""
+    """Run stage f: TRL's colocation, then ours, on one GPU with the same model and rows."""
     model = saved_model(machine, folder)
     for name, arm in (("trl", "colocate"), ("ours", "ours")):
         found = launch(machine, folder, arm, model, name=name, steps=5)
@@ -114,7 +114,7 @@ def colocation(machine: Machine, figures: dict, folder: Path) -> None:
 
 
 def long_rows(machine: Machine, figures: dict, folder: Path) -> None:
-    """Stage i: rows of 32k tokens through engine, exchange and training."""
+    """Run stage i: send rows of 32k tokens through engine, exchange and training."""
     prompt, completion = (64, 64) if machine.rehearsal else (30720, 2048)
     figures |= launch(
         machine, folder, "ours", saved_model(machine, folder), rows=4, micro_batch=1, steps=2, prompt=prompt,

@@ -1,4 +1,4 @@
-"""Stages g, h and j: a LoRA adapter, an FP8 engine, and what needs two GPUs."""
+"""Stages g, h and j: a LoRA adapter, an FP8 engine, and layouts that need two GPUs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @torch.no_grad()
 def move_adapter(model) -> None:
-    """Add noise to A and B; PEFT starts B at zero, where an adapter has no effect."""
+    """Add noise to A and B, because PEFT starts B at zero, where an adapter has no effect."""
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -32,7 +32,7 @@ def move_adapter(model) -> None:
 
 @contextmanager
 def adapted(machine: Machine, folder: Path, separate: bool) -> Iterator[Trainer]:
-    """An engine and a model with a LoRA adapter, sent apart from the weights or merged into them."""
+    """Start an engine and a model with a LoRA adapter, which is sent separately or merged into the weights."""
     torch.manual_seed(0)
     config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=TARGETS)
     model = get_peft_model(build_model(machine, "0.5B", "bf16"), config, autocast_adapter_dtype=False).eval()
@@ -47,7 +47,7 @@ def adapted(machine: Machine, folder: Path, separate: bool) -> Iterator[Trainer]
 
 
 def adapter(machine: Machine, figures: dict, folder: Path) -> None:
-    """Stage g: the adapter alone, after the first sync; beside it the same adapter merged into all weights."""
+    """Run stage g: send the adapter alone after a first full sync; compare with sending it merged into all weights."""
     for name, separate in (("adapter", True), ("merged", False)):
         with adapted(machine, folder / name, separate) as trainer:
             asked = comparing.prompts(trainer.model.config.vocab_size, 4)
@@ -68,16 +68,16 @@ def adapter(machine: Machine, figures: dict, folder: Path) -> None:
 
 
 def fp8(machine: Machine, figures: dict, folder: Path) -> None:
-    """Stage h: does an engine that quantizes to FP8 have the new values after a reload of bf16 buckets?
+    """Run stage h: check that an engine that quantizes to FP8 has the new values after a reload of bf16 buckets.
 
-    Its log-probs are off by the quantization alone, before as after; stale weights are off by much more.
+    Quantization alone shifts its log-probs, equally before and after the reload; stale weights shift them far more.
     """
     with bench(machine, folder, "0.5B", "bf16", eager=True, quantization="fp8") as found:
         first = comparing.mean_difference(found.model, found.rows())
         found.send_changed()
         second = comparing.mean_difference(found.model, found.rows())
         kept = found.rows()
-        found.send_changed()  # the rows in hand are of the weights before
+        found.send_changed()  # `kept` is from the weights before
         stale = comparing.mean_difference(found.model, kept)
     figures |= {"first": first, "after_reload": second, "stale": stale}
     require(second <= 1.5 * first, f"log-probs differ by {second:.2g} after a reload, {first:.2g} before")
@@ -85,9 +85,9 @@ def fp8(machine: Machine, figures: dict, folder: Path) -> None:
 
 
 def two_gpus(machine: Machine, figures: dict, folder: Path) -> None:
-    """Stage j: one GPU trains and one generates (`nccl`), then an engine with a worker on each (TP 2, `host`).
+    """Run stage j: one GPU trains and one generates (`nccl`, `host`), then an engine uses both (TP 2, `host`).
 
-    A rehearsal has no GPUs to tell apart, and its `nccl` is the same code over gloo.
+    A rehearsal runs everything on the CPU, and its `nccl` is the same code over gloo.
     """
     other = {} if machine.rehearsal else {"CUDA_VISIBLE_DEVICES": machine.gpu_id(1)}
     reserved = Machine(machine.rehearsal, machine.engine_module, other)

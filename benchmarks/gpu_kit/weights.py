@@ -1,4 +1,4 @@
-"""Stages a to d: log-probs over syncs, the host and IPC transports, a weight swap while requests are frozen."""
+"""Stages a to d: log-probs after syncs, the host and IPC transports, a weight swap while requests are frozen."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ COPY_BYTES = 256 << 20
 
 
 def logprobs(found: Bench, figures: dict) -> None:
-    """Stage a: the engine agrees with the trainer after 1 and 5 syncs, and disagrees before each."""
+    """Run stage a: engine and trainer must agree after syncs 1 and 5, and disagree before each of syncs 2 to 5."""
     fresh, stale = [], []
     for sync in range(1, 6):
         if sync > 1:
@@ -39,12 +39,12 @@ def logprobs(found: Bench, figures: dict) -> None:
         "prompt_logprobs": scored, "runner": found.runner,
     }  # fmt: skip
     require(all(value <= limit for value in fresh), f"fresh weights differ by {fresh} per token")
-    require(scored <= 2 * limit, f"the log-probs of a scored prompt differ by {scored:.2g}")  # one row: more noise
+    require(scored <= 2 * limit, f"the log-probs of a scored prompt differ by {scored:.2g}")  # one row has more noise
     require(all(s >= STALE_FACTOR * f for s in stale for f in fresh), f"stale weights differ by {stale} only")
 
 
 def transport(kind: str, found: Bench, figures: dict, repeats: int = 5) -> None:
-    """Stages b and c: whole syncs into an engine that only takes the buckets, then into vLLM, beside a plain copy."""
+    """Run stage b or c: time whole syncs into an engine that drops the buckets, then into vLLM, and a plain copy."""
     machine = found.machine
     environment = machine.engine_environment()
     with running_engines(
@@ -63,7 +63,7 @@ def transport(kind: str, found: Bench, figures: dict, repeats: int = 5) -> None:
 
 
 def timed_syncs(trainer: Trainer, kind: str, machine: Machine, folder: Path, repeats: int) -> dict:
-    """Median GB/s of whole syncs, of the copies into slots and of the loads; the first sync warms up."""
+    """Return the median GB/s of whole syncs, of the copies into slots and of the loads, after a warm-up sync."""
     sync, warnings = trainer.sync, []
     opened = Transport(
         kind, machine.device, pin=not machine.rehearsal, seen_as=[0], folder=folder, say=warnings.append
@@ -85,7 +85,7 @@ def timed_syncs(trainer: Trainer, kind: str, machine: Machine, folder: Path, rep
 
 
 def copy_gb_per_s(machine: Machine, kind: str) -> float:
-    """What one large copy on the way of `kind` reaches: pinned host to device, or within the device."""
+    """Return the GB/s of one large copy on the path of `kind`: pinned host to device, or within the device."""
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=machine.device)
     if kind == "host" and not machine.rehearsal:
         source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -114,7 +114,7 @@ def run_stages(
     machine: Machine, record: Recorder, name: str, folder: Path, stages: str, shape: str, dtype: str, eager: bool,
     **engine_args,
 ) -> None:  # fmt: skip
-    """A job: the stages in `stages` on one engine. What starts the engine fails the job."""
+    """Run the stages in `stages` on one engine. An error while the engine starts fails the whole job."""
     with bench(machine, folder, shape, dtype, eager, **engine_args) as found:
         for stage in stages:
             if stage == "c" and machine.rehearsal:

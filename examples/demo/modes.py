@@ -1,8 +1,8 @@
-"""What `--mode` of the demo is: a script, its world, what it sets. Imports nothing heavy: `run.py` must be quick."""
+"""Modes of the demo: script, number of ranks, settings. Imports nothing heavy, because `run.py` must start fast."""
 
 from dataclasses import dataclass
 
-MODES: dict[str, dict] = {  # on top of the config of `train.py`
+MODES: dict[str, dict] = {  # added to the config of `train.py`
     "sync": {},
     "overlap-only": {"max_staleness": 1},
     "balance-only": {"micro_batch_tokens": 1024},
@@ -12,15 +12,15 @@ MODES: dict[str, dict] = {  # on top of the config of `train.py`
 
 @dataclass(frozen=True)
 class Demo:
-    """What `run.py` starts and expects. Minutes were measured on 2 cores."""
+    """Settings and expected results of a demo run. Minutes were measured on 2 cores."""
 
     script: str
-    num_ranks: int  # of both nodes
+    num_ranks: int  # on both nodes together
     steps: int
-    minutes: int  # with these steps
+    minutes: int  # for `steps` steps
     timeout_s: float
-    learned: float  # least gain of the mean reward
-    constant: float  # what no constant answer may reach
+    learned: float  # smallest gain of the mean reward that passes
+    constant: float  # reward that the best constant answer must stay below
 
 
 SMALL = Demo("train.py", num_ranks=4, steps=80, minutes=4, timeout_s=900.0, learned=0.3, constant=0.2)

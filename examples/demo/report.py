@@ -1,6 +1,6 @@
-"""Reads what a demo run left in its folder and writes `summary.json`, `reward.png` and the table per step.
+"""Report of a demo run: `summary.json`, `reward.png` and a table per step, from the files in the run's folder.
 
-`docs/demo.md` says what each key of the summary means and how it is measured. `python report.py FOLDER` does it again,
+`docs/demo.md` explains each key of the summary and its measurement. `python report.py FOLDER` repeats the report;
 `python report.py FOLDER RECORD` also writes RECORD.json and RECORD.png, to be kept, and prints the table as Markdown.
 """
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 PHASES = ("sync", "generate", "reward", "train", "wait")
-SECONDS = {phase: f"{phase} s" for phase in PHASES}  # their columns; "reward" is a phase too
+SECONDS = {phase: f"{phase} s" for phase in PHASES}  # column names, with " s" because "reward" is another column
 COLUMNS = {
     "step": "d", "reward": ".3f", "length": ".1f",
     **dict.fromkeys(SECONDS.values(), ".3f"), "log-prob difference": ".1e",
@@ -31,14 +31,14 @@ class Span:
 
     step: int  # from 1
     phase: str
-    seconds: float  # own time, without the phases inside
+    seconds: float  # own time, without nested phases
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank left behind."""
+    """Phases and step times of one rank."""
 
-    spans: list[Span]  # of training steps only; evaluation and set-up are left out
+    spans: list[Span]  # of training steps only, without evaluation and set-up
     step_s: dict[int, float]  # step -> seconds from its begin to its end
 
 
@@ -47,7 +47,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_rank(folder: Path, rank: int) -> RankRecord:
-    """A phase belongs to the training step that it started in, by the clock of its own rank."""
+    """Read a rank's files. A phase belongs to the training step that it started in, by the rank's own clock."""
     steps = read_lines(folder / "steps" / f"rank{rank}.jsonl")
     spans = [
         Span(step["step"], line["phase"], line["seconds"])
@@ -65,7 +65,7 @@ class Report:
         folder (`Path`):
             `output_dir` of the run.
         wall_s (`float`, *optional*):
-            Seconds from the start of the launchers to their end; unknown if the report is made again later.
+            Seconds from the start of the launchers to their end. Default: unknown, as in a repeated report.
     """
 
     def __init__(self, folder: Path, wall_s: float | None = None):
@@ -74,13 +74,13 @@ class Report:
         self.run = json.loads((folder / "run.json").read_text())
         history = read_lines(folder / "history.jsonl")
         self.steps = [entry for entry in history if "reward" in entry]
-        self.evals = [entry["eval_reward"] for entry in history if "eval_reward" in entry]  # at the start, at the end
+        self.evals = [entry["eval_reward"] for entry in history if "eval_reward" in entry]  # before and after training
         self._ranks = [read_rank(folder, rank) for rank in range(self.run["ranks"])]
 
     # ---- figures ----------------------------------------------------------------------------------------------------
 
     def phase_s(self, phase: str, step: int | None = None) -> float:
-        """Seconds of a phase in one step or in all, mean over ranks."""
+        """Return the seconds of a phase in one step or in all steps, as a mean over ranks."""
         spans = [span for rank in self._ranks for span in rank.spans if span.phase == phase]
         return sum(span.seconds for span in spans if step in (None, span.step)) / len(self._ranks)
 
@@ -90,24 +90,24 @@ class Report:
         return sum(sum(rank.step_s.values()) for rank in self._ranks) / len(self._ranks)
 
     def engines_busy(self) -> float:
-        """Share of the steps in which an engine had a request, by the engines' own clocks."""
+        """Return the share of time in which an engine had a request, by the engines' clocks, as a mean over steps."""
         shares = [entry["busy/engines"] for entry in self.steps if "busy/engines" in entry]
         return sum(shares) / len(shares)
 
     def rewards(self) -> tuple[float, float]:
-        """Mean reward of the first and of the last fifth of the steps."""
+        """Return the mean reward of the first fifth of the steps, and of the last fifth."""
         values = [entry["reward"] for entry in self.steps]
         fifth = max(1, len(values) // 5)
         return sum(values[:fifth]) / fifth, sum(values[-fifth:]) / fifth
 
     def valid_tokens(self) -> float:
-        """Completion tokens that were trained on, padding not counted."""
+        """Return the number of completion tokens that were trained on, without padding."""
         return sum(entry["completions/mean_length"] for entry in self.steps) * self.run["rows_per_step"]
 
     # ---- what is written --------------------------------------------------------------------------------------------
 
     def summary(self) -> dict:
-        """The documented schema: `null` with a reason where a figure was not measured."""
+        """Return the figures in the documented schema; one that was not measured is `None`, with a reason."""
         first, last = self.rewards()
         phase_s = {phase: self.phase_s(phase) for phase in PHASES}
         tokens_per_s, devices = self.valid_tokens() / self.stepping_s, self.run["devices"]
@@ -139,14 +139,14 @@ class Report:
         return reasons
 
     def rows(self) -> list[dict]:
-        """A row per step; seconds are means over ranks, so that a row adds up to the step."""
+        """Return a row per step. Seconds are means over ranks, so that the phases of a row add up to the step."""
         return [
             {
                 "step": entry["step"],
                 "reward": entry["reward"],
                 "length": entry["completions/mean_length"],  # tokens
                 **{column: self.phase_s(phase, entry["step"]) for phase, column in SECONDS.items()},
-                # of one token, engine against trainer, mean over tokens and ranks
+                # |engine - trainer| of a token's log-prob, mean over tokens and ranks
                 "log-prob difference": entry["sampling/sampling_logp_difference/mean"],
             }
             for entry in self.steps
@@ -161,16 +161,16 @@ class Report:
         return table
 
     def keep(self, record: Path) -> None:
-        """Write summary, rows and evaluations to `record`.json, the picture to `record`.png."""
+        """Write summary, rows and evaluations to `record`.json, the plot to `record`.png."""
         kept = {"summary": self.summary(), "eval_reward": rounded(self.evals), "rows": rounded(self.rows())}
         record.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
         self.picture(record.with_suffix(".png"))
 
     def picture(self, path: Path) -> None:
-        """The reward over the steps, held-out prompts before and after, and the best constant answer."""
+        """Plot the reward over the steps, held-out prompts before and after, and the best constant answer."""
         import matplotlib
 
-        matplotlib.use("Agg")  # no display needed
+        matplotlib.use("Agg")  # needs no display
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -187,7 +187,7 @@ class Report:
         return f"GRPO on {self.run['nodes']} nodes, {self.run['ranks']} ranks, {self.run['engines']} vLLM engines"
 
     def write(self) -> dict:
-        """Write `summary.json` and `reward.png`; returns the summary."""
+        """Write `summary.json` and `reward.png`, and return the summary."""
         summary = self.summary()
         self.picture(self.folder / "reward.png")
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -195,12 +195,12 @@ class Report:
 
 
 def rounded(value):
-    """Four digits behind the point are more than any of these figures is good for."""
+    """Round to four decimals, which exceeds the precision of all these figures."""
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [rounded(inner) for inner in value]
-    return (round(value, 4) or value) if isinstance(value, float) else value  # a difference of 1e-6 is not 0
+    return (round(value, 4) or value) if isinstance(value, float) else value  # 1e-6 must not become 0
 
 
 def cells(row: dict) -> list[str]:
@@ -208,7 +208,7 @@ def cells(row: dict) -> list[str]:
 
 
 def markdown(rows: list[dict]) -> str:
-    """The table per step, for a document."""
+    """Return the table per step as Markdown, for a document."""
     lines = [list(COLUMNS), ["---:"] * len(COLUMNS), *map(cells, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

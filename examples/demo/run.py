@@ -1,8 +1,8 @@
-"""`make demo`: two nodes on this machine, each with training ranks and one vLLM engine, learn a small task with GRPO.
+"""`make demo`: learn a small task with GRPO on two nodes of this machine, each with ranks and one vLLM engine.
 
 Each node is a real `accelerate launch` of `train.py` with `accelerate_configs/2node_cpu.yaml`: two ranks and a tiny
-model, or with `--mode real` one rank and SmolLM2-135M. Both end when one fails, when the time is up, and when this
-process is stopped.
+model, or with `--mode real` one rank and SmolLM2-135M. Both nodes end when one fails, when the time is up, and when
+this process is stopped.
 """
 
 import argparse
@@ -27,37 +27,37 @@ from trl_multinode.testing.launch_files import fresh_environment
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 NUM_NODES = 2
-DOWNLOAD_MB = 0  # of the run itself, in every mode
-INSTALL_MB = 950  # the locked packages, once: the environment's size compressed like a wheel; 3.8 GB unpacked
-REAL_INSTALL_MB = 100  # requirements/real.txt, nearly all of it the model
+DOWNLOAD_MB = 0  # by the run itself, in every mode
+INSTALL_MB = 950  # once, for the locked packages: size of their environment (3.8 GB) compressed like a wheel
+REAL_INSTALL_MB = 100  # once, for requirements/real.txt; nearly all of it is the model
 PROGRESS_EVERY_S = 10.0
 POLL_S = 0.2
-GRACE_S = 20.0  # ranks tell each other why they end, and end their engines, within this
+GRACE_S = 20.0  # enough for ranks to exchange the reason of a failure and to end their engines
 TAIL_LINES = 25
-UNLEARNED = 0.1  # greatest change without weight sync
+UNLEARNED = 0.1  # largest reward change that still passes as unlearned, without weight sync
 UNPACK_LIMIT_S = 600.0
 
 
 class DemoError(RuntimeError):
-    """A node failed, or the time was up; the message holds the ends of the logs."""
+    """Failure of a node or of the model's unpacking, or a timeout; the message holds the ends of the logs."""
 
 
 class Launch:
-    """The two `accelerate launch` processes. Leaving the context ends them and everything they started.
+    """The two `accelerate launch` processes. The exit of the context ends them and all processes that they started.
 
     Args:
         demo (`Demo`):
-            What to start.
+            Demo to start.
         folder (`Path`):
-            `output_dir` of the run, and `node<k>.log`.
+            `output_dir` of the run, which also holds `node<k>.log`.
         arguments (`list[str]`):
-            For the script.
+            Arguments of the script.
     """
 
     def __init__(self, demo: Demo, folder: Path, arguments: list[str]):
         self.demo = demo
         self.folder = folder
-        self._processes: set[psutil.Process] = set()  # all that the launchers were seen to have started
+        self._processes: set[psutil.Process] = set()  # all descendants of the launchers seen so far
         self._launchers: list[subprocess.Popen] = []
         self._arguments = arguments
 
@@ -82,10 +82,10 @@ class Launch:
             )  # fmt: skip
 
     def wait(self, timeout_s: float) -> None:
-        """Until both have ended well, with a line of progress every 10 s.
+        """Wait until both nodes have ended well, and print a line of progress every 10 s.
 
         Raises:
-            `DemoError`: one failed, or the time was up.
+            `DemoError`: a node failed, or the time was up.
         """
         start = said = time.monotonic()
         while None in (codes := [launcher.poll() for launcher in self._launchers]) and not any(codes):
@@ -98,11 +98,11 @@ class Launch:
                 print(f"[demo] {now - start:4.0f} s: {self._progress()}", flush=True)
             time.sleep(POLL_S)
         if any(codes):
-            self._wait_for_launchers()  # every rank says why it ends; then the logs are complete
+            self._wait_for_launchers()  # the logs are complete when every rank has logged why it ends
             raise DemoError(f"Node {[bool(code) for code in codes].index(True)} failed.\n{self._tails()}")
 
     def _progress(self) -> str:
-        """Rank 0's last step, or what node 0 last said while it starts."""
+        """Return rank 0's last step, or during the start the last line that this library wrote to node 0's log."""
         entries = [json.loads(line) for line in tail(self.folder / "history.jsonl", 1) if line.endswith("}")]
         if entries:
             reward = entries[0].get("reward", entries[0].get("eval_reward"))
@@ -111,7 +111,7 @@ class Launch:
         return ours[-1] if ours else "the ranks are importing their libraries"
 
     def _tails(self) -> str:
-        """The line in which the ranks agreed why they end, if they did, and the ends of all logs."""
+        """Return the reason on which the ranks agreed, if they did, and the ends of all logs."""
         logs = [self.folder / f"node{node}.log" for node in range(NUM_NODES)]
         causes = {line for log in logs for line in tail(log, 500) if line.startswith("[trl_multinode] the run failed")}
         logs += sorted((self.folder / "_multinode" / "logs").glob("node*/engine*.log"))
@@ -121,13 +121,13 @@ class Launch:
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Remember every process below the launchers: a rank is in a session of its own, and so is an engine."""
+        """Remember all descendants of the launchers, because ranks and engines run in sessions of their own."""
         for launcher in self._launchers:
             with suppress(psutil.NoSuchProcess):
                 self._processes.update(psutil.Process(launcher.pid).children(recursive=True))
 
     def _wait_for_launchers(self) -> bool:
-        """Whether all have ended within the grace period."""
+        """Wait for the launchers; return whether all ended within the grace period."""
         deadline = time.monotonic() + GRACE_S
         while None in [launcher.poll() for launcher in self._launchers]:
             if time.monotonic() > deadline:
@@ -136,7 +136,7 @@ class Launch:
         return True
 
     def _end(self) -> None:
-        """SIGTERM to the launchers, which pass it on; after the grace period SIGKILL to all that is left."""
+        """Send SIGTERM to the launchers, which pass it on; after the grace period, kill the remaining processes."""
         self._look()
         for launcher in self._launchers:
             if launcher.poll() is None:
@@ -145,7 +145,7 @@ class Launch:
         _, left = psutil.wait_procs(self._processes, timeout=GRACE_S)
         for process in [*left, *self._launchers]:
             with suppress(psutil.NoSuchProcess):
-                process.kill()  # a no-op for a launcher that has ended
+                process.kill()  # does nothing to a launcher that has ended
         self._wait_for_launchers()
 
     def __exit__(self, *_: object) -> None:
@@ -153,7 +153,7 @@ class Launch:
 
 
 def cores_of(node: int) -> dict[str, str]:
-    """A share of the cores for each node: two engines that spin on the same ones take turns in every layer."""
+    """Give each node its share of the cores: engines that spin on the same cores would take turns in every layer."""
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[node::NUM_NODES] or cores
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)), "OMP_NUM_THREADS": str(len(mine))}
@@ -166,12 +166,12 @@ def free_port() -> int:
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """The last lines of a file; none if it is not there yet."""
+    """Return the last lines of a file; none if it does not exist yet."""
     return path.read_text(errors="replace").splitlines()[-lines:] if path.exists() else []
 
 
 def verdict(demo: Demo, summary: dict, report: Report, synced: bool) -> tuple[bool, str]:
-    """Whether the run shows what it is for, and the figures that say so."""
+    """Return whether the run has the expected result, and a line with its figures."""
     gain = summary["reward_last"] - summary["reward_first"]
     held_out = summary["reward_held_out"] - report.evals[0]
     figures = (
@@ -187,7 +187,7 @@ def verdict(demo: Demo, summary: dict, report: Report, synced: bool) -> tuple[bo
 
 
 def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
-    """Table, picture, summary; whether the run did what it should."""
+    """Write the report, print table and verdict; return whether the run has the expected result."""
     report = Report(folder, wall_s)
     summary = report.write()
     Console(width=100).print(report.table())
@@ -198,7 +198,7 @@ def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
 
 
 def unpack_model(folder: Path) -> None:
-    """Save the real model once, for all ranks; raises `DemoError`."""
+    """Save the real model once, for all ranks; raise `DemoError` if that fails."""
     print("[demo] unpacking SmolLM2-135M", flush=True)
     command = [sys.executable, str(HERE / "real_model.py"), str(folder / "model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=UNPACK_LIMIT_S)
@@ -233,7 +233,7 @@ def main() -> int:
     options.output_dir.mkdir(parents=True)
     arguments = [f"--output_dir={options.output_dir}", f"--steps={options.steps or demo.steps}"]
     arguments += [f"--seed={options.seed}", f"--mode={options.mode}"] + ["--no-sync"] * options.no_sync
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the context below is left in good order
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise, so that the context below ends the nodes
     start = time.monotonic()
     try:
         if demo is REAL:

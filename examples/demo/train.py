@@ -1,8 +1,8 @@
-"""The demo's training script, started on every node:
+"""Training script of the demo. Start it on every node:
 
     accelerate launch --config_file accelerate_configs/2node_cpu.yaml --machine_rank K examples/demo/train.py
 
-`run.py` starts both nodes on one machine and makes the report.
+`run.py` starts both nodes on one machine and writes the report.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl_multinode import GRPOConfig, GRPOTrainer
 
 NUM_GENERATIONS = 8
-ROWS_PER_RANK = 64  # 32 prompts a step on 4 ranks; with half as many one seed in three got stuck below 0.7
+ROWS_PER_RANK = 64  # 32 prompts a step on 4 ranks; with 16, one seed in three got stuck at a reward below 0.7
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def suppress_sync() -> None:
-    """Test only: from the second update on, engines load nothing and report success all the same."""
+    """Make the engines load nothing from the second update on and still report success. For tests only."""
     os.environ["TRL_MULTINODE_FAULT"] = "skip_load_silently@2"
 
 
@@ -59,7 +59,7 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        # of TRL's corrections the one for completions that older weights made; the same in every mode
+        # TRL's correction for completions that older weights sampled; the same in every mode
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0,
         **MODES[options.mode],
@@ -67,9 +67,9 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
 
 
 def shard_every_parameter(config: GRPOConfig) -> None:
-    """DeepSpeed keeps parameters below 100,000 elements whole on every rank; here all are, and none would be sharded.
+    """Shard every parameter. By default DeepSpeed shards none here, because all have fewer than 100,000 elements.
 
-    `stage3_param_persistence_threshold` is the one setting that a tiny model needs and a real one does not.
+    `stage3_param_persistence_threshold` is the only setting that a tiny model needs and a real one does not.
     """
     plugin = getattr(config, "deepspeed_plugin", None)
     if plugin is not None:
@@ -77,7 +77,7 @@ def shard_every_parameter(config: GRPOConfig) -> None:
 
 
 class Recorder(TrainerCallback):
-    """Leaves what `report.py` reads: when each step ran, on every rank, and what rank 0 logged."""
+    """Callback that writes the input of `report.py`: times of each step on every rank, and the logs of rank 0."""
 
     def __init__(self, folder: Path, rank: int):
         (folder / "steps").mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ class Recorder(TrainerCallback):
 
 
 def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
-    """What only the run itself knows; rank 0, after the last step."""
+    """Write the figures that only the running trainer has. Rank 0 calls it after the last step."""
     topology, devices = trainer.host.topology, trainer.host.devices
     training_gpus = 0 if trainer.args.use_cpu else topology.world_size
     whole = [getattr(parameter, "ds_persist", True) for parameter in trainer.model.parameters()]
@@ -111,17 +111,17 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
         "rows_per_step": trainer.args.generation_batch_size,
         "weight_versions": trainer.vllm_generation.version.update,
         "best_constant": best_constant,
-        "sharded_parameters": [whole.count(False), len(whole)],  # of how many
+        "sharded_parameters": [whole.count(False), len(whole)],  # sharded, total
     }
     (folder / "run.json").write_text(json.dumps(run, indent=2) + "\n")
 
 
 def train_and_record(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
-    trainer.remove_callback(PrinterCallback)  # `history.jsonl` has it
+    trainer.remove_callback(PrinterCallback)  # `history.jsonl` holds the same
     trainer.add_callback(Recorder(folder, trainer.accelerator.process_index))
     trainer.train()
     if trainer.accelerator.is_main_process:
-        write_run(trainer, folder, best_constant)  # before the evaluation: a run that ends in it still has its report
+        write_run(trainer, folder, best_constant)  # first: a run that ends in the evaluation still has a report
     trainer.evaluate()
 
 

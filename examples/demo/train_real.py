@@ -1,10 +1,10 @@
-"""The training script of `make demo MODE=real`: SmolLM2-135M learns to answer sums with the number alone.
+"""Training script of `make demo MODE=real`: SmolLM2-135M learns to answer sums with the number alone.
 
     python examples/demo/real_model.py outputs/demo/model    # once, on a folder that all nodes see
     accelerate launch --config_file accelerate_configs/2node_cpu.yaml --num_processes 2 --machine_rank K \\
         examples/demo/train_real.py --output_dir outputs/demo
 
-`run.py --mode real` does both on one machine and makes the report.
+`run.py --mode real` runs both commands on one machine and writes the report.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         seed=options.seed,
         rollout_seed=options.seed,
         logprob_divergence_limit=0 if options.no_sync else None,  # the alarm would stop a run on stale weights
-        # Memory: half of a rank's rows at a time, weights in pieces of 64 MiB, a prompt has 16 tokens
+        # Less memory: half of a rank's rows at a time (a prompt has 16 tokens), weights in buckets of 64 MiB
         micro_batch_tokens=384,
         sync_bucket_mb=64,
         engine_kwargs={"max_model_len": 128, "kv_cache_memory_bytes": 128 << 20},
@@ -52,7 +52,7 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
 
 
 def reduce_in_pieces(config: GRPOConfig) -> None:
-    """DeepSpeed collects up to 5e8 gradients (2 GB) before it reduces them: here all, and a copy of all."""
+    """Reduce 1e7 gradients at a time. DeepSpeed's default, 5e8 (2 GB), would collect all of them here, and a copy."""
     plugin = getattr(config, "deepspeed_plugin", None)
     if plugin is not None:
         plugin.hf_ds_config.config["zero_optimization"]["reduce_bucket_size"] = 10**7
@@ -64,7 +64,7 @@ def main() -> None:
         suppress_sync()
     train_set, held_out = make_datasets(NUM_HELD_OUT)
     folder = options.output_dir / "model"
-    # before the config, which would make DeepSpeed shard the model while it is loaded
+    # loaded before the config is made, because DeepSpeed would then shard the model during the load
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = make_config(options)
     reduce_in_pieces(config)

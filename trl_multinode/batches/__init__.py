@@ -1,3 +1,3 @@
-"""`micro_batch_tokens`: an optimizer step's rows, cut anew. `batching` plans, `layouts` shapes, `row_exchange` moves,
-`microbatches` is the seam in TRL, `local_metrics` keeps its metrics on the rank.
+"""`micro_batch_tokens`: balanced micro-batches of an optimizer step's rows. `batching` plans them, `layouts` pads,
+`row_exchange` moves rows, `microbatches` hooks into TRL, `local_metrics` keeps TRL's metrics on the rank.
 """

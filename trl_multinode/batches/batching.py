@@ -1,9 +1,9 @@
-"""Which rows a rank puts through the model together: a pure plan from known lengths. No tensors, no communication.
+"""Plan of the rows that a rank puts through the model together, from known lengths. No tensors, no communication.
 
 Ranks run in lock-step, micro-step by micro-step, so a step takes the sum over micro-steps of the *slowest* rank's
 cost. The rows of a pool of ranks are sorted by length and cut into runs; a run is one micro-step and is cut into one
-bin per rank. Neighbours in the sorted order have almost the same length, so there is little padding in a bin, and
-little difference between the bins of a micro-step. Everything is in integers: every rank computes the same plan.
+bin per rank. Neighbours in the sorted order have almost the same length, so a bin has little padding, and the bins of
+a micro-step differ little. All numbers are integers, so every rank computes the same plan.
 """
 
 from bisect import bisect_left
@@ -13,19 +13,19 @@ from itertools import pairwise
 
 import numpy as np
 
-BUDGETS = 24  # sizes of a micro-step that are tried; 48 gains 0.3 %
-OVERHEAD = 16  # a micro-step costs as much as a sixteenth of a full bin, whatever is in it (ZeRO-3 gathers, launches)
-MORE_STEPS = 3  # up to so many times the fewest possible micro-steps are tried
+BUDGETS = 24  # number of micro-step sizes to try; 48 would gain 0.3 %
+OVERHEAD = 16  # a micro-step has the fixed cost of a sixteenth of a full bin (ZeRO-3 gathers, kernel launches)
+MORE_STEPS = 3  # try up to this many times the fewest possible micro-steps
 NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`bins[rank][micro_step]` holds row numbers; rows are numbered through the ranks, as in `owners`."""
+    """Assignment of rows, numbered across the ranks as in `owners`: `bins[rank][micro_step]` holds row numbers."""
 
     bins: list[list[list[int]]]
     owners: np.ndarray  # (rows,) the rank that holds the row now
-    lengths: np.ndarray  # (rows,) in tokens, as padded by `pad_to_multiple_of`
+    lengths: np.ndarray  # (rows,) in tokens, rounded up to `pad_to_multiple_of`
     linear: int  # see `cost`
 
     @property
@@ -37,28 +37,28 @@ class Plan:
         return len(self.lengths) / (len(self.bins) * self.micro_steps)
 
     def targets(self) -> np.ndarray:
-        """The rank that runs each row, shape `(rows,)`."""
+        """Return the rank that runs each row, shape `(rows,)`."""
         targets = np.empty_like(self.owners)
         for rank, steps in enumerate(self.bins):
             targets[[row for rows in steps for row in rows]] = rank
         return targets
 
     def slots(self) -> np.ndarray:
-        """Rows x padded length of every bin, shape `(ranks, micro_steps)`."""
+        """Return rows x padded length of every bin, shape `(ranks, micro_steps)`."""
         return np.array([[len(rows) * self.lengths[rows].max() for rows in steps] for steps in self.bins])
 
     def costs(self) -> np.ndarray:
-        """Shape `(ranks, micro_steps)`, in the unit of [`cost`]."""
+        """Return the [`cost`] of every bin, shape `(ranks, micro_steps)`."""
         return np.array([[cost(len(rows), self.lengths[rows].max(), self.linear) for rows in s] for s in self.bins])
 
     def lock_step_efficiency(self) -> float:
-        """Mean over ranks of the cost / what the ranks pay together: the most expensive bin of every micro-step."""
+        """Return the mean cost of a rank divided by the summed cost of each micro-step's most expensive bin."""
         costs = self.costs()
         return float(costs.sum() / (len(costs) * costs.max(axis=0).sum()))
 
 
 def cost(rows, width, linear: int):
-    """Work of a micro-batch, up to a constant: `rows * width * (linear + width)`.
+    """Return the work of a micro-batch, up to a constant factor: `rows * width * (linear + width)`.
 
     A transformer layer takes `24 s h^2 + 4 s^2 h` operations per sequence of s tokens (Narayanan et al. 2021,
     arXiv:2104.04473, appendix), so attention costs as much as the rest at `s = 6 h`: `linear` is six times the hidden
@@ -68,18 +68,19 @@ def cost(rows, width, linear: int):
 
 
 def plan(lengths: Sequence[Sequence[int]], pools: Sequence[Sequence[int]], cap: int, linear: int) -> Plan:
-    """Bins of at most `cap` slots, the same number of them for every rank, none empty, every row once.
+    """Put every row into one bin of at most `cap` slots. No bin is empty, and every rank has the same number of bins.
 
     Args:
         lengths (`Sequence[Sequence[int]]`):
-            `lengths[rank]`: tokens of the rows that the rank holds. None may be longer than `cap`.
+            Tokens of each row, by the rank that holds it: `lengths[rank]`. No row may be longer than `cap`.
         pools (`Sequence[Sequence[int]]`):
-            Ranks among which rows may move; every rank is in one. All pools are of one size and hold at least one
-            row per rank and micro-step that any pool needs, which equal numbers of rows per rank guarantee.
+            Pools of ranks among which rows may move; every rank is in one pool. All pools have the same size, and each
+            has at least one row per rank for every micro-step that any pool needs: equal numbers of rows per rank
+            guarantee it.
         cap (`int`):
-            Most rows x padded length of a bin.
+            Largest rows x padded length of a bin.
         linear (`int`):
-            See [`cost`].
+            Argument `linear` of [`cost`].
     """
     flat = np.concatenate([np.asarray(rows, dtype=np.int64) for rows in lengths])
     owners = np.repeat(np.arange(len(lengths)), [len(rows) for rows in lengths])
@@ -90,7 +91,7 @@ def plan(lengths: Sequence[Sequence[int]], pools: Sequence[Sequence[int]], cap: 
     plans = []
     for least in sorted(
         {0, 0 if len(pools) == 1 else slowest // count}
-    ):  # several pools wait for each other: see `curve`
+    ):  # pools wait for each other, so also try a lower bound: see `curve`
         bins: list[list[list[int]]] = [[] for _ in lengths]
         for order, pool, cut in zip(orders, pools, cuts, strict=True):
             for edges in cut.steps(count, least):
@@ -101,7 +102,10 @@ def plan(lengths: Sequence[Sequence[int]], pools: Sequence[Sequence[int]], cap: 
 
 
 def best_count(cuts: "Sequence[Cuts]", overhead: int) -> tuple[int, int]:
-    """The number of micro-steps with the least cost, the slowest pool's plus `overhead` for each; and that pool's."""
+    """Return the cheapest number of micro-steps, and the slowest pool's cost for it without overhead.
+
+    The cost of a number of micro-steps is that of the slowest pool, plus `overhead` for each micro-step.
+    """
     fewest, most = max(cut.fewest for cut in cuts), min(len(cut.lengths) // cut.ranks for cut in cuts)
     tried = range(fewest, max(fewest, min(most, MORE_STEPS * fewest)) + 1)
     curves = [cut.curve(tried[-1]) for cut in cuts]
@@ -111,30 +115,31 @@ def best_count(cuts: "Sequence[Cuts]", overhead: int) -> tuple[int, int]:
 
 
 class Cuts:
-    """The cuts of one pool's sorted rows into micro-steps that are tried, and the cheapest for every number of them.
+    """Candidate cuts of one pool's sorted rows into micro-steps, and the cheapest cut for each number of micro-steps.
 
     A micro-step begins at row i and gives each rank in turn as many rows as fit its budget, at least one.
 
     Args:
         lengths (`np.ndarray` of shape `(rows,)`):
-            Descending.
+            Lengths of the rows, descending.
         ranks (`int`):
-            Of the pool.
+            Number of ranks in the pool.
         cap (`int`), linear (`int`):
-            As in [`plan`].
+            Arguments `cap` and `linear` of [`plan`].
     """
 
     def __init__(self, lengths: np.ndarray, ranks: int, cap: int, linear: int):
         self.lengths, self.ranks, self._cap, self._linear = lengths, ranks, cap, linear
-        self._fits = cap // lengths  # rows of a bin that begins here
+        self._fits = cap // lengths  # most rows of a bin that begins at each row
         self._units = cost(1, lengths, linear)
         self._edges, self._costs = self._all_steps()
         self.fewest = self._count_fewest()
 
     def _all_steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Edges `(budgets, ranks + 1, rows)` of the micro-step that begins at each row; its cost `(budgets, rows)`.
+        """Return the edges `(budgets, ranks + 1, rows)` and costs `(budgets, rows)` of all candidate micro-steps.
 
-        A step that would leave the next one fewer rows than ranks costs `NEVER`.
+        A candidate begins at one row and has one budget. It costs `NEVER` if it has an empty bin, or if it would leave
+        the next micro-step fewer rows than ranks.
         """
         n, units = len(self.lengths), self._units
         largest = np.minimum(self._cap * (self._linear + self.lengths), units.sum() // self.ranks + units)
@@ -153,7 +158,7 @@ class Cuts:
         return np.stack(edges, axis=1), np.where((left > 0) & (left < self.ranks), NEVER, costs)
 
     def _count_fewest(self) -> int:
-        """Micro-steps when every bin is filled to the cap."""
+        """Return the fewest micro-steps of any candidate cut."""
         n = len(self.lengths)
         fewest = np.full(n + 1, NEVER)
         fewest[n] = 0
@@ -163,13 +168,13 @@ class Cuts:
         return int(fewest[0])
 
     def curve(self, most: int, least: int = 0) -> np.ndarray:
-        """The least cost with exactly k micro-steps, for k up to `most`: dynamic programming from the last row.
+        """Return the least cost with exactly k micro-steps for k = 0 to `most`: dynamic programming from the last row.
 
         Args:
             most (`int`):
                 Largest k.
             least (`int`, defaults to 0):
-                A cheaper micro-step costs so much: other pools are not done sooner.
+                Lower bound on a micro-step's cost, because a cheaper one would still wait for the other pools.
         """
         costs = np.maximum(self._costs, least)
         n = len(self.lengths)
@@ -183,7 +188,7 @@ class Cuts:
         return best[0]
 
     def steps(self, count: int, least: int) -> list[list[int]]:
-        """The edges of the bins of each of `count` micro-steps, the most expensive first."""
+        """Return the bin edges of each of `count` micro-steps, the most expensive micro-step first."""
         self.curve(count, least)
         found, i = [], 0
         for left in range(count, 0, -1):
@@ -193,7 +198,7 @@ class Cuts:
         return sorted(found, key=lambda edges: -max((b - a) * self._units[a] for a, b in pairwise(edges)))
 
     def _even(self, start: int, end: int, budget: int) -> list[int]:
-        """Edges of the bins of the rows from `start` to `end`, by the smallest budget that takes them all."""
+        """Return the bin edges of the rows from `start` to `end`, with the smallest budget that fits them all."""
 
         def edges(budget: int) -> list[int]:
             found = [start]

@@ -1,8 +1,8 @@
 """Rows without padding, and the two padded layouts: TRL's (prompt | completion), and the model's (rows from column 0).
 
 TRL pads prompts left and completions right, each to its longest, so a batch is as wide as the longest prompt plus the
-longest completion. The model gets rows that all begin in column 0: as wide as the longest row. Attention with
-relative positions cannot tell the two apart.
+longest completion. The model gets rows that all begin in column 0, so its batch is as wide as the longest row.
+Attention with relative positions gives the same result in both layouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 Row = dict[str, torch.Tensor]  # prompt_ids (prompt,), per-token fields (completion,), others () or (1,)
 
-# Fields with a value per completion token, and what TRL pads them with. The importance sampling ratio is one of them
-# or not, by its mode; VESPO sums its logarithm over the padding too.
+# Fields with one value per completion token, and TRL's padding value. The importance sampling ratio is among them only
+# in token modes; its padding is 1, because VESPO also sums its logarithm over the padding.
 PER_TOKEN = {
     "completion_ids": 0,
     "tool_mask": 1,
@@ -22,25 +22,25 @@ PER_TOKEN = {
     "sampling_per_token_logps": 0,
     "importance_sampling_ratio": 1,
 }
-MASKS = ("prompt_mask", "completion_mask")  # say what the lengths say
+MASKS = ("prompt_mask", "completion_mask")  # rows omit them, because the lengths determine them
 
 
 def lengths(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Tokens of prompt and completion, shape `(rows, 2)`. A completion masked out as truncated has none."""
+    """Count the tokens of prompt and completion, shape `(rows, 2)`. A completion masked as truncated counts 0."""
     return torch.stack([inputs[name].sum(1) for name in MASKS], dim=1)
 
 
 def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> list[Row]:
-    """The rows of one of TRL's batches, as views; scalars and masks are left out.
+    """Cut one of TRL's batches into rows, which are views. Scalars and masks are left out.
 
     Args:
         inputs (`Mapping[str, torch.Tensor]`):
-            What TRL's `_prepare_inputs` returns.
+            Batch that TRL's `_prepare_inputs` returns.
         per_token (`frozenset[str]`):
             Fields of shape `(rows, completion)`; all others have one value per row.
 
     Raises:
-        `ValueError`: for a field that is neither.
+        `ValueError`: if a field has neither shape.
     """
     sizes = lengths(inputs).tolist()
     width = inputs["prompt_ids"].shape[1]
@@ -61,9 +61,9 @@ def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> l
 
 
 def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """A batch in TRL's layout, as wide as these rows need: the inverse of [`cut_rows`].
+    """Join rows into a batch in TRL's layout, only as wide as these rows need: the inverse of [`cut_rows`].
 
-    It has at least one completion column, because to TRL `[:, -0:]` would be all columns.
+    The batch has at least one completion column, because TRL's slice `[:, -0:]` would select all columns.
     """
     batch = {}
     for name in rows[0]:
@@ -86,23 +86,23 @@ def _one_column(values: torch.Tensor, fill: float) -> torch.Tensor:
 
 
 def pack(row: Row) -> torch.Tensor:
-    """A row as one int32 vector; floats keep their bits."""
+    """Pack a row into one int32 vector; floats keep their float32 bits."""
     flat = [value.reshape(-1) for value in row.values()]
     return torch.cat([v.float().view(torch.int32) if v.is_floating_point() else v.to(torch.int32) for v in flat])
 
 
 def unpack(record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: frozenset[str]) -> Row:
-    """The inverse of [`pack`].
+    """Unpack a row: the inverse of [`pack`].
 
     Args:
         record (`torch.Tensor`):
-            Of a row that another rank packed.
+            Vector that another rank packed.
         like (`Row`):
             Any row of this rank: it has the same fields and types.
         sizes (`Sequence[int]`):
-            The row's prompt and completion tokens.
+            Prompt and completion tokens of the row.
         per_token (`frozenset[str]`):
-            As in [`cut_rows`].
+            Same as in [`cut_rows`].
     """
     prompt, completion = sizes
     row, start = {}, 0
@@ -116,15 +116,15 @@ def unpack(record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: fro
 
 
 class Compact:
-    """A batch in TRL's layout, moved to column 0 for the model, and the way back for what the model says.
+    """Layout of one of TRL's batches for the model, with every row from column 0; `restore` moves its outputs back.
 
     Args:
         attention_mask (`torch.Tensor` of shape `(rows, prompt + completion)`):
-            Contiguous ones in every row.
+            Mask of the batch, with contiguous ones in every row.
         logits_to_keep (`int`):
-            Completion columns.
+            Number of completion columns.
         multiple (`int`):
-            The width is rounded up to it (`pad_to_multiple_of`).
+            Divisor of the width, which is rounded up to fit (`pad_to_multiple_of`).
     """
 
     def __init__(self, attention_mask: torch.Tensor, logits_to_keep: int, multiple: int):
@@ -135,16 +135,16 @@ class Compact:
         self._source = (columns + attention_mask.argmax(1)[:, None]).clamp(max=attention_mask.shape[1] - 1)
         self.attention_mask = (columns < ends[:, None]).to(attention_mask.dtype)
         self.logits_to_keep = max(1, width - max(1, int(self._prompts.min())))
-        self._first = width - self.logits_to_keep  # column of the first logit that is kept
+        self._first = width - self.logits_to_keep  # column of the first kept logit
         self._columns = torch.arange(logits_to_keep, device=attention_mask.device)
         self._real = self._columns < (ends - self._prompts)[:, None]
 
     def ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Shape `(rows, width)`; what stands behind a row's end is masked."""
+        """Move token ids to column 0, shape `(rows, width)`. `attention_mask` hides the columns after a row's end."""
         return input_ids.gather(1, self._source)
 
     def restore(self, values: torch.Tensor | None) -> torch.Tensor | None:
-        """From `(rows, self.logits_to_keep)` to `(rows, completion)`; zero beyond the end, as in TRL."""
+        """Move values from `(rows, self.logits_to_keep)` to `(rows, completion)`; zero after the end, as in TRL."""
         if values is None:
             return None
         index = (self._prompts - self._first)[:, None] + self._columns

@@ -1,8 +1,8 @@
-"""TRL's metrics over the micro-steps of one optimizer step: kept on the rank, one gather at the end.
+"""TRL's metrics of one optimizer step: kept on the rank over all micro-steps, gathered once at the end.
 
-TRL's loss calls about seven collectives per micro-batch for its log, two of them with one value per row, which ranks
-with different numbers of rows cannot do. Here a mean is over all tokens of the optimizer step and a minimum or maximum
-over all its rows: what TRL logs for a step of a single micro-batch.
+TRL's loss calls about seven collectives per micro-batch for its log. Two of them gather one value per row, which
+requires the same number of rows on every rank. Here a mean is over all tokens of the optimizer step and a minimum or
+maximum over all its rows, as TRL logs them for a step of a single micro-batch.
 """
 
 from collections import defaultdict
@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-EXTREMES = ("min", "max")  # how the names of such metrics end
+EXTREMES = ("min", "max")  # suffixes of the metrics that are extremes over rows
 
 
 class LocalMetrics:
@@ -24,7 +24,7 @@ class LocalMetrics:
 
     @contextmanager
     def kept_local(self, trainer) -> Iterator[None]:
-        """While TRL computes the loss of one micro-batch: its collectives return the rank's own part."""
+        """Make TRL's collectives return the rank's own part while TRL computes the loss of one micro-batch."""
         with (
             mock.patch.object(trainer.accelerator, "reduce", self._reduce),
             mock.patch.object(trainer.accelerator, "gather", lambda tensor: tensor),
@@ -45,7 +45,7 @@ class LocalMetrics:
         self._values[name].append(pair)
 
     def finish(self, trainer) -> None:
-        """Log the optimizer step. A collective of all training ranks: one gather of two numbers per metric."""
+        """Add the step to TRL's metrics. A collective of all training ranks: one gather of two numbers per metric."""
         if not self._values:
             return
         names = sorted(self._values)
@@ -59,7 +59,7 @@ class LocalMetrics:
 
 
 def _combine(name: str, pairs: torch.Tensor) -> torch.Tensor:
-    """Shape `(parts, 2)` to `(2,)`. NaN is an extreme of no rows at all."""
+    """Reduce pairs of shape `(parts, 2)` to `(2,)`. A NaN extreme comes from a part without rows and is ignored."""
     if name.endswith("min"):
         return pairs.nan_to_num(nan=torch.inf).amin(0)
     if name.endswith("max"):
@@ -68,7 +68,7 @@ def _combine(name: str, pairs: torch.Tensor) -> torch.Tensor:
 
 
 class _Lists(dict):
-    """Stands in for `trainer._metrics["train"]`: every key has an `append`."""
+    """Replacement of `trainer._metrics["train"]` in which every key has an `append`."""
 
     def __init__(self, append):
         super().__init__()

@@ -1,7 +1,7 @@
-"""`micro_batch_tokens`: the rows of an optimizer step, cut anew into balanced micro-batches. The seam in TRL.
+"""`micro_batch_tokens` in TRL's trainer: balanced micro-batches of the rows of an optimizer step.
 
-The calls of `training_step` that accumulate only collect TRL's slices; the last one runs all micro-steps through
-transformers' own `training_step`. The gradient is TRL's: `docs/balance.md` has the formula.
+The accumulating calls of `training_step` only collect TRL's slices; the last call runs all micro-steps through
+transformers' own `training_step`. The gradient equals TRL's: `docs/balance.md` has the formula.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from .local_metrics import LocalMetrics
 from .row_exchange import RowExchange
 
 MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # the loss of a micro-batch is a mean over its rows
-SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")  # a sum, divided by the tokens of the generation block
+SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")  # it is a sum, divided by the tokens of the generation block
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 Tensors = dict[str, torch.Tensor]
 
 
 def reason_against(trainer: GRPOTrainer) -> str | None:
-    """Why this run keeps TRL's micro-batches; `None` if it need not. The same on every rank."""
+    """Return the reason to keep TRL's micro-batches, the same on every rank, or `None` if there is none."""
     config = trainer.model.config.get_text_config()
     rotary = any("rotary" in type(module).__name__.lower() for module in trainer.model.modules())
     rope = str(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
@@ -55,16 +55,17 @@ class BalancedGRPOTrainer(GRPOTrainer):
     """
     TRL's [`~trl.GRPOTrainer`] with `micro_batch_tokens`; without it every method is TRL's.
 
-    Works with every `vllm_mode` and without vLLM, with one process and with many. All training ranks take part in its
-    collectives: one of the lengths and one of the rows (within their pool) for each optimizer step and no-grad pass,
-    and one of the metrics for each optimizer step.
+    It works with every `vllm_mode` and without vLLM, with one process and with many. All training ranks take part in
+    its collectives. Each no-grad pass and each optimizer step gathers the lengths once and exchanges rows within a
+    pool once; with a loss that sums over tokens, a step does both for each of its generation blocks. A no-grad pass
+    also sends the log-probs back within the pool, and an optimizer step gathers the metrics once.
 
     Raises:
         `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`.
     """
 
     _balance: "Balance | None" = None
-    _current_train_step_time: float  # TRL's
+    _current_train_step_time: float  # set by TRL
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -80,7 +81,7 @@ class BalancedGRPOTrainer(GRPOTrainer):
         if self._balance is None:
             return super().training_step(model, inputs, num_items_in_batch)
         start = time.perf_counter()
-        model.train()  # as transformers does: TRL looks at the mode
+        model.train()  # transformers does so first too, because `_prepare_inputs` depends on the mode
         self._balance.slices.append(self._prepare_inputs(inputs))
         loss = torch.zeros((), device=self.args.device)
         if self.accelerator.sync_gradients:
@@ -94,7 +95,7 @@ class BalancedGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch):
         if self._balance is not None and self._balance.inside:
-            return generation_batch  # a micro-batch, in transformers' training_step
+            return generation_batch  # transformers' `training_step` passes a finished micro-batch
         return super()._prepare_inputs(generation_batch)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -122,11 +123,11 @@ class BalancedGRPOTrainer(GRPOTrainer):
 
 
 class Balance:
-    """Plans, moves and runs the rows of this rank.
+    """Owner of this rank's rows during an optimizer step: it plans, moves and runs them.
 
     Args:
         trainer ([`BalancedGRPOTrainer`]):
-            Built by every rank at the same point: process groups are made here.
+            Trainer of this rank. All ranks build their `Balance` at the same point, because it creates process groups.
     """
 
     def __init__(self, trainer: BalancedGRPOTrainer):
@@ -137,18 +138,18 @@ class Balance:
         self._multiple = trainer.pad_to_multiple_of or 1
         per_sequence = trainer.vllm_importance_sampling_mode.startswith("sequence_")
         self._per_token = frozenset(PER_TOKEN) - ({"importance_sampling_ratio"} if per_sequence else set())
-        self.slices: list[Tensors] = []  # of this optimizer step, TRL's own objects: they may be used again
+        self.slices: list[Tensors] = []  # slices of this optimizer step; TRL may use these objects again
         self.metrics = LocalMetrics()
-        self.inside = False  # a micro-step
+        self.inside = False  # true during a micro-step
         self._slice_rows = 0
-        self._moved_bytes, self._crossed_bytes = 0, 0  # by all ranks; between nodes
+        self._moved_bytes, self._crossed_bytes = 0, 0  # sums over all ranks; the second between nodes only
 
     def scale(self, rows: int) -> float:
-        """What makes the loss of a micro-batch its part of TRL's: see docs/balance.md."""
+        """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/balance.md."""
         return rows / self._slice_rows if self._trainer.loss_type in MEAN_OVER_ROWS else 1.0
 
     def train(self, model, num_items_in_batch) -> torch.Tensor:
-        """All micro-steps of an optimizer step; returns this rank's loss as TRL's calls of the step sum up to it."""
+        """Run all micro-steps of an optimizer step; return this rank's loss, scaled like the sum over TRL's calls."""
         slices, self.slices = self.slices, []
         self._slice_rows = len(slices[0]["prompt_ids"])
         shares = [self._share(block) for block in self._blocks(slices)]
@@ -166,7 +167,7 @@ class Balance:
         return loss
 
     def _blocks(self, slices: list[Tensors]) -> list[list[Tensors]]:
-        """Slices that may be mixed. A sum over tokens is divided by the tokens of its generation block."""
+        """Group slices whose rows may mix. A sum over tokens is divided by the tokens of its own generation block."""
         if self._trainer.loss_type in MEAN_OVER_ROWS:
             return [slices]
         blocks: dict[float, list[Tensors]] = {}
@@ -176,7 +177,7 @@ class Balance:
 
     @contextlib.contextmanager
     def _synchronized(self, model, last: bool) -> Iterator[None]:
-        """The last micro-step is the one that reduces the gradients, as in transformers' own loop."""
+        """Let only the last micro-step reduce the gradients, as in transformers' own loop."""
         accelerator = self._trainer.accelerator
         accelerator.gradient_state._set_sync_gradients(last)
         each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
@@ -188,7 +189,7 @@ class Balance:
 
     @torch.no_grad()
     def score(self, compact: Callable, input_ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
-        """Per-token log-probs of the completions, shape `(rows, keep)`, as TRL's fixed chunks give them."""
+        """Return the completions' per-token log-probs, shape `(rows, keep)`, equal to those of TRL's fixed chunks."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         columns = (slice(None, -keep), slice(-keep, None))
         values = [tensor[:, part] for part in columns for tensor in (input_ids, mask)]
@@ -210,7 +211,7 @@ class Balance:
         return result
 
     def _share(self, inputs: list[Tensors]) -> "Share":
-        """What this rank runs of the rows that all ranks bring. A collective of all ranks."""
+        """Plan the rows of all ranks, exchange them, and return this rank's share. A collective of all ranks."""
         table = self._exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
         padded = -(-table.sum(2) // self._multiple) * self._multiple
         self._check(padded)
@@ -229,7 +230,7 @@ class Balance:
         return share
 
     def _count(self, sizes: np.ndarray, share: "Share") -> None:
-        """Bytes of the records that left their rank; all ranks know those of all."""
+        """Add the bytes of all records that left their rank; every rank has the sizes of all."""
         per_node, owners = self._topology.ranks_per_node, share.plan.owners
         self._moved_bytes += 4 * int(sizes[share.targets != owners].sum())
         self._crossed_bytes += 4 * int(sizes[share.targets // per_node != owners // per_node].sum())
@@ -238,7 +239,7 @@ class Balance:
         return join_rows(list(rows.values()), self._per_token, self._trainer._tokenizer.pad_token_id)
 
     def _check(self, padded: np.ndarray) -> None:
-        """All ranks know all lengths, so all raise."""
+        """Raise on every rank if any row is too long; every rank has all lengths."""
         cap = self._args.micro_batch_tokens
         if padded.max() > cap:
             rank = int(padded.max(axis=1).argmax())
@@ -249,7 +250,7 @@ class Balance:
             )
 
     def _log(self, shares: "list[Share]", seconds: float) -> None:
-        """A collective of all ranks, for TRL's metrics; ours are the same on every rank without one."""
+        """Log TRL's metrics, with a collective of all ranks, and the `balance/` metrics, which need no collective."""
         self.metrics.finish(self._trainer)
         costs = np.concatenate([share.plan.costs() for share in shares], axis=1)
         slots = np.concatenate([share.plan.slots() for share in shares], axis=1)
@@ -267,20 +268,20 @@ class Balance:
 
 
 class Share:
-    """What one rank runs, and where every row comes from and goes to.
+    """Rows that one rank runs, with the source and target rank of every row.
 
     Args:
         plan ([`Plan`]), sizes (`np.ndarray` of shape `(rows, 2)`):
-            Of all ranks; prompt and completion tokens.
+            Plan, and prompt and completion tokens, of the rows of all ranks.
         rank (`int`):
             This rank.
         inputs (`dict[str, torch.Tensor]`):
-            A slice of the rows; its scalars hold for all of them.
+            Slice of the rows, whose scalars hold for all rows.
     """
 
     def __init__(self, plan: Plan, sizes: np.ndarray, rank: int, inputs: Tensors):
         self.plan, self.sizes = plan, sizes
-        self.own = np.flatnonzero(plan.owners == rank).tolist()  # rows that this rank brings
+        self.own = np.flatnonzero(plan.owners == rank).tolist()  # rows that this rank holds before the exchange
         self.targets = plan.targets()
         self.scalars = {name: value for name, value in inputs.items() if value is not None and value.ndim == 0}
         self.steps: list[dict[int, Row]] = []  # rows that this rank runs, by micro-step

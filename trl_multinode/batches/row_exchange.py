@@ -1,4 +1,4 @@
-"""Rows travel between the ranks of a pool, by default those of a node: flat int32 arrays of sizes known beforehand."""
+"""Exchange of rows between the ranks of a pool (by default a node), as flat int32 arrays of known sizes."""
 
 import numpy as np
 import torch
@@ -8,15 +8,15 @@ from ..topology import Topology
 
 
 class RowExchange:
-    """The ranks among which rows move. Built by all ranks at the same point: it makes the pools' process groups.
+    """Exchange within pools of ranks. All ranks build it at the same point, because it creates their process groups.
 
     Args:
         topology (`Topology`):
-            Of this rank.
+            Topology of this rank.
         across (`str`):
-            `"node"`: rows move between the ranks of one node. `"world"`: between all ranks.
+            Extent of a pool: `"node"` for the ranks of one node, `"world"` for all ranks.
         device (`torch.device`):
-            Where the rows are; what the process group's backend can send.
+            Device of the rows; the process group's backend must be able to send from it.
     """
 
     def __init__(self, topology: Topology, across: str, device: torch.device):
@@ -31,13 +31,13 @@ class RowExchange:
         self._device = device
 
     def all_lengths(self, mine: torch.Tensor) -> np.ndarray:
-        """Prompt and completion tokens of the rows of all ranks, `(world_size, rows, 2)`.
+        """Gather the prompt and completion tokens of all ranks' rows, shape `(world_size, rows, 2)`.
 
-        A collective of all ranks, who hold the same number of rows: that number is TRL's batch size.
+        A collective of all ranks, which hold the same number of rows each, because TRL's batch size sets it.
 
         Args:
             mine (`torch.Tensor` of shape `(rows, 2)`):
-                Of this rank.
+                Tokens of this rank's rows.
         """
         if not self._distributed:
             return mine.cpu().numpy()[None]
@@ -49,13 +49,14 @@ class RowExchange:
     def move(
         self, records: dict[int, torch.Tensor], sizes: np.ndarray, sources: np.ndarray, targets: np.ndarray
     ) -> dict[int, torch.Tensor]:
-        """The records of other ranks' rows that are now for this rank. A collective of the pool's ranks.
+        """Send the records that leave this rank and return those that arrive. A collective of the pool's ranks.
 
         Args:
             records (`dict[int, torch.Tensor]`):
-                By row number, int32 of shape `(sizes[row],)`: at least those that leave this rank.
+                Records by row number, int32 of shape `(sizes[row],)`: at least those that leave this rank.
             sizes (`np.ndarray`), sources (`np.ndarray`), targets (`np.ndarray` of shape `(rows,)`):
-                Length of each row's record, the rank that has it, the rank that gets it. The same on every rank.
+                Length of each row's record, the rank that holds it, and the rank that receives it; the same on every
+                rank.
         """
         if len(self._pool) == 1:
             return {}
@@ -73,5 +74,5 @@ class RowExchange:
 
     @staticmethod
     def _rows(sources: np.ndarray, targets: np.ndarray, source: int, target: int) -> np.ndarray:
-        """Ascending row numbers that go from one rank to another one."""
+        """Return the ascending numbers of the rows that go from one rank to another."""
         return np.flatnonzero((sources == source) & (targets == target) & (sources != targets))

@@ -1,4 +1,4 @@
-"""The command: `python -m trl_multinode.check FILE`."""
+"""Entry point of `python -m trl_multinode.check FILE`."""
 
 import sys
 

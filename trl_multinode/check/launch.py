@@ -1,4 +1,4 @@
-"""What is known of a launch: one node's share of it, the script's batch, and what is wrong."""
+"""Data classes of a launch: one node's share of it, the script's batch arguments, and a problem."""
 
 import argparse
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """A launch that would fail, or do something else than its file says, and the cure."""
+    """Reason why a launch would fail or would not do what its file requests, and the cure."""
 
     what: str
     cure: str
@@ -28,32 +28,32 @@ class Batch:
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     def world(self, num_ranks: int) -> int:
-        """Completions that all ranks generate at once."""
+        """Return the number of completions that all ranks together generate in one round."""
         return self.generation_batch_size or self.per_device_train_batch_size * num_ranks * self.steps
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One node's share of a launch, as accelerate understood file and flags."""
+    """One node's share of a launch, as accelerate reads file and flags."""
 
-    args: argparse.Namespace  # merged with the file, prepared for torchrun
-    file: dict[str, Any]  # without what accelerate would stop at
-    launcher: str  # accelerate's launcher function
+    args: argparse.Namespace  # flags merged with the file, prepared for torchrun
+    file: dict[str, Any]  # keys and values, mended so that accelerate accepts them
+    launcher: str  # name of accelerate's launcher function
     num_nodes: int
-    ranks_per_node: int  # floored, as accelerate does
-    started: int  # processes that really start on this node
-    visible: list[str] | None  # GPUs that they see, by the node's numbers; `None` on CPU
-    port: int | None  # as asked for, before accelerate chooses one
+    ranks_per_node: int  # rounded down, as accelerate does
+    started: int  # processes that the launcher starts on this node
+    visible: list[str] | None  # GPUs that these processes see, by the node's numbers; `None` on CPU
+    port: int | None  # requested port, before accelerate chooses one
     endpoint: str | None = None  # rendezvous backend, host and port; `None` without torchrun
 
     @property
     def num_ranks(self) -> int:
-        """Of all nodes, as the file means them."""
+        """Ranks on all nodes as configured; the launcher may start fewer (`started`)."""
         return self.ranks_per_node * self.num_nodes
 
     @property
     def own_launcher(self) -> str | None:
-        """DeepSpeed's launcher, where that runs in place of torchrun."""
+        """Name of DeepSpeed's launcher if it replaces torchrun, else `None`."""
         name = self.args.deepspeed_multinode_launcher
         return name if self.args.use_deepspeed and self.num_nodes > 1 and name != "standard" else None
 

@@ -1,4 +1,4 @@
-"""Reads file and flags with accelerate's own code, its launchers replaced."""
+"""Read the config file and the flags with accelerate's own code, its launchers replaced."""
 
 import argparse
 import difflib
@@ -16,16 +16,16 @@ from accelerate.utils import _filter_args, prepare_deepspeed_cmd_env, prepare_mu
 
 from .launch import Launch, Problem
 
-# Accelerate's launchers that end in torchrun, each with what it does to the arguments first.
+# Accelerate's launchers that end in torchrun, each with the function that prepares its arguments.
 PREPARE = {"deepspeed_launcher": prepare_deepspeed_cmd_env, "multi_gpu_launcher": prepare_multi_gpu_env}
-# What the config loader takes: its fields, and two older spellings that it converts.
+# Keys that the config loader accepts: its fields, and two older spellings that it converts.
 FILE_KEYS = {*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend"}
 
 
 def _launch_parser() -> argparse.ArgumentParser:
     parser = accelerate_launch.launch_command_parser()
     parser.prog = "python -m trl_multinode.check"
-    parser.usage = "%(prog)s FILE [flags of accelerate launch]"  # accelerate's own is a hundred lines
+    parser.usage = "%(prog)s FILE [flags of accelerate launch]"  # accelerate's own usage is a hundred lines long
     return parser
 
 
@@ -39,10 +39,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def parse_flags(path: str, flags: list[str]) -> argparse.Namespace:
-    """Parses flags with the parser of `accelerate launch`. A script and its arguments may follow them.
+    """Parse flags with the parser of `accelerate launch`. A script and its arguments may follow them.
 
     Raises:
-        `SystemExit`: with status 2, for a flag that `accelerate launch` does not know.
+        `SystemExit`: with status 2, for a flag that `accelerate launch` does not have, or for two config files.
     """
     parser = _launch_parser()
     args, unknown = parser.parse_known_args(["--config_file", path, *flags, "script"])
@@ -55,21 +55,21 @@ def parse_flags(path: str, flags: list[str]) -> argparse.Namespace:
 
 
 def read_file(path: str) -> tuple[dict[str, Any], list[Problem]]:
-    """Reads a config file and mends what accelerate would stop at, so that the other rules still see the rest.
+    """Read a config file and mend the keys that accelerate rejects, so that the rules can check all others.
 
     Returns:
-        `tuple[dict[str, Any], list[Problem]]`: the mended file, and a problem for every mend.
+        `tuple[dict[str, Any], list[Problem]]`: the mended file, and one problem per mended key.
 
     Raises:
-        `OSError`, `yaml.YAMLError`: the file cannot be read.
-        `ValueError`: it holds no keys.
+        `OSError`, `yaml.YAMLError`: if the file cannot be read.
+        `ValueError`: if it holds no keys.
     """
     with open(path, encoding="utf-8") as stream:
         file = yaml.safe_load(stream)
     if not isinstance(file, dict):
         raise ValueError("it holds no keys")
     problems = [_unknown_key(key, file.pop(key)) for key in sorted(file.keys() - FILE_KEYS, key=str)]
-    # Else a bare Python error of accelerate: 'int' object has no attribute 'split'.
+    # Without this, accelerate raises a bare Python error: 'int' object has no attribute 'split'.
     for key, example in {"gpu_ids": "all", "mixed_precision": '"no"'}.items():
         if not isinstance(file.get(key), str | None):
             what = f"accelerate stops at `{key}` (got YAML's {file[key]!r}, expected a string)"
@@ -80,33 +80,34 @@ def read_file(path: str) -> tuple[dict[str, Any], list[Problem]]:
 
 def _unknown_key(key: str, value: Any) -> Problem:
     cure = "delete it" + did_you_mean(key, FILE_KEYS)
-    if key in flag_names():  # `max_restarts` is a flag only; `zero_stage` may also stand in its section
+    if key in flag_names():  # `max_restarts` is a flag only; `zero_stage` is also a key of a section
         cure = f"pass `--{key}` on the command line, or move it into its section (`deepspeed_config:`)"
     return Problem(f"accelerate rejects a file with the key `{key}` (got {value!r})", cure)
 
 
 def merge(args: argparse.Namespace) -> str:
-    """Merges the config file into `args`, in place, by `accelerate launch`'s own code.
+    """Merge the config file into `args`, in place, with `accelerate launch`'s own code.
 
     Returns:
-        `str`: name of the launcher that accelerate would have called.
+        `str`: name of the launcher that accelerate would call.
     """
     called: list[str] = []
     names = [name for name in vars(accelerate_launch) if name.endswith("_launcher")]
     fakes: dict[str, Any] = {name: lambda *_, name=name: called.append(name) for name in names}
-    # For `--mixed_precision bf16` accelerate asks the GPU, and this may be a login node.
+    # For `--mixed_precision bf16` accelerate checks the GPU, and a login node may have none.
     fakes["is_bf16_available"] = lambda *_: True
-    fakes["logger"] = mock.Mock()  # logs default thread counts
+    fakes["logger"] = mock.Mock()  # the real one logs default thread counts
     with mock.patch.multiple(accelerate_launch, **fakes):
         accelerate_launch.launch_command(args)
     return called[0]
 
 
 def plan(path: str, flags: list[str], gpus_per_node: int) -> tuple[Launch | None, list[Problem]]:
-    """Works out what `accelerate launch --config_file path *flags` would run on this node.
+    """Determine the launch that `accelerate launch --config_file path *flags` would run on this node.
 
     Returns:
-        `tuple[Launch | None, list[Problem]]`: `None` where accelerate itself stops, and the problems so far.
+        `tuple[Launch | None, list[Problem]]`: the launch, `None` if the file cannot be read or accelerate itself
+            stops, and the problems so far.
 
     Raises:
         `SystemExit`: with status 2, see [`parse_flags`].
@@ -123,7 +124,7 @@ def plan(path: str, flags: list[str], gpus_per_node: int) -> tuple[Launch | None
             args.config_file = mended.name if problems else path
             launcher = merge(args)
         launch = _launch(args, file, launcher, gpus_per_node)
-    except Exception as error:  # its checks raise ValueError, AssertionError, AttributeError, TypeError and more
+    except Exception as error:  # accelerate raises ValueError, AssertionError, AttributeError, TypeError and more
         what = f"accelerate refuses this launch ({type(error).__name__}: {error})"
         return None, [*problems, Problem(what, "follow that sentence; the other rules could not be looked at")]
     return launch, problems
@@ -139,9 +140,10 @@ def _launch(args: argparse.Namespace, file: dict[str, Any], launcher: str, gpus_
 
 
 def _endpoint(args: argparse.Namespace, launcher: str) -> str:
-    with mock.patch("accelerate.utils.launch.is_port_in_use", lambda port: False):  # raises; `rank_problems` asks it
+    # Accelerate would raise for a port in use; `rank_problems` reports it instead.
+    with mock.patch("accelerate.utils.launch.is_port_in_use", lambda port: False):
         PREPARE[launcher](args)
-    # What accelerate leaves open torchrun fills in, from its defaults and `PET_*` variables.
+    # Torchrun fills in the options that accelerate leaves open, from its defaults and `PET_*` variables.
     run = _filter_args(args, torchrun.get_args_parser(), ["--training_script", "script"])
     return f"{run.rdzv_backend}, {torchrun.get_rdzv_endpoint(run)}"
 

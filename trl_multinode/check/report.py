@@ -1,4 +1,4 @@
-"""The report: what would run, every problem with its cure, and the exit status."""
+"""Report of the check: the launch, every problem with its cure, and the exit status."""
 
 import argparse
 from collections.abc import Iterator
@@ -18,23 +18,24 @@ from .rules_keys import key_problems
 def check(
     path: str, flags: list[str], batch: Batch | None = None, gpus_per_node: int = 8
 ) -> tuple[Launch | None, list[Problem]]:
-    """Looks at a launch with every rule.
+    """Check a launch with every rule.
 
     Args:
         path (`str`):
-            The config file.
+            Config file of `accelerate launch`.
         flags (`list[str]`):
             Further arguments of `accelerate launch`.
         batch ([`Batch`], *optional*):
-            Batch arguments of the script.
+            Batch arguments of the script; without them the rules of the batch do not run.
         gpus_per_node (`int`, *optional*, defaults to `8`):
             GPUs of a node.
 
     Returns:
-        `tuple[Launch | None, list[Problem]]`: what would run, `None` where accelerate stops, and all problems.
+        `tuple[Launch | None, list[Problem]]`: the launch, `None` if the file cannot be read or accelerate itself
+            stops, and all problems.
 
     Raises:
-        `SystemExit`: with status 2, for a flag that `accelerate launch` does not know.
+        `SystemExit`: with status 2, for a flag that `accelerate launch` does not have, or for two config files.
     """
     launch, problems = plan(path, flags, gpus_per_node)
     if launch is not None:
@@ -50,7 +51,7 @@ def check(
 
 
 def notes(launch: Launch) -> Iterator[str]:
-    """What is right and may still surprise."""
+    """Yield notes on settings that are valid but may surprise."""
     args = launch.args
     if launch.visible is None and launch.endpoint:
         yield "`use_cpu` does not reach the ranks through this launcher: the script needs its own `--use_cpu true`"
@@ -63,7 +64,7 @@ def notes(launch: Launch) -> Iterator[str]:
 
 
 def table(launch: Launch, batch: Batch | None) -> Table:
-    """What runs on this node, one line per fact."""
+    """Return a table of the processes, devices and batch that would run, one row per fact."""
     args, started, ranks = launch.args, launch.started, launch.started * launch.num_nodes
     gpus, first = launch.visible, launch.started * args.machine_rank
     runner = f"deepspeed ({launch.own_launcher})" if launch.own_launcher else "torchrun"
@@ -83,7 +84,7 @@ def table(launch: Launch, batch: Batch | None) -> Table:
 
 
 def parse(argv: list[str] | None) -> tuple[str, list[str], Batch | None, int]:
-    """Splits the command line into the file, flags of `accelerate launch`, and our own arguments."""
+    """Split the command line into the file, flags of `accelerate launch`, and this module's own arguments."""
     parser = argparse.ArgumentParser("python -m trl_multinode.check", allow_abbrev=False)
     parser.description = "What `accelerate launch` would really run on this node, and what is wrong with it."
     parser.epilog = "Any other flag is one of `accelerate launch`, as in --machine_rank 1 --main_process_ip HOST0."
@@ -109,7 +110,7 @@ def _count(text: str) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the report and returns the exit status: 0 without problems, 1 with some."""
+    """Print the report and return the exit status: 0 without problems, 1 with problems."""
     path, flags, batch, gpus_per_node = parse(argv)
     launch, problems = check(path, flags, batch, gpus_per_node)
     console = Console(soft_wrap=True, markup=False, highlight=False)  # a sentence stays on one line, also in a log

@@ -1,4 +1,4 @@
-"""Rules of the launch itself: each yields the problems of one kind."""
+"""Rules for the launch itself; each yields the problems of one kind."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from .reading import PREPARE
 
 
 def launcher_problems(launch: Launch) -> Iterator[Problem]:
-    """Something else would run than one torchrun per node."""
+    """Yield the reasons why a launch is not one torchrun per node, or why node mode cannot run under it."""
     args, kind = launch.args, launch.file["distributed_type"]
     if launch.own_launcher:
         what = f"DeepSpeed's own launcher would start the ranks, through ssh (got {launch.own_launcher}, expected"
@@ -29,7 +29,7 @@ def launcher_problems(launch: Launch) -> Iterator[Problem]:
 
 
 def count_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:
-    """`num_processes` is the total, and accelerate floors every node's share of it."""
+    """Yield a problem if `num_processes`, the total, does not divide by the nodes; accelerate rounds shares down."""
     total, nodes = launch.args.num_processes or 1, launch.num_nodes
     if total % nodes == 0:
         return
@@ -41,7 +41,7 @@ def count_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:
 
 
 def rank_problems(launch: Launch) -> Iterator[Problem]:
-    """What the nodes need to find each other."""
+    """Yield problems of `machine_rank`, address and port, which the nodes need to find each other."""
     rank, last = launch.args.machine_rank, launch.num_nodes - 1
     if not 0 <= rank <= last:
         what = f"`machine_rank` is out of range (got {rank}, expected 0 to {last})"
@@ -63,7 +63,7 @@ def rank_problems(launch: Launch) -> Iterator[Problem]:
 
 
 def device_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:
-    """The engine runs on the GPUs that a node's processes see and that none of them trains on."""
+    """Yield a problem if the node's processes train on every GPU that they see; the engine needs one of its own."""
     if launch.visible is None or launch.started < len(launch.visible):
         return
     most = gpus_per_node - 1

@@ -1,4 +1,4 @@
-"""Rules of the script's batch arguments: the arithmetic of `GRPOConfig`, before any model is loaded."""
+"""Rules for the script's batch arguments: the arithmetic of `GRPOConfig`, before any model is loaded."""
 
 from collections.abc import Iterator
 from math import gcd, lcm
@@ -7,7 +7,10 @@ from .launch import Batch, Launch, Problem
 
 
 def deepspeed_problems(launch: Launch, batch: Batch) -> Iterator[Problem]:
-    """The file's value is not ours to choose: transformers compares it with the script's, once the model is loaded."""
+    """Yield a problem if the file's `gradient_accumulation_steps` differs from the script's.
+
+    The trainer cannot replace the file's value, and transformers compares the two only once the model is loaded.
+    """
     theirs = (launch.file.get("deepspeed_config") or {}).get("gradient_accumulation_steps", "auto")
     if theirs not in ("auto", batch.gradient_accumulation_steps):
         what = f"every rank would raise: `gradient_accumulation_steps` is not the script's (got {theirs}, expected"
@@ -16,7 +19,7 @@ def deepspeed_problems(launch: Launch, batch: Batch) -> Iterator[Problem]:
 
 
 def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
-    """The arithmetic of `GRPOConfig`: all ranks of all nodes together generate whole groups."""
+    """Yield violations of `GRPOConfig`'s arithmetic: all ranks of all nodes together must generate whole groups."""
     group, rows, world = batch.num_generations, batch.per_device_train_batch_size, batch.world(num_ranks)
     if group < 2:
         yield Problem(f"a group of one has no advantage (`num_generations` got {group}, expected 2 or more)", "pass 8")
@@ -36,7 +39,7 @@ def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
 
 
 def _values_that_work(batch: Batch, num_ranks: int) -> str:
-    """The values nearest to the present ones, for a change of one argument."""
+    """List the valid values nearest to the current ones, for a change of one argument."""
     group, rows, world = batch.num_generations, batch.per_device_train_batch_size, batch.world(num_ranks)
     steps_name = "steps_per_generation" if batch.steps_per_generation else "gradient_accumulation_steps"
     divisors = [size for size in range(2, world + 1) if world % size == 0]

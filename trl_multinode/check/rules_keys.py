@@ -1,4 +1,4 @@
-"""Rules of the file's keys: each yields those that nothing reads."""
+"""Rules for the file's keys; each yields those that nothing reads."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from .launch import Launch, Problem
 from .reading import did_you_mean, flag_names
 
-# Merged in a way of their own, so that the merged value need not equal the file's.
+# Accelerate merges these keys separately, so the merged value may differ from the file's.
 MERGED_APART = {"compute_environment", "distributed_type", "mixed_precision", "debug", "fp16", "dynamo_backend"}
 MERGED_APART |= {"main_process_port", "machine_rank"}
 TPU_KEYS = {"tpu_name", "tpu_zone", "command_file", "commands", "tpu_vm", "tpu_env", "main_training_function"}
 
 
 def key_problems(launch: Launch) -> Iterator[Problem]:
-    """Keys of the file that accelerate loads and nothing reads."""
+    """Yield the keys of the file that accelerate loads but nothing reads."""
     for key, value in launch.file.items():
         if not value or key in launch.args.nondefault or (key, value) == ("main_training_function", "main"):
             continue
@@ -35,7 +35,7 @@ def _is_read(key: str, launch: Launch) -> bool:
         "megatron_lm_config": args.use_megatron_lm,
         "mpirun_config": launch.launcher == "simple_launcher",
         "fp8_config": args.mixed_precision == "fp8",
-        # `prepare_deepspeed_cmd_env` hands on no ACCELERATE_DYNAMO_* variable; the other launchers do.
+        # `prepare_deepspeed_cmd_env` sets no ACCELERATE_DYNAMO_* variable; the other launchers do.
         "dynamo_config": not args.use_deepspeed,
         "dynamo_backend": not args.use_deepspeed or launch.file[key] == "NO",
     }
@@ -43,7 +43,10 @@ def _is_read(key: str, launch: Launch) -> bool:
 
 
 def _section_problems(section: str, values: dict[str, Any]) -> Iterator[Problem]:
-    """Accelerate sets every key of a section on its arguments; only those that are flags too have a reader."""
+    """Yield the keys of a section that nothing reads.
+
+    Accelerate sets every key of a section on its arguments, but reads only those that are also flags.
+    """
     prefix = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}.get(section, "")
     known = {*flag_names(), "fsdp_ignored_modules"}
     for key in values:
@@ -53,5 +56,5 @@ def _section_problems(section: str, values: dict[str, Any]) -> Iterator[Problem]
 
 
 def _plain(value: Any) -> str:
-    """To accelerate, `downcast_bf16: 'no'` and `False` are the same."""
+    """Normalize a value for comparison: to accelerate, `downcast_bf16: 'no'` and `False` are the same."""
     return {"no": "false", "yes": "true"}.get(str(value).lower(), str(value).lower())

@@ -1,8 +1,8 @@
-"""The engine process: vLLM's `AsyncLLM` behind the protocol, and supervisor of its own process tree.
+"""The engine process: it serves vLLM's `AsyncLLM` through the protocol and supervises its own process tree.
 
-Started by the node's local main process as `python -m trl_multinode.engine.main SPEC.json`. It is a process of its own
+The node's local main process starts it as `python -m trl_multinode.engine.main SPEC.json`. It is a separate process
 because vLLM's front end costs Python time for every token, and because DeepSpeed's and vLLM's patches of torch do not
-mix. It imports neither TRL nor transformers.
+mix. This module imports neither TRL nor transformers.
 """
 
 import asyncio
@@ -34,20 +34,20 @@ from .supervisor import (
     unlink_shared_memory,
 )
 
-# vLLM keeps 8 Python objects for every token; to free them took 31 ms for 224 rows of 1024 tokens, all at the end
+# Freeing vLLM's 8 Python objects per token took 31 ms at the end of 224 rows of 1024 tokens, so the reply goes first
 FREE_AFTER_S = 0.25
-# A collection of the young walks through all these lists, 43 ms for 224 rows of 2048; with Python's 700 it came often
+# A collection of young objects walks them too (43 ms for 224 rows of 2048 tokens); Python's 700 starts it too often
 NEW_OBJECTS_PER_COLLECTION = 100_000
 
 
 class VllmBackend(Backend):
-    """vLLM's asynchronous engine, its weights in vLLM's own weight-transfer interface."""
+    """Backend on vLLM's asynchronous engine; weights arrive through vLLM's own weight-transfer interface."""
 
     def __init__(self, spec: EngineSpec):
         self._spec = spec
         self._tokens = 0
         self._num_requests = 0
-        self._adapter: Any = None  # vLLM's LoRARequest for the adapter that the workers hold, if they hold one
+        self._adapter: Any = None  # vLLM's LoRARequest for the adapter that the workers hold, if any
 
     async def start(self) -> None:
         from vllm.config import WeightTransferConfig
@@ -57,10 +57,10 @@ class VllmBackend(Backend):
 
         args = AsyncEngineArgs(
             **self._spec.engine_args,
-            load_format="dummy",  # the trainer is the only source of weights: no hub, no token, no checkpoint
+            load_format="dummy",  # the trainer is the only source of weights: vLLM needs no hub, token or checkpoint
             logprobs_mode="processed_logprobs",  # after temperature, as TRL's importance sampling needs them
             enable_log_requests=False,
-            disable_log_stats=True,  # Prometheus took 2 ms for the end of 224 rows, and nobody reads it
+            disable_log_stats=True,  # Prometheus took 2 ms at the end of 224 rows, and no process reads it
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             worker_extension_cls="trl_multinode.engine.worker.WorkerExtension",
         )
@@ -103,7 +103,7 @@ class VllmBackend(Backend):
         except (TypeError, ValueError, client_error()) as error:
             raise Refused("EngineRefusedError", f"vLLM refuses the sampling settings: {error}") from error
         rows = [Generated() for _ in range(num)]
-        kept = {}  # until the ranks have their rows
+        kept = {}  # vLLM's lists, freed after the reply is sent
         async for output in self._outputs(self._prompt(prompt, images), params):
             for row in output.outputs:
                 kept[row.index] = row
@@ -112,7 +112,7 @@ class VllmBackend(Backend):
         return rows
 
     async def score(self, prompt: list[int]):
-        """Log-probs of `prompt[1:]` under the present weights, as one row."""
+        """Return the log-probs of `prompt[1:]` under the current weights, as one row."""
         params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
         *_, output = [output async for output in self._outputs(self._prompt(prompt, ()), params)]
         rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
@@ -156,7 +156,7 @@ class VllmBackend(Backend):
     async def commit_update(self) -> list[WeightVersion]:
         await self._llm.finish_weight_update()
         committed = await self._llm.collective_rpc("commit_weights")
-        # Cached keys and values belong to the old weights; frozen requests compute theirs anew
+        # The cached keys and values belong to the old weights; frozen requests recompute theirs
         if not await self._llm.reset_prefix_cache(reset_running_requests=not self.drains):
             raise RuntimeError(
                 "vLLM kept its prefix cache, because requests hold blocks of it: it is of older weights"
@@ -173,15 +173,18 @@ class VllmBackend(Backend):
 
 
 def client_error() -> type[Exception]:
-    """vLLM's error for a request that it refuses; in 0.26 it is a `ValueError`."""
+    """Return vLLM's exception class for a refused request; in 0.26 it is a `ValueError`."""
     from vllm import exceptions
 
     return getattr(exceptions, "VLLMClientError", ValueError)
 
 
 def take_expanded_prompts(processor) -> None:
-    """TRL's prompts hold all the tokens of a picture already. vLLM 0.31 would replace the first of them by all, once
-    more, and embed the others as text; here it looks first whether they are all there."""
+    """Make the processor accept prompts that already hold all tokens of their images, as TRL's do.
+
+    vLLM 0.31 would expand an image's first token into all of them again and embed the others as text. The patched
+    method returns a prompt unchanged if all tokens are there.
+    """
     expand = processor._apply_prompt_updates
 
     def find_or_expand(token_ids, updates):
@@ -194,7 +197,7 @@ def take_expanded_prompts(processor) -> None:
 
 
 def has_lora(args) -> bool:
-    """Whether vLLM's class of this model takes adapters; asked here, because a rank would import vLLM for it."""
+    """Return whether vLLM's class of this model supports adapters; a rank would have to import vLLM to find out."""
     from vllm.model_executor.model_loader.utils import get_model_cls
     from vllm.model_executor.models import supports_lora
 
@@ -202,22 +205,22 @@ def has_lora(args) -> bool:
 
 
 def in_memory_adapter(number: int) -> Any:
-    """What requests say to use adapter `number`, that every worker holds; the path is asked for and must not exist."""
+    """Return vLLM's request for adapter `number`, which every worker holds. Its required path must not exist."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"update-{number}", number, f"/held/in/memory/{number}") if number else None
 
 
 def vllm_processes() -> list:
-    """Processes below us that run vLLM, that is all but multiprocessing's resource tracker."""
+    """Return the descendants that run vLLM: all but multiprocessing's resource tracker."""
     return [process for process in descendants() if not is_resource_tracker(process)]
 
 
 def check_reports(folder: Path) -> None:
-    """Every vLLM process must have run our plugin, or a killed engine would leave it behind.
+    """Check that every vLLM process has run our plugin; a process without it would outlive a killed engine.
 
     Raises:
-        `RuntimeError`: if one did not, naming it and the cure.
+        `RuntimeError`: if a process has not, with its pid and the cure.
     """
     silent = [process for process in vllm_processes() if not (folder / str(process.pid)).exists()]
     if silent:
@@ -228,13 +231,13 @@ def check_reports(folder: Path) -> None:
 
 
 def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = False) -> None:
-    """Kill everything below us, remove the sockets, go. `reason` is for the owner; `None` means: as it should be."""
+    """Kill all descendants, remove the socket and exit. `reason` goes to the owner; `None` marks an orderly end."""
     if reason:
         print(f"engine {spec.index}: {reason}", file=sys.stderr, flush=True)
         with suppress(OSError):
             Path(spec.failure_path).write_text(reason)
-    with suppress(OSError):  # nothing may keep this process from its end
-        if not Path(spec.shared_memory_record).exists():  # still starting
+    with suppress(OSError):  # this process must exit even if the record fails
+        if not Path(spec.shared_memory_record).exists():  # the engine was still starting
             record_shared_memory(Path(spec.shared_memory_record))
     survivors = kill_descendants()
     if survivors:
@@ -243,12 +246,12 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     socket = Path(spec.socket_path)
     socket.unlink(missing_ok=True)
     if owner_died and not list(socket.parent.glob("engine*.sock")):
-        shutil.rmtree(socket.parent, ignore_errors=True)  # nobody else will; the last engine of the node does it
+        shutil.rmtree(socket.parent, ignore_errors=True)  # the owner has ended, so the node's last engine does it
     os._exit(code)
 
 
 async def run(spec: EngineSpec, backend: Backend) -> None:
-    """Start the backend, serve until the owner goes, and end the whole tree whatever happens."""
+    """Start the backend and serve until `Shutdown`. SIGTERM or the end of a watched process ends the whole tree."""
     start = time.monotonic()
 
     def ended(pid: int) -> None:
@@ -278,7 +281,7 @@ def main(make_backend=VllmBackend) -> None:
     Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
     try:
         asyncio.run(run(spec, make_backend(spec)))
-    except BaseException as error:  # whatever it was, the tree must go and the owner must hear of it
+    except BaseException as error:  # every error must end the tree and reach the owner
         traceback.print_exc()
         leave(spec, f"{type(error).__name__}: {error}".splitlines()[0], 1)
     leave(spec, None, 0)

@@ -1,6 +1,6 @@
-"""What a rank asks of its node's engines: completions, scores, and (the local main process) weight updates.
+"""A rank's client for its node's engines: completions, scores, and (on the local main process) weight updates.
 
-Nothing in here is a collective: a rank talks to its own node's engines and to nobody else.
+Nothing in here is a collective: a rank communicates with the engines of its own node only.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ from .protocol import (
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One prompt, asked for `num_completions` times in one go."""
+    """One prompt, to be completed `num_completions` times by one engine."""
 
     prompt: Sequence[int]  # (P,) token ids
     num_completions: int
@@ -50,25 +50,25 @@ class PromptRequest:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion, as it came from an engine."""
+    """One completion, as an engine returned it."""
 
     tokens: np.ndarray  # int32 (T,)
     logprobs: np.ndarray  # float32 (T,), of the sampled tokens, after temperature and other processing
-    version: WeightVersion  # of the weights that made it
+    version: WeightVersion  # the weights that generated it
     engine: int  # index on the node
 
 
 class LoadBoard:
     """Outstanding tokens per engine of a node, shared by its ranks in one small file.
 
-    The ranks of a node decide each for itself where a request goes; without a common count they would all pick the
-    same engine. `flock` makes pick-and-add one step.
+    Each rank of a node chooses the engines of its own requests; without a shared count all ranks would choose the same
+    engine. `flock` makes choosing and adding one atomic step.
 
     Args:
         path (`Path`):
-            File in the run's private folder; made by whoever comes first.
+            File in the run's private folder; the first rank that opens it creates it.
         num_engines (`int`):
-            Engines of the node.
+            Number of engines of the node.
     """
 
     def __init__(self, path: Path, num_engines: int):
@@ -79,14 +79,14 @@ class LoadBoard:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # held for microseconds, and the kernel frees it if the holder dies
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # held for microseconds; the kernel releases it if the holder dies
         try:
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def take(self, tokens: int, candidates: Sequence[int]) -> int:
-        """The candidate with the fewest outstanding tokens, `tokens` added to it."""
+        """Add `tokens` to the candidate with the fewest outstanding tokens, and return its index."""
         with self._locked():
             engine = min(candidates, key=lambda index: self._tokens[index])
             self._tokens[engine] += tokens
@@ -105,18 +105,18 @@ class NodeEngines:
 
     Args:
         sockets (`list[Path]`):
-            One per engine.
+            Unix sockets, one per engine.
         node (`int`), rank (`int`):
-            For messages.
+            Numbers of the calling rank and its node, for error messages.
         board (`Path`):
             File of the node's [`LoadBoard`].
         stall_timeout_s (`float`):
-            An engine with work that makes no token for so long is an error. Never a limit on the total time.
-        log_folder (`Path`):
-            Where the logs of the engines are, for messages.
+            Seconds without a token after which an engine with work counts as stalled. The total time has no limit.
         window (`int`):
-            Rows this rank keeps in flight per engine when there are several; the rest waits here, so that it goes
-            where room is first.
+            Rows that this rank keeps in flight per engine if the node has several. Further rows wait in the rank, so
+            that they go to the engine that has room first.
+        log_folder (`Path`):
+            Folder of the engines' logs, for error messages.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class NodeEngines:
             Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
             for i, path in enumerate(sockets)
         ]
-        self._unclaimed: dict[tuple[int, int], Message] = {}  # answers that came while another was waited for
+        self._unclaimed: dict[tuple[int, int], Message] = {}  # replies that arrived before they were waited for
         self.ready = [self._hello(i, rank) for i in range(len(sockets))]
 
     def _hello(self, engine: int, rank: int) -> Ready:
@@ -148,22 +148,22 @@ class NodeEngines:
 
     @property
     def max_model_len(self) -> int:
-        """Context of the engines, in tokens."""
+        """Context length that every engine has, in tokens."""
         return min(ready.max_model_len for ready in self.ready)
 
     # ---- one message, one answer ------------------------------------------------------------------------------------
 
     def post(self, engine: int, message: Message) -> int:
-        """Send without waiting for the answer; returns the request's id."""
+        """Send a request without waiting for the reply, and return the request's id."""
         request_id = next(self._ids)
         self.connections[engine].send(replace(message, request_id=request_id), self._stall_timeout_s)
         return request_id
 
     def wait(self, engine: int, request_id: int) -> Message:
-        """The answer to `request_id`.
+        """Wait for the reply to `request_id` and return it.
 
         Raises:
-            `EngineError` (or the subclass that the engine names): if it failed.
+            `EngineError` (or the subclass that the engine names): if the request failed.
         """
         while (reply := self._unclaimed.pop((engine, request_id), None)) is None:
             self.keep(engine, self.connections[engine].receive(self._stall_timeout_s))
@@ -172,7 +172,7 @@ class NodeEngines:
         return reply
 
     def keep(self, engine: int, reply: Message) -> None:
-        """For whoever waits for it later; a sign of work is for nobody."""
+        """Store a reply that arrived early. `Progress` messages are dropped."""
         if not isinstance(reply, Progress):
             self._unclaimed[engine, reply.request_id] = reply
 
@@ -180,14 +180,14 @@ class NodeEngines:
         return self.wait(engine, self.post(engine, message))
 
     def ask_all(self, message: Message) -> list[Message]:
-        """The same message to every engine, answers in their order."""
+        """Send the same message to every engine, and return the replies in the engines' order."""
         posted = [self.post(engine, message) for engine in range(len(self.connections))]
         return [self.wait(engine, request_id) for engine, request_id in enumerate(posted)]
 
     def shutdown(self, timeout_s: float) -> None:
-        """Tell every engine to end in good order, without waiting for it: its owner waits for the process."""
+        """Send `Shutdown` to every engine without waiting for the reply: its owner waits for the process."""
         for connection in self.connections:
-            with suppress(EngineError):  # it is gone, or hangs
+            with suppress(EngineError):  # the engine has ended, or hangs
                 connection.send(Shutdown(request_id=next(self._ids)), timeout_s)
 
     def _error(self, engine: int, failure: Failure) -> EngineError:
@@ -202,36 +202,36 @@ class NodeEngines:
     def generate(
         self, requests: Sequence[PromptRequest], max_tokens: int, sampling: dict, min_update: int
     ) -> list[list[Rollout]]:
-        """Completions for every request, in their order. No collective: other ranks may call it or not.
+        """Return the completions of every request, in the requests' order. It is not a collective.
 
         Args:
             requests (`Sequence[PromptRequest]`):
-                This rank's prompts.
+                Prompts of this rank.
             max_tokens (`int`):
-                Longest completion.
+                Limit for a completion, in tokens.
             sampling (`dict`):
                 Keywords of vLLM's `SamplingParams`.
             min_update (`int`):
-                Generate after this weight update.
+                Number of the weight update that must have been attempted before generation starts.
 
         Raises:
-            `EngineStalledError`: no token for `stall_timeout_s` seconds.
-            `EngineDiedError`: the engine is gone.
-            `EngineRefusedError`: vLLM refuses prompt or settings.
+            `EngineStalledError`: if an engine makes no token for `stall_timeout_s` seconds.
+            `EngineDiedError`: if an engine has ended.
+            `EngineRefusedError`: if vLLM refuses a prompt or the sampling settings.
         """
         with _Dispatch(self, requests, max_tokens, sampling, min_update) as dispatch:
             return dispatch.run()
 
     def score(self, tokens: Sequence[int], engine: int) -> Rollout:
-        """Log-probs of `tokens[1:]` under the present weights of one engine."""
+        """Return the log-probs of `tokens[1:]` under the current weights of one engine."""
         return self.scored(engine, self.post_score(tokens, engine))
 
     def post_score(self, tokens: Sequence[int], engine: int) -> int:
-        """Ask for a score without waiting; the request's id."""
+        """Request a score without waiting for it, and return the request's id."""
         return self.post(engine, Score(prompt=pack_ids(tokens)))
 
     def scored(self, engine: int, request_id: int) -> Rollout:
-        """The answer to a `post_score`."""
+        """Wait for the score that `post_score` requested, and return it."""
         return _rows(self.wait(engine, request_id), engine)[0]
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class NodeEngines:
 
 
 class _Dispatch:
-    """One `generate` call: requests go out while a window has room, to the engine with the fewest open tokens."""
+    """One `generate` call: each request goes to the engine with room that has the fewest outstanding tokens."""
 
     def __init__(self, engines: NodeEngines, requests: Sequence[PromptRequest], max_tokens, sampling, min_update):
         self._engines = engines
@@ -250,7 +250,7 @@ class _Dispatch:
             prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling, min_update=min_update
         )
         self._open: list[dict[int, int]] = [{} for _ in engines.connections]  # per engine: request id -> index
-        self._heard = [0.0] * len(engines.connections)  # per engine: its last sign of work
+        self._heard = [0.0] * len(engines.connections)  # per engine: time of its last sign of work
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> "_Dispatch":
@@ -277,7 +277,7 @@ class _Dispatch:
         return results
 
     def _cost(self, index: int) -> int:
-        """Upper bound on the tokens that a request keeps its engine busy with."""
+        """Return an upper bound on the tokens that a request costs its engine."""
         request = self._requests[index]
         return len(request.prompt) + request.num_completions * self._message.max_tokens
 
@@ -299,7 +299,7 @@ class _Dispatch:
         self._open[engine][self._engines.post(engine, message)] = index
 
     def _replies(self) -> Iterator[tuple[int, Completions]]:
-        """Whatever is there, waiting at most a second; every frame is a sign of work."""
+        """Wait up to a second and yield the replies that have arrived; every message is a sign of work."""
         for key, _ in self._selector.select(1.0):
             engine = key.data
             reply = self._engines.connections[engine].receive(self._engines._stall_timeout_s)

@@ -1,4 +1,4 @@
-"""Page-locked host memory, in a rank and in vLLM's workers: a GPU then copies at the speed of its bus."""
+"""Page-locked host memory, in a rank and in vLLM's workers: a GPU copies such memory at the speed of its bus."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,8 +11,8 @@ class PageLock:
 
     Every process that maps a staging slot registers its own mapping: the sender for its device-to-host copies, each
     worker for its host-to-device copies. A copy from unregistered memory goes through CUDA's own small buffers
-    (calculated for 32B parameters: 7 s a sync instead of 2). A lock that fails costs speed only, so it is a warning
-    and not an error: some containers forbid it, and the copies give the same bytes without it.
+    (calculated for 32B parameters: 7 s per sync instead of 2 s). Some containers forbid page-locking. That costs only
+    speed, because the copies give the same bytes, so callers log a warning and continue.
 
     Args:
         memory (`Sequence[torch.Tensor]`):
@@ -44,6 +44,6 @@ class PageLock:
 
 
 def _forget_last_error() -> None:
-    """CUDA keeps the code of a failed call, and torch raises it at the next kernel launch, wherever that is."""
+    """Launch a kernel to clear a failed call's error code, which torch raises at the next launch, wherever it is."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda").add_(1)

@@ -1,8 +1,9 @@
 """Entry point that vLLM calls in each of its processes. It imports nothing heavy; without the run marker it is inert.
 
-In a process of one of our engines it (1) asks the kernel to kill this process when its parent dies, because vLLM
-leaves its engine core and workers alive, holding the GPU, when the parent is killed (vllm #55510), (2) reports its
-pid, so that the engine can verify that every vLLM process did this, and (3) registers our weight-transfer backend.
+`register` does three things in a process of one of our engines. (1) It makes the kernel kill this process when its
+parent dies: vLLM leaves its engine core and workers alive, holding the GPU, when the parent is killed (vllm #55510).
+(2) It reports its pid, so that the engine can verify that every vLLM process did this. (3) It registers our
+weight-transfer backend.
 """
 
 import ctypes
@@ -30,7 +31,7 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    """The signal fires when the *thread* that forked us ends; vLLM starts its processes from main threads."""
+    """Make the kernel kill this process when the *thread* that forked it ends; in vLLM that is a main thread."""
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

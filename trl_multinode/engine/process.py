@@ -1,4 +1,4 @@
-"""The engine processes of a node, as their owner sees them: start, wait until ready, stop. Local main process only."""
+"""Start, readiness and end of a node's engine processes. Local main process only."""
 
 import os
 import shutil
@@ -17,8 +17,8 @@ from .protocol import reason_of_end
 from .server import EngineSpec
 from .supervisor import exit_cause, unlink_shared_memory
 
-# What an engine needs from the launching environment. No RANK, WORLD_SIZE or MASTER_*: vLLM would join the trainers'
-# world. No tokens: the engine never talks to a hub.
+# Variables that an engine needs from the launching environment. With RANK, WORLD_SIZE or MASTER_* vLLM would join the
+# trainers' world; tokens are left out because the engine never contacts a hub.
 KEPT_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV",
     "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE",  # code of models with `trust_remote_code`
@@ -29,7 +29,7 @@ MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
 
 
 def engine_environment(extra: dict[str, str]) -> dict[str, str]:
-    """The allow-listed environment of an engine, with `extra` on top."""
+    """Return the allow-listed environment of an engine, with `extra` on top."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -43,9 +43,10 @@ def engine_environment(extra: dict[str, str]) -> dict[str, str]:
 
 
 class RunFolder:
-    """A private folder (0700) of this node and run: sockets, specs, pid reports, the engine's config-only model.
+    """Private folder (0700) of this node and run: sockets, specs, pid reports, the engine's config-only model.
 
-    The engine processes remove their sockets even if the owner was killed; the folder itself goes with `remove()`.
+    The owner deletes it with `remove()`. If the owner was killed, the engines remove their sockets, and the last
+    engine deletes the folder.
     """
 
     def __init__(self, node: int):
@@ -69,19 +70,19 @@ class EngineProcess:
 
     Args:
         index (`int`):
-            Of the engine on its node.
+            Index of the engine on its node.
         node (`int`):
-            For messages.
+            Number of the node, for error messages.
         folder (`RunFolder`):
             Private folder of the run.
         log_path (`Path`):
-            All output of the engine and of vLLM's processes.
+            File for all output of the engine and of vLLM's processes.
         engine_args (`dict`):
             Keywords of vLLM's `EngineArgs`.
         environment (`dict[str, str]`):
-            Added to the allow-listed environment: devices, thread counts.
+            Variables on top of the allow-listed environment: devices, thread counts.
         module (`str`):
-            What to run; the test kit names its fake here.
+            Module to run; the test kit passes its fake engine.
     """
 
     def __init__(
@@ -114,10 +115,10 @@ class EngineProcess:
         spec_path = folder.path / f"engine{index}.json"
         spec_path.write_bytes(msgspec.json.encode(spec))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "ab") as log:  # what the run before said is what somebody was sent here to read
+        with open(log_path, "ab") as log:  # append: an earlier run's error message may refer to this file
             log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             log.flush()
-            # a session of its own: Ctrl-C in the terminal must reach the ranks only, which then say why they end
+            # a session of its own: Ctrl-C in the terminal must reach only the ranks, which then log why they end
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(spec_path)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -129,13 +130,13 @@ class EngineProcess:
         return self._process.pid
 
     def is_ready(self) -> bool:
-        """Raises `EngineStartError` if the process has ended."""
+        """Return whether the engine's socket exists; raise `EngineStartError` if its process has ended."""
         if self._process.poll() is not None:
             raise EngineStartError(f"{self.name} did not start: {self.why_ended()}")
         return self.socket_path.exists()
 
     def last_line(self) -> str:
-        """The last line of the log, shortened."""
+        """Return the last 160 characters of the log's last line."""
         try:
             with open(self.log_path, "rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
@@ -145,14 +146,14 @@ class EngineProcess:
         return lines[-1][-160:] if lines else ""
 
     def why_ended(self) -> str:
-        """What the engine said of its end, or how the process ended, and where its log is."""
+        """Return the reason that the engine wrote, or else how its process ended, and the path of its log."""
         reason = reason_of_end(self._failure)
         how = reason or f"its process {self.pid} {exit_cause(self.pid)} ({self.last_line()})"
         return f"{how}. Log: {self.log_path}"
 
     def stop(self, timeout_s: float) -> None:
-        """End the process and whatever it left in its session; waits at most `timeout_s`, then kills."""
-        for _ in range(2):  # the second time after SIGTERM, which makes it kill its own tree
+        """Wait `timeout_s` for the process to end, and again after SIGTERM; then kill what is left of its group."""
+        for _ in range(2):  # the second wait is after SIGTERM, which makes the process kill its own tree
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -160,10 +161,10 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL what is left of the engine's process group.
+        """SIGKILL the engine process and, up to 3 s later, what is left of its process group.
 
-        Called when the engine process has ended or must end now. Its children die by their parent-death signal, and
-        multiprocessing's resource tracker unlinks their shared memory: that gets 3 s before the group is killed.
+        Call it when the engine process has ended or must end now. During the 3 s the engine's children die by their
+        parent-death signal, and multiprocessing's resource tracker unlinks their shared memory.
         """
         deadline = time.monotonic() + 3.0
         if self._process.poll() is None:
@@ -176,7 +177,7 @@ class EngineProcess:
         unlink_shared_memory(self._shared_memory)
 
     def _group_alive(self) -> bool:
-        self._process.poll()  # reaps the leader, or its zombie would count
+        self._process.poll()  # reap the leader: its zombie would count as alive
         try:
             os.killpg(self.pid, 0)
         except ProcessLookupError:
@@ -185,10 +186,10 @@ class EngineProcess:
 
 
 def wait_until_ready(engines: list[EngineProcess], timeout_s: float, say: Callable[[str], None]) -> None:
-    """Wait for all engines of the node, with a progress line every 10 s.
+    """Wait until all engines of the node are ready, and report progress every 10 s.
 
     Raises:
-        `EngineStartError`: if one ended, or not all were ready within `timeout_s`.
+        `EngineStartError`: if an engine ends, or an engine is not ready within `timeout_s`.
     """
     start = said = time.monotonic()
     while waiting := [engine for engine in engines if not engine.is_ready()]:

@@ -1,4 +1,4 @@
-"""A process group beside the training ranks': one sender and the workers of its node's engines."""
+"""Process group of one sender and the workers of its node's engines, separate from the training ranks' group."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -7,27 +7,27 @@ from typing import Any
 
 import torch.distributed as dist
 
-SELF_TEST_S = 30.0  # for everything that a transport does the first time
+SELF_TEST_S = 30.0  # limit for the first transfer of a transport, connecting included
 
 
 def pair_group(backend: str, store: str, rank: int, size: int, timeout_s: float) -> Any:
-    """Join the group; blocks until all have come.
+    """Join the group. With gloo this blocks until all processes have joined; NCCL connects in the first collective.
 
-    Not `init_process_group`: the caller has, or is about to get, a default group of its own, to which this one must
-    not belong.
+    It avoids `init_process_group`, because the caller has, or is about to get, a default group of its own, to which
+    this group must not belong.
 
     Args:
         backend (`str`):
             `"nccl"`, or `"gloo"` on the loopback interface.
         store (`str`):
-            A file in a private folder, by which the processes find each other.
+            Path of a file in a private folder, through which the processes find each other.
         rank (`int`), size (`int`):
-            In this group; 0 sends.
+            Rank of this process in the group, and size of the group. Rank 0 is the sender.
         timeout_s (`float`):
-            For joining, and for every collective of the group.
+            Limit for joining, and for every collective of the group.
 
     Raises:
-        `RuntimeError`: (torch's) if somebody did not come in time.
+        `RuntimeError`: (torch's) if a process does not join in time.
     """
     timeout = timedelta(seconds=timeout_s)
     file_store = dist.FileStore(store, size)
@@ -37,16 +37,16 @@ def pair_group(backend: str, store: str, rank: int, size: int, timeout_s: float)
         options._timeout = timeout
         return dist.ProcessGroupNCCL(file_store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # nothing listens beyond the node
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # no port is open beyond the node
     options._timeout = timeout
     return dist.ProcessGroupGloo(file_store, rank, size, options)
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """`call()`, in a thread that is left behind if it has not ended in time: NCCL may block without a limit.
+    """Run `call()` in a thread and return its result. A late thread is abandoned, because NCCL may block forever.
 
     Raises:
-        `TimeoutError`: then.
+        `TimeoutError`: if the call does not end within `seconds`.
     """
     outcome: list[Any] = []
 

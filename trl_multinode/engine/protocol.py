@@ -1,7 +1,7 @@
-"""What a rank and an engine of its node say to each other: msgspec structs, length-prefixed, on a unix stream.
+"""Protocol between a rank and an engine of its node: length-prefixed msgspec structs on a unix stream socket.
 
-Token ids and log-probs are raw int32 and float32 buffers: nested lists as JSON cost 97 bytes and 5.7 microseconds a
-token, packed arrays 0.14. No pickle anywhere. End of file is the death notice of the other side.
+Token ids and log-probs are raw int32 and float32 buffers: packed arrays cost 0.14 microseconds per token, nested lists
+as JSON 5.7 microseconds and 97 bytes. Nothing is pickled. End of file means that the other process has ended.
 """
 
 import asyncio
@@ -17,65 +17,65 @@ import numpy as np
 from ..errors import EngineDiedError, EngineStalledError
 
 LENGTH = struct.Struct("<Q")
-NUM_SLOTS = 2  # the engine loads bucket k-1 from one while bucket k is written into the other
-MAX_FRAME_BYTES = 1 << 31  # a longer one is a corrupt length, not a message
-ADAPTER_TENSORS = (".lora_A.weight", ".lora_B.weight")  # names of a LoRA adapter end so; no others do
+NUM_SLOTS = 2  # the engine loads bucket k-1 from one slot while the sender writes bucket k into the other
+MAX_FRAME_BYTES = 1 << 31  # a greater length is a corrupt header
+ADAPTER_TENSORS = (".lora_A.weight", ".lora_B.weight")  # endings of a LoRA tensor's name, and of no other
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base: every message names the request it belongs to."""
+    """Base of all messages, with the id of the request that a message belongs to."""
 
     request_id: int = 0  # chosen by the rank, unique within its connection
 
 
 class WeightVersion(msgspec.Struct, frozen=True, order=True):
-    """Which weights: identity is `update`; `step` is for people."""
+    """Version of the weights. `update` identifies it; `step` is information for the reader of a log."""
 
     update: int = 0  # number of this weight update in the run, 1 for the first; 0: no update yet
-    step: int = 0  # optimizer steps done when it was sent
+    step: int = 0  # optimizer steps done when the weights were sent
 
     def __str__(self) -> str:
         return f"update {self.update} (step {self.step})"
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor inside a slot."""
+    """Name, type and position of one tensor inside a slot."""
 
     name: str  # as in the checkpoint
-    dtype: str  # torch's name without "torch.", as it lies in the slot
+    dtype: str  # as stored in the slot: torch's name without "torch."
     shape: tuple[int, ...]  # full, unsharded
     offset: int  # bytes from the start of the slot
     num_bytes: int
 
 
 class HostMemory(msgspec.Struct, frozen=True, tag=True):
-    """Slots are files in shared memory, which the sender unlinks once they are mapped."""
+    """Slots in shared-memory files, which the sender unlinks once the workers have mapped them."""
 
     paths: tuple[str, ...]  # one per slot
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, tag=True):
-    """Slots are memory of the sender's GPU, opened by CUDA IPC."""
+    """Slots in the memory of the sender's GPU, which the workers open through CUDA IPC."""
 
-    handles: tuple[tuple, ...]  # per slot: what `torch.UntypedStorage._new_shared_cuda` takes after the device
-    device: int  # the sender's GPU among those that the engine sees
+    handles: tuple[tuple, ...]  # per slot: arguments of `torch.UntypedStorage._new_shared_cuda` after the device
+    device: int  # index of the sender's GPU among those that the engine sees
 
 
 class Broadcast(msgspec.Struct, frozen=True, tag=True):
-    """Slots are memory of each worker's own device; a bucket arrives as a broadcast from rank 0 of a process group."""
+    """Slots on each worker's own device; a bucket arrives as a broadcast from rank 0 of a process group."""
 
     backend: str  # "nccl" or "gloo"
-    store: str  # file by which the group's processes find each other, in the run's private folder
-    size: int  # sender and all workers of the node's engines
-    first_rank: int  # of this engine's workers
-    timeout_s: float  # for every broadcast
+    store: str  # file through which the group's processes find each other, in the run's private folder
+    size: int  # number of processes: the sender and all workers of the node's engines
+    first_rank: int  # lowest rank among this engine's workers
+    timeout_s: float  # limit for every broadcast
 
 
 SlotMemory = HostMemory | DeviceMemory | Broadcast
 
 
 class Image(msgspec.Struct, frozen=True):
-    """An image as PIL holds it."""
+    """Image as raw bytes, with PIL's mode and size."""
 
     data: bytes
     mode: str
@@ -92,7 +92,7 @@ class Hello(Message, frozen=True):
 
 
 class Generate(Message, frozen=True):
-    """One prompt, `num_completions` times; answered by `Completions`, with `Progress` before it."""
+    """Request to complete a prompt `num_completions` times; answered by `Completions`, with `Progress` before it."""
 
     prompt: bytes  # int32 (P,)
     num_completions: int
@@ -100,23 +100,23 @@ class Generate(Message, frozen=True):
     sampling: dict  # keywords of vLLM's SamplingParams
     seed: int | None = None  # completion i samples with seed + i
     images: tuple[Image, ...] = ()
-    min_update: int = 0  # wait until this weight update was attempted
+    min_update: int = 0  # generation starts once this weight update has been attempted
 
 
 class Await(Message, frozen=True):
-    """Answered by `Done` as soon as weight update `min_update` was attempted."""
+    """Request for a `Done` as soon as weight update `min_update` has been attempted."""
 
     min_update: int
 
 
 class Score(Message, frozen=True):
-    """Log-probs that the engine's present weights give to a sequence; answered by `Completions`."""
+    """Request for a sequence's log-probs under the engine's current weights; answered by `Completions`."""
 
     prompt: bytes  # int32 (P,)
 
 
 class OpenSlots(Message, frozen=True):
-    """Open the staging slots, once per transport that is tried."""
+    """Request to open the staging slots, sent once per transport that is tried."""
 
     memory: SlotMemory
     slot_bytes: int
@@ -125,19 +125,19 @@ class OpenSlots(Message, frozen=True):
 
 class BeginUpdate(Message, frozen=True):
     version: WeightVersion
-    # Buckets before this one stay as they are: frozen weights, of which only the first update has any
+    # Buckets before this one hold frozen weights, which are not sent again; a whole update, such as the first, has 0
     first_bucket: int = 0
 
 
 class LoadBucket(Message, frozen=True):
-    """The slot holds this bucket. After `Done` every tensor was copied out and the slot may be written again."""
+    """Request to load a bucket from a slot. After `Done` every tensor is copied out and the slot may be rewritten."""
 
     bucket: int
     slot: int
 
 
 class CheckSlot(Message, frozen=True):
-    """Self test of a transport: every worker takes the slot's first bytes; another checksum is a `Failure`."""
+    """Self test of a transport: every worker reads the slot's first bytes; a wrong checksum gives a `Failure`."""
 
     slot: int
     num_bytes: int
@@ -145,15 +145,15 @@ class CheckSlot(Message, frozen=True):
 
 
 class CommitUpdate(Message, frozen=True):
-    """All buckets were sent; `Done` carries the version that the workers committed."""
+    """End of an update, after its last bucket; `Done` carries the version that the workers committed."""
 
 
 class Digest(Message, frozen=True):
-    """Which weights are in the engine, bit by bit and without adapters; answered by `Digests`."""
+    """Request for checksums of the engine's weights, bit by bit and without adapters; answered by `Digests`."""
 
 
 class Shutdown(Message, frozen=True):
-    """End in good order; the engine answers `Done` and goes."""
+    """Request to end in good order; the engine replies with `Done` and exits."""
 
 
 # ---- engine -> rank -------------------------------------------------------------------------------------------------
@@ -165,14 +165,14 @@ class Ready(Message, frozen=True):
     dtype: str
     vllm_version: str
     processes: tuple[int, ...]  # pids of the vLLM processes below the engine
-    serves_lora: bool = False  # whether it takes adapters apart from the weights
-    model_runner: str = ""  # vLLM's "v1" or "v2": sampler and prompt log-probs are different code
+    serves_lora: bool = False  # the engine accepts adapters separately from the weights
+    model_runner: str = ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
 
 
 class Progress(Message, frozen=True):
-    """A sign of work, at most once a second: sent only when tokens were made since the last one."""
+    """Sign of work, sent at most once a second and only if the engine has made tokens since the last one."""
 
-    tokens: int  # made by this engine since its start
+    tokens: int  # tokens that this engine has made since its start
 
 
 class Completions(Message, frozen=True):
@@ -180,14 +180,14 @@ class Completions(Message, frozen=True):
     tokens: bytes  # int32 (sum of lengths,)
     logprobs: bytes  # float32 (sum of lengths,)
     version: WeightVersion  # as committed by the engine's workers
-    seconds: float  # busy with this request, by the engine's clock
+    seconds: float  # from the request's arrival to its last token, by the engine's clock
 
 
 class Done(Message, frozen=True):
     version: WeightVersion
     seconds: float
-    busy_s: float = 0.0  # since the engine's start: time with at least one request that makes tokens
-    clock_s: float = 0.0  # since the engine's start
+    busy_s: float = 0.0  # time since the engine's start with at least one `Generate` or `Score` running
+    clock_s: float = 0.0  # time since the engine's start
 
 
 class Digests(Message, frozen=True):
@@ -195,7 +195,7 @@ class Digests(Message, frozen=True):
 
 
 class Failure(Message, frozen=True):
-    """The request failed. Whether the engine lives on, its process says."""
+    """Failure of a request. The engine may still run; only its process shows whether it does."""
 
     error: str  # name of a class in `errors`
     message: str
@@ -224,17 +224,17 @@ M = TypeVar("M")
 
 
 def pack_ids(ids) -> bytes:
-    """`list[int]` or array -> int32 bytes."""
+    """Convert a `list[int]` or an array to int32 bytes."""
     return np.asarray(ids, dtype=np.int32).tobytes()
 
 
 def unpack_ids(data: bytes) -> np.ndarray:
-    """int32 bytes -> read-only array, no copy."""
+    """Return int32 bytes as a read-only array, without a copy."""
     return np.frombuffer(data, dtype=np.int32)
 
 
 def unpack_floats(data: bytes) -> np.ndarray:
-    """float32 bytes -> read-only array, no copy."""
+    """Return float32 bytes as a read-only array, without a copy."""
     return np.frombuffer(data, dtype=np.float32)
 
 
@@ -251,7 +251,7 @@ def _body_length(header: bytes | bytearray) -> int:
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request | None:
-    """The next request, or `None` at end of file."""
+    """Read the next request; return `None` at end of file."""
     try:
         header = await reader.readexactly(LENGTH.size)
         return _request_decoder.decode(await reader.readexactly(_body_length(header)))
@@ -260,7 +260,7 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
 
 
 def reason_of_end(failure_path: Path) -> str | None:
-    """What an engine that ended said of it; waits half a second, because it says it while it goes."""
+    """Return the reason that an ended engine wrote, if any; wait up to 0.5 s, because it writes while it exits."""
     for _ in range(20):
         if failure_path.exists() and (reason := failure_path.read_text()):
             return reason
@@ -269,15 +269,15 @@ def reason_of_end(failure_path: Path) -> str | None:
 
 
 class Connection:
-    """A rank's blocking end of the stream. One thread at a time.
+    """Blocking end of the stream in a rank. Only one thread may use it at a time.
 
     Args:
         path (`str`):
-            The engine's socket.
+            Path of the engine's socket.
         name (`str`):
-            Who is at the other end, for messages ("engine 0 of node 1").
+            Name of the engine, for error messages ("engine 0 of node 1").
         log_path (`Path`):
-            Its log, for messages.
+            Log of the engine, for error messages.
         connect_timeout_s (`float`):
             Deadline for connecting.
     """
@@ -290,7 +290,7 @@ class Connection:
         self._socket.settimeout(connect_timeout_s)
         deadline = time.monotonic() + connect_timeout_s
         while (error := self._connect(path)) is not None:
-            # An engine is between `bind` and `listen` for a moment: the socket is there and refuses
+            # Between the engine's `bind` and `listen` the socket exists and refuses connections for a moment
             if not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
                 raise EngineDiedError(f"{name}: cannot connect to its socket ({error}). Log: {log_path}") from error
             time.sleep(0.05)
@@ -306,7 +306,7 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: Message, timeout_s: float) -> None:
-        """Raises `EngineDiedError` if the other end is gone, `EngineStalledError` if it does not read."""
+        """Send a message; raise `EngineDiedError` if the engine ended, `EngineStalledError` if it does not read."""
         self._socket.settimeout(timeout_s)
         try:
             self._socket.sendall(frame(message))
@@ -318,7 +318,7 @@ class Connection:
             raise self.ended(f"closed the connection ({error})") from error
 
     def receive(self, timeout_s: float) -> Reply:
-        """The next reply; raises `EngineStalledError` when none came in time."""
+        """Return the next reply; raise `EngineStalledError` if it does not arrive in time."""
         deadline = time.monotonic() + timeout_s
         length = _body_length(self._read(LENGTH.size, deadline, timeout_s))
         body = self._read(length, deadline, timeout_s)
@@ -328,7 +328,7 @@ class Connection:
             raise EngineDiedError(f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}") from error
 
     def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytearray:
-        """So many bytes and not one of the next reply: nothing lies here unseen while a selector waits."""
+        """Read exactly `num_bytes`: a selector would not report bytes of the next reply that were buffered here."""
         data = bytearray(num_bytes)
         rest = memoryview(data)
         while rest:
@@ -347,7 +347,7 @@ class Connection:
         return data
 
     def ended(self, symptom: str) -> EngineDiedError:
-        """The error for an engine that is gone, with its own words if it left any."""
+        """Return the error for an engine that has ended, with the reason that it wrote, if any."""
         reason = reason_of_end(self._socket_path.with_suffix(".failure"))
         what = f"ended: {reason}" if reason else symptom
         return EngineDiedError(f"{self.name} {what}. Log: {self.log_path}")

@@ -1,4 +1,4 @@
-"""Staging slots as a worker of an engine sees them: the other end of `weights/slots.py`."""
+"""Staging slots in an engine's worker, which reads what `weights/slots.py` writes."""
 
 import logging
 import zlib
@@ -20,11 +20,11 @@ class OpenedSlots:
 
     Args:
         memory (`SlotMemory`):
-            What the sender said of them.
+            Description of the slots' memory, from the sender.
         slot_bytes (`int`):
-            Size of a slot.
+            Size of a slot, in bytes.
         device (`torch.device`):
-            The worker's.
+            Device of the worker.
         worker (`int`):
             Index of the worker in its engine.
     """
@@ -59,7 +59,7 @@ class OpenedSlots:
 
         def arrive(data: torch.Tensor) -> None:
             nonlocal group
-            if group is None:  # with the first bucket: opening the slots must not wait for the sender
+            if group is None:  # join at the first bucket: opening the slots must not wait for the sender
                 rank = memory.first_rank + worker
                 group = pair_group(memory.backend, memory.store, rank, memory.size, memory.timeout_s)
             group.broadcast(data, 0).wait()
@@ -70,10 +70,10 @@ class OpenedSlots:
         """
         Copy a bucket out of its slot and return its tensors, as views of that one copy on the worker's device.
 
-        It always copies: vLLM's loaders keep references until a module is full, and a padded vocabulary never is
-        before the end, so a view of the slot would be overwritten by a later bucket (log-prob error 7.2 measured). One
-        copy of the bucket instead of one per tensor keeps the bus busy: a 0.5B model has 290 tensors, half of them
-        below 10 KB. The price is memory: a bucket stays as long as a loader holds any of its tensors.
+        A copy is necessary: vLLM's loaders keep references until a module is full, and a padded vocabulary is full
+        only at the end, so a later bucket would overwrite a view of the slot (log-prob error 7.2 measured). One copy
+        of the bucket instead of one per tensor keeps the bus busy: a 0.5B model has 290 tensors, half of them below
+        10 KB. The price is memory: a bucket stays allocated as long as a loader holds any of its tensors.
         """
         data = self._slots[slot][: specs[-1].offset + specs[-1].num_bytes]
         self._arrive(data)
@@ -87,13 +87,13 @@ class OpenedSlots:
         ]  # fmt: skip
 
     def crc(self, slot: int, num_bytes: int) -> int:
-        """zlib's CRC-32 of a slot's first bytes, once they have arrived."""
+        """Return zlib's CRC-32 of a slot's first bytes, once they have arrived."""
         data = self._slots[slot][:num_bytes]
         self._arrive(data)
         return zlib.crc32(data.cpu().numpy())
 
     def close(self) -> None:
-        """Unregister and drop the slots. Tensors that were taken stay valid."""
+        """Unregister and drop the slots. Tensors that `take` returned stay valid."""
         if self._page_lock is not None:
             self._page_lock.release()
         self._slots = []

@@ -1,4 +1,4 @@
-"""What vLLM's layer-wise reload leaves out, in a worker process: weights that a CPU packs, layers that got nothing."""
+"""Additions to vLLM's layer-wise reload, in a worker: packing on a CPU, and a check for layers that lack weights."""
 
 import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
@@ -15,14 +15,14 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 
 try:
     from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-except ImportError:  # vLLM 0.26 and 0.27 have one set for both purposes
+except ImportError:  # vLLM 0.26 and 0.27 have one set for loading and for the meta device
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS as SKIP_LOAD_TENSORS
 
-LOADABLE = "weight_loader_numel"  # attribute of a padded parameter: elements that a checkpoint has
+LOADABLE = "weight_loader_numel"  # attribute of a padded parameter: the number of its elements in a checkpoint
 
 
 def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
-    """From here on the loaders of `model` collect what they are given, layer by layer."""
+    """Start a reload: from now on the loaders of `model` collect their weights layer by layer."""
     if device.type == "cpu":
         forget_packed_experts(model)
     if not hasattr(BaseLayerWithLoRA, "load_weights"):  # vLLM 0.26 finds no weights below a layer with LoRA
@@ -32,15 +32,15 @@ def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
 
 def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -> str | None:
     """
-    All weights were given.
+    Finish a reload after the last bucket.
 
     Args:
         stale_head (`bool`, *optional*, defaults to `False`):
-            Test-only: leave vLLM's bug with a tied head as it is.
+            Test-only switch: leave vLLM's bug with a tied head as it is.
 
     Returns:
-        `str`, *optional*: which layers did not get all of theirs, if any. Not an error here: vLLM would take no other
-        update after one whose end failed.
+        `str`, *optional*: an error message if layers did not get all their weights. This function does not raise it,
+        because vLLM accepts no further update after one whose end failed.
     """
     hungry = [f"{name} ({reason})" for name, reason in incomplete_layers(model, is_tied(model_config))]
     finalize_layerwise_reload(model, model_config)
@@ -57,7 +57,7 @@ def end_reload(model: torch.nn.Module, model_config, stale_head: bool = False) -
 
 def load_base_layer(layer: BaseLayerWithLoRA, weights):
     """Load checkpoint weights into the layer that `layer` adds an adapter to, as later versions of vLLM do."""
-    own = getattr(layer.base_layer, "load_weights", None)  # fused layers sort query, key and value by themselves
+    own = getattr(layer.base_layer, "load_weights", None)  # fused layers separate query, key and value themselves
     return own(weights) if own is not None else AutoWeightsLoader(layer.base_layer).load_weights(weights)
 
 
@@ -67,11 +67,11 @@ def is_tied(model_config) -> bool:
 
 def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str]]:
     """
-    Layers for which the reload has too few elements of parameters, and why.
+    Return the layers that got too few elements in this reload, each with the reason.
 
-    vLLM logs a line at most: a layer that got nothing keeps its old weights, and what a linear layer lacks (a query
-    without its key, experts without their second matrix) is uninitialized memory. Left out are quantized layers, whose
-    scales need not be in a checkpoint, and the rows that pad a vocabulary.
+    vLLM logs a line at most: a layer that got nothing keeps its old weights, and the missing part of a linear layer (a
+    query without its key, experts without their second matrix) is uninitialized memory. The check leaves out quantized
+    layers, whose scales need not be in a checkpoint, a tied head, and the padding of layers such as a vocabulary.
     """
     found = []
     for name, layer in model.named_modules():
@@ -87,12 +87,15 @@ def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str
 
 
 def has_no_padding(layer: torch.nn.Module) -> bool:
-    """Linear layers have none, and vLLM 0.31 says how many elements of padded experts are none."""
+    """Return whether `num_elements(layer)` counts no padding.
+
+    Linear layers have no padding, and vLLM 0.31 records how many elements of padded experts are not padding.
+    """
     return isinstance(layer, LinearBase) or any(hasattr(p, LOADABLE) for p in layer.parameters(recurse=False))
 
 
 def num_elements(layer: torch.nn.Module) -> int:
-    """Elements of the layer's own parameters that a checkpoint has."""
+    """Return the number of elements that a checkpoint has for the layer's own parameters."""
     own = [parameter for name, parameter in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
     return sum(getattr(parameter, LOADABLE, parameter.numel()) for parameter in own)
 
@@ -103,18 +106,22 @@ def is_quantized(layer: torch.nn.Module) -> bool:
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
-    """On a CPU experts are packed, and vLLM 0.31 packs them only while it builds their kernel: after a reload they lay
-    there unpacked (log-probs 0.04 to 0.9 from the trainer's). Without a kernel it builds one, and packs. Not for GPUs,
-    where captured graphs hold the kernel's tensors."""
+    """Drop the experts' kernels, so that vLLM builds new ones after the reload and packs the new weights. CPU only.
+
+    vLLM 0.31 packs experts on a CPU only while it builds their kernel. With the old kernel, reloaded weights stayed
+    unpacked (log-probs 0.04 to 0.9 from the trainer's). On GPUs captured graphs hold the kernel's tensors.
+    """
     for module in model.modules():
         if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 
 
 def repack_vocabulary_layers(model: torch.nn.Module) -> None:
-    """On a CPU a head tied to the embedding has a packed copy that vLLM's reload does not rebuild (log-probs -5.16
-    where the trainer had -6.01). vLLM does nothing here on GPUs. A quantized head is left alone: to process it twice
-    could replace a parameter that a captured graph reads."""
+    """Rebuild the packed copy that a head tied to the embedding has on a CPU.
+
+    vLLM's reload does not rebuild it (log-probs -5.16 where the trainer had -6.01). On GPUs the call has no effect. A
+    quantized head is left out: processing it twice could replace a parameter that a captured graph reads.
+    """
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):

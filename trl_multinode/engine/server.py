@@ -1,6 +1,7 @@
-"""The engine's end of the protocol: connections, the order of updates and generation, progress. No vLLM in here.
+"""The engine's end of the protocol: connections, the order of updates and generation, progress.
 
-The same server runs on the fake backend of `trl_multinode.testing`, which is what holds the fake to the real thing.
+This module does not import vLLM. The same server runs on the fake backend of `trl_multinode.testing`, so that the fake
+engine behaves like the real one.
 """
 
 import asyncio
@@ -42,24 +43,24 @@ from .protocol import (
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """All that an engine process is told, as a JSON file that the local main process writes."""
+    """Settings of an engine process, which the local main process writes to a JSON file."""
 
-    index: int  # of the engine on its node
+    index: int  # number of the engine on its node
     socket_path: str
     report_folder: str  # vLLM's processes report their pids here
-    failure_path: str  # the reason of a failure, for the owner
-    shared_memory_record: str  # segments that vLLM may leave behind
+    failure_path: str  # the engine writes the reason of its end here, for the node's ranks
+    shared_memory_record: str  # list of the segments that vLLM may leave behind
     owner_pid: int
     engine_args: dict  # keywords of vLLM's EngineArgs
-    delay_s: float = 0.0  # test-only: makes this engine slow, per request
+    delay_s: float = 0.0  # test-only: delay of every request
 
 
 class Generated:
-    """One completion, packed as it grows: with all of it packed after its last token, ranks waited 5 times as long.
+    """One completion, packed as it grows: packing all of it after its last token made ranks wait 5 times as long.
 
     Args:
         tokens (`Sequence[int]`), logprobs (`Sequence[float]`):
-            `(T,)`; of the sampled tokens.
+            Ids and log-probs of the sampled tokens, each `(T,)`.
     """
 
     def __init__(self, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()):
@@ -67,7 +68,7 @@ class Generated:
         self.logprobs = array("f", logprobs)
 
     def grow(self, tokens: list[int], logprobs: list[float]) -> int:
-        """Take over what is new in the lists, which hold the row from its start; how much that was."""
+        """Append the new end of the lists, which hold the whole row; return how many tokens are new."""
         start = len(self.tokens)
         self.tokens.fromlist(tokens[start:])
         self.logprobs.fromlist(logprobs[start : len(tokens)])
@@ -75,11 +76,13 @@ class Generated:
 
 
 class Refused(Exception):
-    """The backend cannot serve one request and is otherwise fine.
+    """Refusal of one request by a backend that can serve others.
 
     Args:
-        error (`str`): name of a class in `errors`.
-        message (`str`): cause and cure.
+        error (`str`):
+            Name of a class in `errors`.
+        message (`str`):
+            Cause and cure.
     """
 
     def __init__(self, error: str, message: str):
@@ -88,80 +91,86 @@ class Refused(Exception):
 
 
 class Backend(ABC):
-    """What serves the requests. All methods run on the event loop of the engine process; none may block it.
+    """Model behind the server. All methods run on the event loop of the engine process; none may block it.
 
-    Between `begin_update` and `commit_update` no `generate` or `score` starts, and unless `drains` is `False` none is
-    running: the server sees to that.
+    The server starts no `generate` or `score` between `begin_update` and `commit_update`, and unless `drains` is
+    `False` none is running then.
     """
 
-    drains = True  # whether an update waits until no request is running; without, the backend freezes them
+    drains = True  # an update waits until no request is running; if `False`, the backend freezes running requests
 
     @abstractmethod
     async def start(self) -> None:
-        """On return the engine can serve."""
+        """Start the engine; on return it can serve."""
 
     @abstractmethod
     def ready(self) -> Ready: ...
 
     @abstractmethod
     def tokens_done(self) -> int:
-        """Tokens of completions since the start; grows while the engine works."""
+        """Return the completion tokens since the start; the number grows while the engine works."""
 
     @abstractmethod
     async def generate(self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed, images):
-        """`num` completions as `list[Generated]`; raises `Refused`."""
+        """Return `num` completions as `list[Generated]`; raise `Refused` if the request cannot be served."""
 
     @abstractmethod
     async def score(self, prompt: list[int]):
-        """`[Generated]` with the log-probs of `prompt[1:]`."""
+        """Return `[Generated]` with the log-probs of `prompt[1:]`."""
 
     @abstractmethod
     async def open_slots(self, request: OpenSlots) -> None:
-        """On return every worker has opened the slots."""
+        """Open the slots; on return every worker has opened them."""
 
     @abstractmethod
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
-        """Per worker: CRC-32 of the slot's first bytes."""
+        """Return each worker's CRC-32 of the slot's first bytes."""
 
     @abstractmethod
     async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
-        """Buckets from `first_bucket` on will come; what the ones before it hold stays as it is."""
+        """Prepare for the buckets from `first_bucket` on; weights of earlier buckets stay as they are."""
 
     @abstractmethod
     async def load_bucket(self, bucket: int, slot: int) -> None:
-        """On return every tensor of the bucket has been copied out of the slot, by every worker."""
+        """Load a bucket; on return every worker has copied all tensors out of the slot."""
 
     @abstractmethod
     async def commit_update(self) -> list[WeightVersion]:
-        """Per worker: the version it has committed. The new weights serve from here on, adapters included."""
+        """Put the new weights into service, adapters included; return the version that each worker has committed."""
 
     @abstractmethod
     async def digests(self) -> list[str]:
-        """Per worker: SHA-256 of its weights, adapters left out."""
+        """Return each worker's SHA-256 of its weights, adapters left out."""
 
     @abstractmethod
     async def stop(self) -> None: ...
 
 
 class WeightGate:
-    """Which weights are in the engine, and who must wait for them.
+    """Gate between weight updates and the requests that use the weights; it holds the weights' version.
 
     Args:
         drains (`bool`, *optional*, defaults to `True`):
-            Whether an update waits for running requests.
+            Make an update wait for running requests.
     """
 
     def __init__(self, drains: bool = True):
         self._drains = drains
         self.version = WeightVersion()
-        self.attempted = 0  # number of the last update that ended, well or not
-        self.broken: str | None = None  # why the weights are mixed
-        self._running = 0  # requests that use the weights now
+        self.attempted = 0  # number of the last update that ended, committed or failed
+        self.broken: str | None = None  # reason why the weights are mixed, if they are
+        self._running = 0  # number of requests that use the weights now
         self._updating = False
         self._changed = asyncio.Condition()
 
     async def acquire(self, min_update: int) -> None:
-        """Wait until update `min_update` was attempted and none is under way; the *sender* holds the deadline."""
+        """Wait until update `min_update` was attempted and no update is running.
+
+        The wait itself has no limit: the local main process, which sends the update, enforces the deadline.
+
+        Raises:
+            `Refused`: if the weights are mixed, or still dummy weights.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: self.attempted >= min_update and not self._updating)
             if self.broken:
@@ -171,7 +180,7 @@ class WeightGate:
             self._running += 1
 
     async def attempt(self, update: int) -> None:
-        """Wait until an update was attempted; whether it went well is for the next request to find out."""
+        """Wait until an update was attempted; the next request reports whether it failed."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.attempted >= update)
 
@@ -199,7 +208,7 @@ class WeightGate:
 
 
 class BusyClock:
-    """Time with at least one request, by this engine's own clock."""
+    """Clock of the time with at least one request running, measured in the engine."""
 
     def __init__(self):
         self._start = self._since = time.perf_counter()
@@ -219,13 +228,13 @@ class BusyClock:
                 self._busy_s += time.perf_counter() - self._since
 
     def read(self) -> tuple[float, float]:
-        """Busy seconds, and all seconds, since the start."""
+        """Return busy seconds and all seconds since the start."""
         now = time.perf_counter()
         return self._busy_s + (now - self._since if self._running else 0.0), now - self._start
 
 
 class EngineServer:
-    """Serves the ranks of one node until told to shut down."""
+    """Server for the ranks of one node, until one of them sends `Shutdown`."""
 
     def __init__(self, spec: EngineSpec, backend: Backend):
         self._spec = spec
@@ -236,15 +245,15 @@ class EngineServer:
         self._clock = BusyClock()
 
     async def serve(self) -> None:
-        old_mask = os.umask(0o177)  # the socket is for this user only, in a folder that is too
+        old_mask = os.umask(0o177)  # only this user may use the socket; its folder is private too
         server = await asyncio.start_unix_server(self._connection, self._spec.socket_path)
         os.umask(old_mask)
         await self._closing.wait()
-        server.close()  # not `async with`: from Python 3.12 on that waits until the ranks have hung up
+        server.close()  # not `async with`: from Python 3.12 on that waits until the ranks have disconnected
         await self._backend.stop()
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One rank. Generation requests run side by side; messages of an update run in order."""
+        """Serve one rank: its generation requests concurrently, messages of an update in order."""
         tasks: set[asyncio.Task] = set()
         progress = asyncio.create_task(self._report_progress(writer, tasks))
         try:
@@ -256,7 +265,7 @@ class EngineServer:
                 else:
                     await self._answer(request, writer)
         except asyncio.CancelledError:
-            pass  # the server is closing; asyncio would log it as an error of ours
+            pass  # the server is closing; asyncio would log the cancellation as an error
         finally:
             for task in (progress, *tasks):
                 task.cancel()
@@ -277,12 +286,12 @@ class EngineServer:
             reply = await self._serve_one(request, start)
         except Refused as refused:
             reply = Failure(request_id=request.request_id, error=refused.error, message=str(refused))
-        except Exception as error:  # vLLM's own: the ranks must hear of it before this process goes
+        except Exception as error:  # vLLM's own errors must reach the ranks before this process ends
             text = f"{type(error).__name__}: {error}".strip()
             kind = "EngineDiedError" if type(error).__name__ == "EngineDeadError" else "EngineError"
             reply = Failure(request_id=request.request_id, error=kind, message=text)
         if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
-            # whoever waits for it may be heard before the sender, so both say why
+            # a waiting request may be answered before the sender's, so both carry the reason
             self._weights.broken = f"the engine holds mixed weights, because an update failed: {reply.message}"
             await self._weights.end(self._update.update if self._update else 0, None)
         writer.write(frame(reply))
@@ -305,7 +314,7 @@ class EngineServer:
                 if set(found := await self._backend.check_slot(request.slot, request.num_bytes)) != {request.crc}:
                     raise Refused("WeightSyncError", f"a slot arrived with checksums {found}, sent {request.crc}")
             case BeginUpdate():
-                self._update = request.version  # a refusal ends this update, and whoever waits for it hears so
+                self._update = request.version  # set first: a refusal ends this update, and waiting requests report it
                 await self._weights.begin(request.first_bucket)
                 await self._backend.begin_update(request.version, request.first_bucket)
             case LoadBucket():

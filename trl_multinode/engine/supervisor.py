@@ -1,8 +1,9 @@
-"""No process outlives its owner: how an engine process watches its owner and its children, and kills its own tree.
+"""Supervision: an engine process watches its owner and its children, and kills its own tree when one of them ends.
 
-vLLM leaves its engine core and workers alive when the parent is SIGKILLed (vllm #55510). So the engine process is a
-subreaper (orphaned grandchildren become its children), holds a pidfd on its owner (it fires within 1 ms; a pipe's end
-of file came 3.7 s late, because a forked grandchild held the write end) and one on each process below it.
+No process may outlive its owner, but vLLM leaves its engine core and workers alive when the parent is SIGKILLed (vllm
+#55510). So the engine process is a subreaper, which makes orphaned grandchildren its children, and holds a pidfd on
+its owner and on each vLLM process below it. A pidfd fires within 1 ms; a pipe's end of file came 3.7 s late, because a
+forked grandchild held the write end.
 """
 
 import ctypes
@@ -26,7 +27,7 @@ def become_subreaper() -> None:
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Live processes below `pid` (default: this process), zombies not counted."""
+    """Return the live processes below `pid` (default: this process), without zombies."""
     try:
         children = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -42,10 +43,11 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def kill_descendants(deadline_s: float = 10.0) -> list[int]:
-    """SIGKILL everything below this process until nothing is left; returns the pids that survived the deadline.
+    """SIGKILL all processes below this one until none is left; return the pids that survive the deadline.
 
-    It loops because a child may fork between listing and killing; being a subreaper, we see its orphans next time.
-    multiprocessing's resource tracker goes last and by itself: it unlinks the shared memory of the killed ones.
+    It repeats, because a child may fork between listing and killing: its orphans become children of this subreaper and
+    are listed next. multiprocessing's resource tracker unlinks the shared memory of killed processes and then ends by
+    itself, so it is killed only in the second half of `deadline_s`.
     """
     deadline = time.monotonic() + deadline_s
     while (alive := descendants()) and time.monotonic() < deadline:
@@ -68,7 +70,7 @@ def is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def record_shared_memory(record: Path) -> None:
-    """Write down which segments of /dev/shm our processes have mapped.
+    """Record in a file which of vLLM's segments in /dev/shm the descendants have mapped.
 
     vLLM's message queues (160 MiB each) outlive a killed engine core, and also an orderly end of vLLM 0.31.
     """
@@ -85,14 +87,14 @@ def record_shared_memory(record: Path) -> None:
 
 
 def unlink_shared_memory(record: Path) -> None:
-    """Remove what `record_shared_memory` wrote down; called when the processes are gone."""
+    """Remove the segments that `record_shared_memory` recorded. Call it when the processes have ended."""
     if record.exists():
         for segment in record.read_text().splitlines():
             Path(segment).unlink(missing_ok=True)
 
 
 def exit_cause(pid: int) -> str:
-    """How a child of ours ended, in words. It leaves the zombie to its parent's own wait."""
+    """Return in words how a child of this process ended. The zombie stays for a later `wait`."""
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -105,11 +107,11 @@ def exit_cause(pid: int) -> str:
 
 
 class PidWatch:
-    """Calls `on_exit(pid)` once, in a daemon thread, when the first of some processes ends.
+    """Watch on processes: a daemon thread calls `on_exit(pid)` once for each process that ends.
 
     Args:
         on_exit (`Callable[[int], None]`):
-            Called in the watching thread; typically does not return.
+            Function to call in that thread; usually it does not return.
     """
 
     def __init__(self, on_exit: Callable[[int], None]):
@@ -120,7 +122,7 @@ class PidWatch:
         threading.Thread(target=self._run, name="pid-watch", daemon=True).start()
 
     def add(self, pid: int) -> None:
-        """Raises `ProcessLookupError` if the process is gone already."""
+        """Watch another process; raise `ProcessLookupError` if it no longer exists."""
         pidfd = os.pidfd_open(pid)
         with self._lock:
             self._pids[pidfd] = pid
@@ -128,7 +130,7 @@ class PidWatch:
 
     def _run(self) -> None:
         while True:
-            # 0.2 s so that a pid added meanwhile is polled too; one already in the set fires at once
+            # 0.2 s, so that a pid added meanwhile is polled soon; a pid already in the set fires at once
             for pidfd, _ in self._poll.poll(200) if self._pids else self._nap():
                 with self._lock:
                     self._poll.unregister(pidfd)

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: take buckets out of the staging slots and load them."""
+"""Code in vLLM's worker processes: it copies buckets out of the staging slots and loads them."""
 
 import hashlib
 from collections.abc import Iterator
@@ -33,16 +33,16 @@ class BucketInfo(WeightTransferUpdateInfo):
     bucket: int
     slot: int
     version: list[int]  # update, step
-    first: int  # bucket that this update begins with
+    first: int  # first bucket of this update
 
 
 class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
-    """Loads weights that the local main process wrote into staging slots, wherever those are.
+    """Weight-transfer engine that loads the buckets of the local main process, from staging slots of any kind.
 
-    A usage loop, as vLLM calls it in every worker:
+    Each worker calls it in this order:
 
     ```python
-    receiver.init_transfer_engine(slots)      # open them
+    receiver.init_transfer_engine(slots)      # open the slots
     receiver.start_weight_update()            # the first bucket begins vLLM's layer-wise reload
     for bucket in buckets:
         receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
@@ -50,8 +50,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
     receiver.commit()                         # the new adapter is active; only now is the version committed
     ```
 
-    Tensors of a LoRA adapter (by their names) wait for the commit and become a `LoRAModel` in memory, under a name and
-    number of its version; an update may consist of nothing else.
+    Tensors of a LoRA adapter (by their names) wait for the commit, which makes a `LoRAModel` of them in memory. Its
+    number is that of the update. An update may consist of adapter tensors only.
     """
 
     init_info_cls = SlotsInfo
@@ -71,7 +71,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         request = msgspec.msgpack.decode(init_info.request, type=OpenSlots)
         self._buckets = request.buckets
         worker = self.parallel_config.rank
-        self.shutdown()  # a transport that failed its self test had opened others
+        self.shutdown()  # close the slots of a transport that failed its self test
         self.slots = OpenedSlots(request.memory, request.slot_bytes, self.device, worker)
 
     def start_weight_update(self) -> None:
@@ -79,11 +79,14 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         """
-        Raises `RuntimeError` if buckets come out of order, because an update is all of its buckets or nothing, and if
-        the GPU has no room for a bucket beside the engine.
+        Copy a bucket out of its slot and load it.
+
+        Raises:
+            `RuntimeError`: if buckets come out of order, because an update is all of its buckets or nothing, or if the
+            GPU has no room for a bucket beside the engine.
         """
         try:
-            with set_current_vllm_config(self.vllm_config):  # vLLM 0.26 leaves this to us; later ones set it too
+            with set_current_vllm_config(self.vllm_config):  # vLLM 0.26 does not set it; later versions do
                 self._receive(update_info)
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
@@ -101,7 +104,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         tensors = self.slots.take(update_info.slot, self._buckets[update_info.bucket])
         if self._skip:
             return
-        # Adapters wait in host memory: vLLM copies the active one into buffers of its own
+        # Adapters wait in host memory, because vLLM copies the active one into its own buffers
         self._adapter |= {name: tensor.cpu() for name, tensor in tensors if name.endswith(ADAPTER_TENSORS)}
         if weights := [(name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)]:
             self.model.load_weights(weights)
@@ -115,7 +118,11 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
                 self._lacking = end_reload(self.model, self.model_config, stale_head)
 
     def commit(self) -> list[int]:
-        """Update, step, and number of the active adapter (0: none). Raises `RuntimeError` if weights are lacking."""
+        """Commit the update; return its number, its step and the number of the active adapter (0: none).
+
+        Raises:
+            `RuntimeError`: if layers did not get all their weights.
+        """
         if self._lacking:
             raise RuntimeError(self._lacking)
         if not faults.is_active("skip_load", self._version[0]):
@@ -131,7 +138,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator, trainer_args) -> None:
-        """Abstract in vLLM 0.26, whose trainers send through it; here `weights/sync.py` sends."""
+        """Override an abstract method of vLLM 0.26, whose trainers send through it; here `weights/sync.py` sends."""
         raise NotImplementedError
 
     def _begin(self, info: BucketInfo) -> None:
@@ -139,14 +146,17 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         update = self._version[0]
         self._skip = faults.is_active("skip_load", update) or faults.is_active("skip_load_silently", update)
         self._reloads = info.first == 0 and not self._skip
-        if self._reloads:  # from here on everything is new
+        if self._reloads:  # this update replaces all weights and the adapter
             self._lacking = None
             self._adapter = {}
             begin_reload(self.model, self.device)
 
     def _activate(self, number: int) -> None:
-        """Scaling was multiplied into B by the sender, so r = alpha here and vLLM multiplies by 1. Fresh containers,
-        because vLLM packs q, k, v and the like in them; the tensors stay as they are."""
+        """Build a LoRA adapter from the received tensors and activate it.
+
+        The sender has multiplied the scaling into B, so r = alpha here and vLLM multiplies by 1. The containers are
+        new, because vLLM packs q, k, v and the like in them; the tensors stay as they are.
+        """
         manager = self.model.lora_manager
         rank = max(tensor.shape[0] for name, tensor in self._adapter.items() if name.endswith(ADAPTER_TENSORS[0]))
         adapter = LoRAModel.from_lora_tensors(
@@ -161,7 +171,10 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
 
 
 def rename_mapper(model):
-    """How vLLM calls the modules of a checkpoint, q, k and v apart; a method that 0.28 has under another name."""
+    """Return the mapper from a checkpoint's module names to vLLM's, with q, k and v separate.
+
+    The method that returns it has another name in vLLM 0.26 and 0.28.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return None
@@ -172,16 +185,20 @@ class WorkerExtension:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
     def commit_weights(self) -> list[int]:
-        """`[update, step, adapter]` of the last update that this worker loaded to the end, now active."""
+        """Commit; return `[update, step, adapter]` of the last update that this worker loaded completely."""
         return self.weight_transfer_engine.commit()  # type: ignore[attr-defined]
 
     def crc_of_slot(self, slot: int, num_bytes: int) -> int:
-        """Raises `TimeoutError` if the slot's bytes do not arrive, so that the sender can try another transport."""
+        """Return the CRC-32 of a slot's first bytes.
+
+        Raises:
+            `TimeoutError`: if they do not arrive; the sender then tries another transport.
+        """
         slots = self.weight_transfer_engine.slots  # type: ignore[attr-defined]
         return within(SELF_TEST_S, lambda: slots.crc(slot, num_bytes))
 
     def weights_digest(self) -> str:
-        """SHA-256 of this worker's weights, bit by bit, without adapters."""
+        """Return the SHA-256 of this worker's weights, bit by bit, without adapters."""
         digest = hashlib.sha256()
         for name, tensor in _weights(self.weight_transfer_engine.model):  # type: ignore[attr-defined]
             digest.update(name.encode())
@@ -191,7 +208,10 @@ class WorkerExtension:
 
 @torch.no_grad()
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers, and what a CPU kernel packed away, read back as its product with the identity (exact)."""
+    """Yield parameters, buffers, and the weights that a CPU kernel has packed.
+
+    The packed weights are read back as the kernel's product with the identity, which is exact.
+    """
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, module in model.named_modules():

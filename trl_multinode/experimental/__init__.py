@@ -1,4 +1,5 @@
-"""Trainers of `trl.experimental` on the seam of `NodeTrainer`, a module each, so that one imports only what it needs.
+"""Trainers of `trl.experimental` built on `NodeTrainer`, one module each, so that an import loads only what it needs.
 
-Their API is TRL's and as unstable as TRL says; loaded by name: `from trl_multinode import SDFTConfig, SDFTTrainer`.
+Their API is TRL's, and as unstable as TRL declares it. `trl_multinode` loads them by name:
+`from trl_multinode import SDFTConfig, SDFTTrainer`.
 """

@@ -1,4 +1,4 @@
-"""What GOLD and IW-OPD have in common: a buffer of one optimizer step, filled by the student or by the dataset."""
+"""Common base of GOLD and IW-OPD: a buffer of one optimizer step, filled by the student or from the dataset."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from ..rollouts.generation import NodeGeneration
 
 
 class BufferedNodeTrainer(NodeTrainer):
-    """[`NodeTrainer`] for a trainer that generates in `_fill_buffer` and may send weights every few steps only."""
+    """[`NodeTrainer`] for a trainer that generates in `_fill_buffer` and may send weights only every few steps."""
 
     _sync_mark = "_last_vllm_sync_step"
 
@@ -19,7 +19,7 @@ class BufferedNodeTrainer(NodeTrainer):
 
     @staticmethod
     def _build_generation(host: NodeHost, *, mode: str, **keywords: Any) -> NodeGeneration:
-        """These two leave out the factor that TRL's other trainers have, and that `EngineSettings` takes out again."""
+        """Multiply `max_num_seqs` by the TP size, as TRL's other trainers do: `EngineSettings` divides by it."""
         keywords["max_num_seqs"] *= host.args.vllm_tensor_parallel_size
         return NodeTrainer._build_generation(host, mode=mode, **keywords)
 

@@ -14,13 +14,13 @@ from .buffered import BufferedNodeTrainer
 
 @dataclass
 class MultiNodeGOLDConfig(NodeFields, GOLDConfig):
-    """TRL's `GOLDConfig` with the settings, and the three other defaults, of [`NodeFields`]."""
+    """TRL's `GOLDConfig` with the settings and the three changed defaults of [`NodeFields`]."""
 
     _not_for = GRPO_ONLY | NO_LOGPROBS
 
 
 class MultiNodeGOLDTrainer(BufferedNodeTrainer, GOLDTrainer):
-    """TRL's `GOLDTrainer`, same arguments, where every node's engines generate the student's completions."""
+    """TRL's `GOLDTrainer` with the same arguments; every node's engines generate the student's completions."""
 
     _trl, _config = GOLDTrainer, MultiNodeGOLDConfig
 

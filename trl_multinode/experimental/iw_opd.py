@@ -11,19 +11,19 @@ from .buffered import BufferedNodeTrainer
 
 @dataclass
 class MultiNodeIWOPDConfig(NodeFields, IWOPDConfig):
-    """TRL's `IWOPDConfig` with the settings, and the three other defaults, of [`NodeFields`]."""
+    """TRL's `IWOPDConfig` with the settings and the three changed defaults of [`NodeFields`]."""
 
     _not_for = GRPO_ONLY | NO_LOGPROBS
 
 
 class MultiNodeIWOPDTrainer(BufferedNodeTrainer, IWOPDTrainer):
-    """TRL's `IWOPDTrainer`, same arguments, where every node's engines generate the student's completions."""
+    """TRL's `IWOPDTrainer` with the same arguments; every node's engines generate the student's completions."""
 
     _trl, _config = IWOPDTrainer, MultiNodeIWOPDConfig
 
     @property
     def _step(self) -> int:
-        """What TRL's other trainers call it."""
+        """`_buffer_step`, under the name that it has in TRL's other trainers."""
         return self._buffer_step
 
     @_step.setter
@@ -32,7 +32,7 @@ class MultiNodeIWOPDTrainer(BufferedNodeTrainer, IWOPDTrainer):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether this run was resumed from a checkpoint, and its data must be fast-forwarded."""
+        """`True` if this run was resumed from a checkpoint and its data must be fast-forwarded."""
         return self.host is not None and self._resume.resuming and not isinstance(self.train_dataset, IterableDataset)
 
     def _get_train_sampler(self, dataset=None):
@@ -43,8 +43,10 @@ class MultiNodeIWOPDTrainer(BufferedNodeTrainer, IWOPDTrainer):
 
     def get_train_dataloader(self):
         """
-        TRL repeats batches in a wrapper; accelerate would fast-forward the loader inside it, by as many batches as
-        were repeated, and other prompts would follow. So the sampler of a resumed run repeats them, as GOLD's does.
+        Return TRL's loader, in a resumed run without the wrapper by which TRL repeats batches.
+
+        accelerate fast-forwards the loader inside the wrapper by the number of repeated batches, so the run would go
+        on with other prompts. In a resumed run the sampler repeats the prompts instead, as GOLD's does.
         """
         loader = super().get_train_dataloader()
         return loader.dataloader if self._goes_on else loader

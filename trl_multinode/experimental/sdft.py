@@ -9,10 +9,10 @@ from .self_distillation import SelfDistillationFields, SelfDistillationNodeTrain
 
 @dataclass
 class MultiNodeSDFTConfig(SelfDistillationFields, SDFTConfig):
-    """TRL's `SDFTConfig` with the settings, and the three other defaults, of [`NodeFields`]."""
+    """TRL's `SDFTConfig` with the settings and the three changed defaults of [`NodeFields`]."""
 
 
 class MultiNodeSDFTTrainer(SelfDistillationNodeTrainer, SDFTTrainer):
-    """TRL's `SDFTTrainer`, same arguments, where every node's engines generate the completions."""
+    """TRL's `SDFTTrainer` with the same arguments; every node's engines generate the completions."""
 
     _trl, _config = SDFTTrainer, MultiNodeSDFTConfig

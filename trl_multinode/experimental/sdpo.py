@@ -10,13 +10,15 @@ from .self_distillation import SelfDistillationFields, SelfDistillationNodeTrain
 
 @dataclass
 class MultiNodeSDPOConfig(SelfDistillationFields, SDPOConfig):
-    """TRL's `SDPOConfig` with the settings, and the three other defaults, of [`NodeFields`]."""
+    """TRL's `SDPOConfig` with the settings and the three changed defaults of [`NodeFields`]."""
 
 
 class MultiNodeSDPOTrainer(SelfDistillationNodeTrainer, SDPOTrainer):
     """
-    TRL's `SDPOTrainer`, same arguments, where every node's engines generate the completions. TRL gathers prompts and
-    completions of all ranks, because a row's teacher may be another rank's success; that crosses nodes.
+    TRL's `SDPOTrainer` with the same arguments; every node's engines generate the completions.
+
+    TRL gathers the prompts and completions of all ranks, across nodes too, because a row's teacher may see another
+    rank's successful completion.
     """
 
     _trl, _config = SDPOTrainer, MultiNodeSDPOConfig

@@ -1,4 +1,4 @@
-"""What SDFT and SDPO have in common: TRL has the same generation code in both."""
+"""Common base of SDFT and SDPO, for which TRL has the same generation code."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from ..node_trainer import NodeTrainer
 
 @dataclass
 class SelfDistillationFields(NodeFields):
-    """[`NodeFields`], and a check that the teacher does not need a server of TRL's."""
+    """[`NodeFields`] with a check that the teacher needs no TRL server."""
 
     _not_for = GRPO_ONLY | NO_LOGPROBS
 
@@ -26,7 +26,7 @@ class SelfDistillationFields(NodeFields):
 
 
 class SelfDistillationNodeTrainer(NodeTrainer):
-    """[`NodeTrainer`] for a trainer that looks `VLLMGeneration` up while it is built."""
+    """[`NodeTrainer`] for a trainer that imports `VLLMGeneration` in its `__init__`."""
 
     _builds_in = vllm_generation
 

@@ -1,3 +1,3 @@
-"""What TRL asks for and gets: `generation` is the object that it calls, `look_ahead` runs a round early, `rows` are
-the shapes, `staleness` and `monitor` measure, `text_logging` keeps texts off the network.
+"""Rollouts for TRL's trainers: `generation` is the object that TRL calls, `look_ahead` runs a round early, `rows` has
+the row types and seeds, `staleness` and `monitor` measure, `text_logging` keeps texts off the network.
 """

@@ -1,7 +1,7 @@
 """`NodeGeneration`: the object that TRL's trainers call for `sync_weights()` and `generate()`, on this node's engines.
 
 TRL's `GRPOTrainer` builds one `VLLMGeneration` with 25 keywords and afterwards calls only these two methods. This
-class takes its place; a contract test pins the keywords and the shape of what is returned.
+class replaces it; a contract test pins the keywords and the shape of the return value.
 """
 
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from ..weights.sync import SyncTimings, check_version
 from .look_ahead import LookAhead, Rollouts
 from .rows import FloatRow, RowSeeds, TokenRow, raw_image
 
-Prompts = list[list[int]]  # token ids, a row per completion wanted
+Prompts = list[list[int]]  # token ids, one row per requested completion
 
 
 class NodeGeneration:
-    """Generation on the engines of this rank's node. Built on every training rank.
+    """Generation on the engines of this rank's node. Every training rank builds one.
 
     Args:
         host ([`~trl_multinode.host.NodeHost`]):
-            Starts and owns the engines, moves the weights; see there.
+            Owner of the node's engines: it starts them and sends the weights.
         **keywords:
-            What TRL passes to its `VLLMGeneration`.
+            Keywords that TRL passes to its `VLLMGeneration`.
 
     Raises:
         `ConfigurationError`: for settings that node mode cannot serve.
@@ -67,7 +67,7 @@ class NodeGeneration:
         if structured_outputs_regex is not None:
             self.sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         self.version = WeightVersion()
-        self._weights_changed = True  # since the last sync that went well
+        self._weights_changed = True  # since the last successful sync
         self.seeds = RowSeeds(host.rollout_seed, accelerator.process_index)
         self._host = host
         self._phases = host.phases
@@ -75,60 +75,60 @@ class NodeGeneration:
         self.last_sync = SyncTimings()
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
         self._returns_logprobs = logprobs is not None
-        self.rows: list[Rollout] = []  # of the last call
-        self.used = Rollouts(0, [], [], self.version)  # first turn of the present round
-        self.on_stale: Callable[[Rollouts], None] = lambda made: None  # called before the engines get busy again
+        self.rows: list[Rollout] = []  # completions of the last `generate` call
+        self.used = Rollouts(0, [], [], self.version)  # completions of the current round's first turn
+        self.on_stale: Callable[[Rollouts], None] = lambda made: None  # called before the next round's requests go out
         self.begin_round("train", 0)
 
     def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
-        """A new batch of prompts; every rank calls it, with the same `mode` and `number`.
+        """Start the round of a new batch of prompts. Every rank calls it, with the same `mode` and `number`.
 
         Args:
             mode (`str`):
                 `"train"` or `"eval"`.
             number (`int`):
-                Of the round, counted by the mode.
+                Number of the round, counted per mode.
             following (`Callable`, *optional*):
-                Asked in the first `generate` of the round for the prompts of the next one, which are then generated
-                ahead; `None`, or an answer of `None`: nothing runs ahead.
+                Function that returns the next round's prompts. The first `generate` of this round calls it and starts
+                their generation. Without it, or if it returns `None`, nothing runs ahead.
         """
         self.seeds.begin_round(mode, number)
         self._number = number
         self._following = following
         self._takes_ahead = mode == "train"
-        self.generated = False  # in this round; trainers that mix in other data may not
+        self.generated = False  # in this round; trainers that mix in other data may not generate
 
     @property
     def lag(self) -> tuple[int, int]:
-        """How old the present round's completions are: generation rounds, optimizer steps."""
+        """Return the age of the current round's completions, in generation rounds and in optimizer steps."""
         version = self.used.version
         return int(version != self.version), self._host.step() - version.step
 
     @property
     def must_sync(self) -> bool:
-        """Whether the engines have no weights yet, or others than the trainer for another reason than a step."""
+        """Return whether a sync is due for a reason other than an optimizer step, as before the first sync."""
         return self._weights_changed
 
     def weights_changed(self) -> None:
-        """The weights, frozen ones too, became others without an optimizer step; all training ranks call it, before a
-        sync."""
+        """Make the next sync send all weights, frozen ones too, because they changed without an optimizer step. All
+        training ranks call it, before a sync."""
         self._weights_changed = True
         self._host.send_everything()
 
     def sync_weights(self) -> None:
-        """Bring the trainer's weights into this node's engines: a collective of all training ranks, unless the engines
-        have the weights of this optimizer step already.
+        """Send the trainer's weights to this node's engines, unless they already have those of this optimizer step.
+        Sending is a collective of all training ranks.
 
         Raises:
-            `WeightVersionError`, `WeightSyncError`: see [`WeightSync.run`].
+            `WeightVersionError`, `WeightSyncError` or `EngineError`: see [`WeightSync.run`].
         """
         if self.version.step == self._host.step() and not self._weights_changed:
             return
-        self._weights_changed = True  # until it went well
+        self._weights_changed = True  # until the sync has succeeded
         with self._phases("generate"):
-            self.look_ahead.wait()  # before the barrier: an engine takes no weights while it generates
+            self.look_ahead.wait()  # before the barrier: an engine loads no weights while it generates
         with self._phases("wait"):
-            self.accelerator.wait_for_everyone()  # nobody generates any more, and nobody gathers ahead of the others
+            self.accelerator.wait_for_everyone()  # then no rank generates, and all ranks start to gather together
         with self._phases("sync"):
             self.version = WeightVersion(self.version.update + 1, self._host.step())
             self.last_sync = self._host.sync(self.version)
@@ -141,26 +141,26 @@ class NodeGeneration:
         num_generations: int,
         profiler=None,
     ) -> tuple[list, list, list | None, list | None]:
-        """Completions of this rank's prompts from its node's engines. Not a collective.
+        """Generate completions of this rank's prompts on its node's engines. Not a collective.
 
         Args:
             prompts (`list[list[int]]`):
-                Token ids, a row per completion wanted.
+                Token ids, one row per requested completion.
             images (`list[list | None]`, *optional*):
-                PIL images per row.
+                PIL images of each row.
             num_generations (`int`):
-                Not needed: equal consecutive rows become one request, wherever a group begins.
+                Group size; unused, because equal consecutive rows become one request wherever a group begins.
             profiler (*optional*):
                 TRL's timing context.
 
         Returns:
-            `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, rows in the order of `prompts`; the last two
-            of shape `(B, T, 1)`, or `None` if built with `logprobs=None`, as by trainers that do not read them.
+            `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, rows in the order of `prompts`. The last two
+            have shape `(B, T, 1)`, or are `None` if the trainer does not read them and passed `logprobs=None`.
 
         Raises:
-            `PromptTooLongError`: naming the row.
-            `WeightVersionError`: if a row was made with other weights than the last sync's.
-            `EngineError`: if the engine failed or stalled.
+            `PromptTooLongError`: if a prompt leaves no room for a completion; the message names its row.
+            `WeightVersionError`: if a completion's weights are not those of the last sync before its request.
+            `EngineError`: if an engine failed or stalled.
         """
         self._check_lengths(prompts)
         self.generated = True
@@ -178,14 +178,14 @@ class NodeGeneration:
         )
 
     def _first_turn(self, prompts: Prompts, images) -> list[Rollout]:
-        """This round's completions, made ahead if they were; then the next round's begin."""
+        """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
         self._takes_ahead = False
         made = self.look_ahead.take(self._number, prompts)
         if made is None or images is not None:
             made = Rollouts(self._number, prompts, self._fresh(prompts, images), self.version)
         else:
-            self.seeds.of_call(len(prompts))  # counts as the round's first call
-            if made.version != self.version:  # not if two rounds train one optimizer step
+            self.seeds.of_call(len(prompts))  # count the look-ahead as the round's first call
+            if made.version != self.version:  # they are equal if both rounds belong to one optimizer step
                 self.on_stale(made)
         self.used = made
         if self._following is not None and (following := self._following()) is not None:
@@ -194,7 +194,7 @@ class NodeGeneration:
 
     def _submit(self, number: int, prompts: Prompts) -> None:
         if max(map(len, prompts)) >= self.engines.max_model_len:
-            return  # the round itself will say so, with the row
+            return  # that round's `generate` raises, and names the row
         requests = self._requests(prompts, None, self.seeds.of_round("train", number, len(prompts)))
         self.look_ahead.submit(
             number, prompts, self.version, partial(self._ask, self._host.ahead_engines, requests, self.version)
@@ -205,7 +205,7 @@ class NodeGeneration:
         return self._ask(self.engines, requests, self.version)
 
     def _ask(self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion) -> list[Rollout]:
-        """Completions of exactly these weights, in the order of the rows; also called by the look-ahead's thread."""
+        """Return completions of exactly these weights, in row order. The look-ahead's thread calls it too."""
         groups = engines.generate(requests, self.max_tokens, self.sampling, version.update)
         rows = [row for group in groups for row in group]
         for row in rows:
@@ -214,7 +214,7 @@ class NodeGeneration:
 
     @staticmethod
     def _requests(prompts: Prompts, images: list[list | None] | None, seed: int | None) -> list[PromptRequest]:
-        """One request per run of equal rows. Never a stride: a group may straddle ranks and nodes."""
+        """Build one request per run of equal rows. A fixed stride would fail: a group may straddle ranks and nodes."""
         rows = list(zip(prompts, images or [None] * len(prompts), strict=True))
         requests, start = [], 0
         for (prompt, pictures), run in groupby(rows):

@@ -1,4 +1,4 @@
-"""The alarm: with fresh weights the engine's log-probs and the trainer's agree, on every node, at every step."""
+"""Alarm for wrong engine weights: in every round, on every node, the same weights must give the same log-probs."""
 
 import logging
 
@@ -14,11 +14,13 @@ HARMLESS_KEYS = {"stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_
 
 
 class DivergenceMonitor:
-    """Compares the two log-probs that TRL has anyway; costs one subtraction and no collective.
+    """Monitor of the difference between engine and trainer log-probs, which TRL computes anyway.
+
+    It costs one subtraction and no collective, and for stale completions a prefill of one row.
 
     Args:
         host ([`NodeHost`]), args ([`~trl.GRPOConfig`]), model (`PreTrainedModel`), generation ([`NodeGeneration`]):
-            Of the calling rank.
+            Objects of the calling rank.
     """
 
     def __init__(self, host, args, model, generation):
@@ -34,21 +36,22 @@ class DivergenceMonitor:
         self.last = 0.0
         self._temperature = args.temperature
         self._turn = -1
-        self._asked: tuple[int, int, int, int] | None = None  # row, tokens scored, engine, request
+        self._asked: tuple[int, int, int, int] | None = None  # row, number of scored tokens, engine, request id
         generation.on_stale = self.ask
 
     def check(self, output: dict, stale: bool = False) -> None:
-        """Look at the output of TRL's `_generate_and_score_completions` of this rank.
+        """Raise if the log-probs of engine and trainer differ too much on this rank.
 
         Args:
             output (`dict`):
-                TRL's.
+                Output of TRL's `_generate_and_score_completions`.
             stale (`bool`, *optional*, defaults to `False`):
-                Older weights made these completions: their log-probs say nothing of the weights in the engine now.
-                Then the row is looked at that `ask` had scored anew.
+                True if older weights made these completions, so that their log-probs do not test the engine's current
+                weights. The check then uses the row whose score `ask` requested, if any.
 
         Raises:
-            `LogprobDivergenceError`: naming node, rank and weight version.
+            `LogprobDivergenceError`: if the mean difference exceeds the limit; the message names node, rank and
+                weight version.
         """
         if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
             if self.limit:
@@ -75,22 +78,22 @@ class DivergenceMonitor:
             )
 
     def ask(self, made: Rollouts) -> None:
-        """Have one of these rows scored with the engine's present weights; `check` waits for the answer.
+        """Request the score of one of these rows under an engine's current weights; `check` waits for the reply.
 
-        Asked before the engines get the next round, a prefill of one row; asked later it would queue behind it.
+        The request is a prefill of one row. It must go out before the next round's prompts, or it queues behind them.
         """
         self._asked = None
-        if not self.limit or self._temperature != 1.0:  # an engine scores without temperature
+        if not self.limit or self._temperature != 1.0:  # engines score at temperature 1
             return
         self._turn += 1
         engines, row = self._generation.engines, self._turn % len(made.rows)
         engine, prompt = self._turn % len(engines.connections), made.prompts[row]
-        tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM makes one token more
+        tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM adds one token
         if len(tokens) > len(prompt):
             self._asked = row, len(tokens) - len(prompt), engine, engines.post_score(tokens, engine)
 
     def _rescored(self, output: dict, mask: torch.Tensor) -> torch.Tensor:
-        """|difference| over the row that `ask` chose."""
+        """Return the absolute log-prob differences of the row that `ask` chose."""
         assert self._asked is not None
         row, kept, engine, request_id = self._asked
         self._asked = None
@@ -99,7 +102,7 @@ class DivergenceMonitor:
 
 
 def comparable(args) -> bool:
-    """Whether the engine samples from the distribution that TRL scores: temperature only."""
+    """Return whether the engine samples from TRL's scoring distribution, which applies temperature only."""
     plain = (args.top_p in (None, 1.0), not args.top_k, not args.min_p, args.repetition_penalty in (None, 1.0))
     harmless = set(args.generation_kwargs or {}) <= HARMLESS_KEYS
     return all(plain) and harmless and not args.vllm_structured_outputs_regex

@@ -1,4 +1,4 @@
-"""Rows of a rank's batch as TRL and the engines see them: log-probs without nested lists, seeds, raw images."""
+"""Rows of a rank's batch in the forms that TRL and the engines use: log-probs without nested lists, seeds, images."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from ..engine.protocol import Image
 
 
 class FloatRow(Sequence):
-    """Log-probs of one completion: behaves like `list[list[float | None]]` of shape `(T, 1)` over a float32 array.
+    """Log-probs of one completion: a float32 array that behaves like `list[list[float | None]]` of shape `(T, 1)`.
 
     Real nested lists cost 0.48 s per million tokens. NaN reads as `None`, as in TRL.
     """
@@ -37,23 +37,23 @@ def _none_if_nan(value: float) -> float | None:
 
 
 class TokenRow(FloatRow):
-    """Token ids of one completion, shape `(T, 1)`, in the same manner."""
+    """Token ids of one completion: an int32 array that behaves like `list[list[int]]` of shape `(T, 1)`."""
 
     def __getitem__(self, index):
         return TokenRow(self.values[index]) if isinstance(index, slice) else [int(self.values[index])]
 
 
 class RowSeeds:
-    """Seeds that depend on the row, not on where it is generated.
+    """Seeds that depend on the row, not on the rank or engine that generates it.
 
-    seed(row) = hash(seed, mode, round, call of this rank in the round) + global row: affine in the row, because vLLM
-    gives completion i of a request seed + i.
+    seed(row) = hash(seed, mode, round, call of this rank in the round) + global row. The seed is affine in the row,
+    because vLLM samples completion i of a request with seed + i.
 
     Args:
         seed (`int`, *optional*):
-            `rollout_seed`; `None` leaves the engines to their own random streams.
+            Value of `rollout_seed`; with `None` the engines use their own random streams.
         rank (`int`):
-            Its rows come after those of the lower ranks.
+            Rank of the caller. Its rows come after those of the lower ranks.
     """
 
     def __init__(self, seed: int | None, rank: int):
@@ -62,20 +62,20 @@ class RowSeeds:
         self.begin_round("train", 0)
 
     def begin_round(self, mode: str, number: int) -> None:
-        """A new batch of prompts; every rank calls it with the same arguments."""
+        """Start the seeds of a new batch of prompts. Every rank calls it with the same arguments."""
         self._round = (mode, number)
         self._call = 0
         self._rows_per_rank: int | None = None
 
     def of_call(self, num_rows: int) -> int | None:
-        """Seed of this rank's first row in the next `generate` call."""
+        """Return the seed of this rank's first row in the next `generate` call, and count that call."""
         if self._rows_per_rank is None:
-            self._rows_per_rank = num_rows  # later calls of a tool loop have fewer rows; keep the ranks apart
+            self._rows_per_rank = num_rows  # a tool loop's later calls have fewer rows; this keeps the ranks apart
         call, self._call = self._call, self._call + 1
         return self._first(self._round, call, self._rows_per_rank)
 
     def of_round(self, mode: str, number: int, num_rows: int) -> int | None:
-        """What `of_call` will say in the first call of that round."""
+        """Return the seed that `of_call` returns in the first call of that round."""
         return self._first((mode, number), 0, num_rows)
 
     def _first(self, round_: tuple[str, int], call: int, rows_per_rank: int) -> int | None:
@@ -86,7 +86,7 @@ class RowSeeds:
 
 
 def raw_image(picture) -> Image:
-    """A PIL image as the protocol carries it: its bytes, which without their palette would be another picture."""
+    """Convert a PIL image to raw bytes. A palette image becomes RGB or RGBA: its bytes alone would lose the colors."""
     if picture.mode in ("P", "PA"):
         picture = picture.convert("RGBA" if "transparency" in picture.info or picture.mode == "PA" else "RGB")
     return Image(data=picture.tobytes(), mode=picture.mode, size=picture.size)

@@ -1,7 +1,7 @@
-"""How stale a run's completions are, what the correction does about it, and who was busy meanwhile.
+"""Staleness of a run's completions, the importance weights that correct it, and busy shares of engines and ranks.
 
-Effective sample size of importance weights `w` over `n` tokens: `(sum w)^2 / (n sum w^2)`, 1 when all are equal (Kong,
-1992). The weights are `exp(trainer log-prob - sampler log-prob)` before any clipping.
+The effective sample size of importance weights `w` over `n` tokens (or sequences) is `(sum w)^2 / (n sum w^2)`: 1 when
+all are equal (Kong, 1992). The weights are `exp(trainer log-prob - sampler log-prob)` before any clipping.
 """
 
 import time
@@ -12,9 +12,9 @@ import torch
 
 @dataclass
 class RoundSums:
-    """What one rank adds up between two logs."""
+    """Sums and maxima of one rank between two logs."""
 
-    rounds: float = 0.0  # generation rounds that began
+    rounds: float = 0.0  # generation rounds whose completions were used
     lag_rounds: float = 0.0  # summed over rounds
     lag_rounds_max: float = 0.0
     lag_steps: float = 0.0  # optimizer steps, summed over rounds
@@ -23,10 +23,10 @@ class RoundSums:
     weights_squared: float = 0.0
     clipped: float = 0.0  # tokens (or sequences) that the correction clips or masks
     tokens: float = 0.0
-    ahead_s: float = 0.0  # generated ahead
-    waited_s: float = 0.0  # of these, waited for
+    ahead_s: float = 0.0  # seconds of generating ahead
+    waited_s: float = 0.0  # part of `ahead_s` in which the rank waited
     wall_s: float = 0.0
-    engine_busy_s: float = 0.0  # of all engines of the node, by their own clocks
+    engine_busy_s: float = 0.0  # sum over the node's engines, by their own clocks
     engine_clock_s: float = 0.0
 
 
@@ -34,11 +34,11 @@ NUM_SUMS = len(fields(RoundSums))
 
 
 class StalenessMeter:
-    """Adds up what [`summarize_rounds`] reports. No collective.
+    """Meter of the numbers that [`summarize_rounds`] reports. Its methods are not collectives.
 
     Args:
         args ([`~trl.GRPOConfig`]):
-            For the limits of the importance-sampling correction, which only GRPO has.
+            Arguments with the limits of the importance-sampling correction, which only GRPO has.
     """
 
     def __init__(self, args):
@@ -50,7 +50,7 @@ class StalenessMeter:
         self._clocks: list[tuple[float, float]] = []
 
     def add_round(self, lag_rounds: int, lag_steps: int) -> None:
-        """A training round's completions are `lag_rounds` generation rounds and `lag_steps` optimizer steps old."""
+        """Add a training round whose completions are `lag_rounds` rounds and `lag_steps` optimizer steps old."""
         sums = self._sums
         sums.rounds += 1
         sums.lag_rounds += lag_rounds
@@ -59,7 +59,7 @@ class StalenessMeter:
         sums.lag_steps_max = max(sums.lag_steps_max, lag_steps)
 
     def add_weights(self, output: dict) -> None:
-        """Importance weights of TRL's `_generate_and_score_completions` output."""
+        """Add the importance weights in an output of TRL's `_generate_and_score_completions`."""
         if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
             return
         mask = output["completion_mask"] * output.get("tool_mask", output["completion_mask"])
@@ -74,13 +74,13 @@ class StalenessMeter:
         sums.clipped, sums.tokens = sums.clipped + clipped, sums.tokens + weights.numel()
 
     def take(self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float]]) -> list[float]:
-        """`NUM_SUMS` numbers since the last call, for [`summarize_rounds`].
+        """Return the `NUM_SUMS` numbers since the last call, for [`summarize_rounds`], and reset them.
 
         Args:
             ahead (`tuple[float, float]`):
-                Seconds generated ahead, and waited for.
+                Seconds of generating ahead, and the part of them in which the rank waited.
             engine_clocks (`list[tuple[float, float]]`):
-                Busy and all seconds of every engine of the node, since its start.
+                Busy seconds and total seconds of every engine of the node, since its start.
         """
         sums, self._sums = self._sums, RoundSums()
         now, (sums.ahead_s, sums.waited_s) = time.monotonic(), ahead
@@ -94,11 +94,11 @@ class StalenessMeter:
 
 
 def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[str, float]:
-    """For `Trainer.log`.
+    """Compute the metrics for `Trainer.log`.
 
     Args:
         per_rank (`list[list[float]]` of shape `(world_size, NUM_SUMS)`):
-            Of [`StalenessMeter.take`].
+            Results of [`StalenessMeter.take`].
         idle_s (`list[float]` of shape `(world_size,)`):
             Seconds in which a rank waited for completions or for other ranks before a sync.
     """

@@ -1,6 +1,7 @@
-"""Keeps the texts of prompts and completions off the network.
+"""Text logging that keeps prompts and completions off the network, except those that the main process logs.
 
-TRL gathers all texts to all ranks at every generation, also with `log_completions=False`. Numbers are never touched.
+TRL gathers all texts to all ranks at every generation, even with `log_completions=False`. Gathers of numbers
+are left unchanged.
 """
 
 from contextlib import contextmanager
@@ -11,15 +12,15 @@ import torch.distributed as dist
 
 
 class TextLogging:
-    """Replaces the module's `gather_object` for exactly this round's prompts and completions, by identity.
+    """Replacement of `gather_object` for exactly this round's prompt and completion lists, recognized by identity.
 
-    Every other gather stays real, or ranks would deadlock: a reward function may gather what it likes.
+    Every other gather stays TRL's: a reward function may gather too, and the ranks would deadlock if some skipped it.
 
     Args:
         module (`ModuleType`):
-            The TRL module whose global `gather_object` is replaced while scoring.
+            TRL module whose global `gather_object` is replaced during scoring.
         keep (`bool`):
-            `log_completions`: the main process, and only it, receives the texts.
+            Value of `log_completions`. If `True`, the main process receives the texts; no other rank ever does.
     """
 
     def __init__(self, module: ModuleType, keep: bool):
@@ -28,7 +29,7 @@ class TextLogging:
         self._texts: tuple = ()
 
     def remember(self, prompts: list, completions: list) -> None:
-        """Called when TRL has both in hand, before it gathers them."""
+        """Store this round's texts. The trainer calls it before TRL gathers them."""
         self._texts = (prompts, completions)
 
     @contextmanager
@@ -48,7 +49,7 @@ class TextLogging:
 
 
 def gather_to_main(rows: list) -> list:
-    """The rows of all ranks in rank order on rank 0, nothing elsewhere. A collective of all training ranks."""
+    """Gather the rows of all ranks to rank 0, in rank order; others get `[]`. A collective of all training ranks."""
     if not dist.is_initialized():
         return rows
     parts: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

@@ -1,3 +1,3 @@
-"""What a run leaves behind: `checkpoints` and `resume` make a stopped run go on; `hub` has pushes checked
-(`saved_weights`), tried and told (`pushing`), and described (`model_card`).
+"""Checkpoints and Hub pushes: `checkpoints` and `resume` continue a stopped run; `hub` verifies pushes
+(`saved_weights`), retries and reports them (`pushing`), and describes the run (`model_card`).
 """

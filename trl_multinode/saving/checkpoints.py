@@ -1,4 +1,4 @@
-"""Exact resume: what TRL's checkpoints lack, and which checkpoints are whole.
+"""Exact resume: the state that TRL's checkpoints lack, and the search for the newest finished checkpoint.
 
 A resumed run continues as if it had not stopped: same data order, same completions (with `rollout_seed`), same losses.
 transformers restores weights, optimizer and random states; this module adds the position inside the generation block,
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 PREFIX = "checkpoint-"
-ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")  # in DeepSpeed's file names, after "bf16_" or nothing
+ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")  # part of DeepSpeed's file names, after "bf16_" or nothing
 
 
 def fast_forward(sampler, epochs: int):
-    """TRL's sampler, `epochs` permutations later.
+    """Advance the generator of TRL's sampler by `epochs` permutations, and return the sampler.
 
-    TRL draws one permutation per epoch from one generator, and a resumed run starts that generator anew: its second
-    epoch would see the first one's order again.
+    TRL draws one permutation per epoch from one generator, and a resumed run seeds that generator again. Without this
+    call a run that resumes in its second epoch would repeat the order of the first.
 
     Args:
         sampler (`RepeatSampler`):
-            Fresh from TRL.
+            Sampler that TRL has just built.
         epochs (`int`):
-            Whole epochs that the resumed run has behind it.
+            Epochs that the run completed before the checkpoint.
     """
     if getattr(sampler, "shuffle", False):
         for _ in range(epochs):
@@ -45,10 +45,10 @@ def fast_forward(sampler, epochs: int):
 
 
 def epochs_behind(checkpoint: Path) -> int:
-    """Whole epochs that a checkpoint has behind it.
+    """Return the number of epochs completed before a checkpoint.
 
     Raises:
-        `ConfigurationError`: if this is no checkpoint, or an unfinished one.
+        `ConfigurationError`: if the folder is not a checkpoint, or is an unfinished one.
     """
     try:
         return int(json.loads((checkpoint / STATE_FILE).read_text())["epoch"])
@@ -60,15 +60,15 @@ def epochs_behind(checkpoint: Path) -> int:
 
 
 def micro_steps_done(global_step: int, steps_in_epoch: int | None, accumulation: int) -> int:
-    """TRL's `_step` (calls of `training_step`) after `global_step` optimizer steps.
+    """Compute TRL's `_step` (number of `training_step` calls) after `global_step` optimizer steps.
 
     Args:
         global_step (`int`):
             Optimizer steps so far.
         steps_in_epoch (`int`, *optional*):
-            Batches of one pass over the dataloader; `None` for a stream without a length.
+            Batches in one pass over the dataloader; `None` for a stream without a length.
         accumulation (`int`):
-            `gradient_accumulation_steps`; the last optimizer step of an epoch may have fewer.
+            `gradient_accumulation_steps`; the last optimizer step of an epoch may have fewer micro-steps.
     """
     if steps_in_epoch is None:
         return global_step * accumulation
@@ -77,32 +77,32 @@ def micro_steps_done(global_step: int, steps_in_epoch: int | None, accumulation:
     return epochs * steps_in_epoch + updates * accumulation
 
 
-# ---- which checkpoints are whole ------------------------------------------------------------------------------------
+# ---- finished checkpoints -------------------------------------------------------------------------------------------
 
 
 class CheckpointLog:
-    """Knows which checkpoint folders were written to their end, by all ranks.
+    """Record of which checkpoint folders all ranks finished writing.
 
-    While a checkpoint is written a marker beside it says so; it goes when every rank is through. A folder whose marker
-    is still there, or that lacks transformers' own last file, is unfinished.
+    Each rank creates a marker file before it writes a checkpoint, and removes it once every rank has finished. A
+    folder is unfinished if a marker remains, or if the last file that transformers or DeepSpeed writes is missing.
 
     Args:
         output_dir (`Path`):
-            Where the checkpoints are; may differ between nodes.
+            Folder of the checkpoints; may differ between nodes.
         accelerator (`Accelerator`):
-            Of the calling rank.
+            Accelerator of the calling rank.
     """
 
     def __init__(self, output_dir: Path, accelerator):
         self._output_dir = output_dir
         self._accelerator = accelerator
-        self._markers = output_dir / "_multinode" / "saving"  # outside of what is pushed to the Hub
+        self._markers = output_dir / "_multinode" / "saving"  # Hub pushes exclude `_*`
 
     @contextmanager
     def saving(self, step: int) -> Iterator[Path]:
-        """The folder of the checkpoint at `step`. A collective of all training ranks at its end.
+        """Create the checkpoint folder of `step`, and mark it as finished on exit.
 
-        It stays marked as unfinished if any rank fails inside.
+        The exit is a collective of all training ranks. If a rank fails inside, the folder stays marked as unfinished.
         """
         marker = self._markers / f"{PREFIX}{step}.rank{self._accelerator.process_index}"
         self._markers.mkdir(parents=True, exist_ok=True)
@@ -113,26 +113,31 @@ class CheckpointLog:
         if self._accelerator.is_local_main_process:
             self._say_latest(folder)
         self._accelerator.wait_for_everyone()
-        for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):  # also those of an earlier run with more ranks
+        for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):  # also markers of an earlier run with more ranks
             marker.unlink(missing_ok=True)
 
     @staticmethod
     def _say_latest(folder: Path) -> None:
-        """DeepSpeed writes its file `latest` on node 0 only; a node with a folder of its own could not resume."""
+        """Write DeepSpeed's file `latest` if it is missing.
+
+        DeepSpeed writes it on node 0 only, and a node with a folder of its own could not resume without it.
+        """
         states = [path.name for path in folder.glob("global_step*")]
         if states and not (folder / "latest").exists():
             (folder / "latest").write_text(states[0])
 
     def all_have(self, mine: bool) -> bool:
-        """Whether every rank has something. A collective of all training ranks."""
+        """Return whether `mine` is true on every rank. A collective of all training ranks."""
         vote = torch.tensor([int(mine)], device=self._accelerator.device)
         return bool(self._accelerator.gather(vote).all())
 
     def last_whole(self) -> Path | None:
-        """The newest checkpoint that is finished and that every rank sees. A collective of all training ranks.
+        """Return the newest finished checkpoint that every rank sees, or `None` if no rank sees a finished one.
+
+        A collective of all training ranks.
 
         Raises:
-            `ConfigurationError`: on every rank, if some see finished checkpoints and no one is seen by all.
+            `ConfigurationError`: on every rank, if some ranks see finished checkpoints but none is common to all.
         """
         steps = self._whole_steps()
         padded = self._accelerator.pad_across_processes(
@@ -175,17 +180,20 @@ class CheckpointLog:
 
 
 def check_zero_ranks(folder: Path, accelerator) -> None:
-    """DeepSpeed's ZeRO states belong to their number of ranks, and it says so late and without a cure. A collective.
+    """Check that a DeepSpeed checkpoint was written by as many ranks as this launch has. A collective.
+
+    ZeRO states can only be loaded with the number of ranks that saved them; DeepSpeed's own error comes late and
+    names no cure.
 
     Args:
         folder (`Path`):
-            The checkpoint; may differ between nodes, then each must have the files of its own ranks.
+            Folder of the checkpoint; may differ between nodes, and then each node needs the files of its own ranks.
         accelerator (`Accelerator`):
-            Of the calling rank.
+            Accelerator of the calling rank.
 
     Raises:
-        `ConfigurationError`: on every rank, for a checkpoint of another number of ranks, or if a rank's file is not
-            there.
+        `ConfigurationError`: on every rank, if another number of ranks wrote the checkpoint, or if the file of a rank
+            is missing on its node.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     files = folder.glob("global_step*/*_optim_states.pt")
@@ -194,7 +202,7 @@ def check_zero_ranks(folder: Path, accelerator) -> None:
     mine = torch.tensor([[at_least, int(rank in seen)]], device=accelerator.device)
     found = accelerator.gather(mine)
     saved_by = int(found[:, 0].max())
-    if saved_by not in (0, world):  # 0: not DeepSpeed's, or without optimizer
+    if saved_by not in (0, world):  # 0: not a DeepSpeed checkpoint, or one without optimizer states
         raise ConfigurationError(
             f"{folder} was written by {saved_by} ranks, this launch has {world}: DeepSpeed's ZeRO states belong to "
             f"their number of ranks. Launch {saved_by} ranks again, or begin anew from its weights: "
@@ -210,22 +218,25 @@ def check_zero_ranks(folder: Path, accelerator) -> None:
 
 
 def _world_of(folder: Path, rank: int) -> int:
-    """Ranks of the launch that wrote this rank's rollouts; 0 if it did not. A node alone sees only its own ranks."""
+    """Return the number of ranks of the launch that wrote this rank's rollouts file, or 0 without that file.
+
+    A node whose folder is not shared has only the files of its own ranks, so counting them would not give this number.
+    """
     if not (path := rollouts_file(folder, rank)).exists():
         return 0
     with safe_open(path, framework="pt") as file:
         return json.loads((file.metadata() or {})["notes"]).get("layout", [0])[0]
 
 
-# ---- what a rank saves ----------------------------------------------------------------------------------------------
+# ---- saved state of a rank ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SavedRollouts:
-    """Generation state of one rank, as it lies in a checkpoint."""
+    """Generation state of one rank, as a checkpoint stores it."""
 
     tensors: dict[str, torch.Tensor]  # names with a slash: "block0/prompt_ids", "ahead/tokens"
-    notes: dict  # what is not a tensor; plain JSON
+    notes: dict  # all other values, as plain JSON
 
 
 def rollouts_file(folder: Path, rank: int) -> Path:
@@ -233,7 +244,7 @@ def rollouts_file(folder: Path, rank: int) -> Path:
 
 
 def save_rollouts(folder: Path, rank: int, saved: SavedRollouts) -> None:
-    """Written whole or not at all, so that a killed run leaves no half file under the final name."""
+    """Save a rank's rollouts; the rename from `.part` ensures that a killed run leaves no partial `.safetensors`."""
     path = rollouts_file(folder, rank)
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in saved.tensors.items()}  # slices share memory
     save_file(tensors, path.with_suffix(".part"), metadata={"notes": json.dumps(saved.notes)})
@@ -241,17 +252,17 @@ def save_rollouts(folder: Path, rank: int, saved: SavedRollouts) -> None:
 
 
 def load_rollouts(folder: Path, rank: int, device: torch.device) -> SavedRollouts | None:
-    """`None` if this checkpoint has no such file (one of plain TRL, or of fewer ranks)."""
+    """Load a rank's rollouts; `None` if the checkpoint has no such file (from plain TRL, or from fewer ranks)."""
     path = rollouts_file(folder, rank)
     if not path.exists():
         return None
-    with safe_open(path, framework="pt") as file:  # not onto `device` at once: safetensors does not know "cpu:0"
+    with safe_open(path, framework="pt") as file:  # no `device` here: safetensors rejects "cpu:0"
         notes = json.loads((file.metadata() or {})["notes"])
         return SavedRollouts({name: file.get_tensor(name).to(device) for name in file.keys()}, notes)
 
 
 def pack_block(slices: list[dict]) -> SavedRollouts:
-    """TRL's `_buffered_inputs`: a list of dicts of tensors, lists and `None`."""
+    """Convert TRL's `_buffered_inputs`, a list of dicts of tensors, lists and `None`, into [`SavedRollouts`]."""
     tensors = {
         f"block{index}/{name}": value
         for index, part in enumerate(slices)
@@ -263,7 +274,7 @@ def pack_block(slices: list[dict]) -> SavedRollouts:
 
 
 def unpack_block(saved: SavedRollouts) -> list[dict]:
-    """The inverse of [`pack_block`]; `None` entries are left out, as TRL reads them with `get`."""
+    """Invert [`pack_block`]; `None` entries stay absent, because TRL reads them with `get`."""
     slices = [dict(lists) for lists in saved.notes["block"]]
     for name, tensor in saved.tensors.items():
         room, _, key = name.partition("/")

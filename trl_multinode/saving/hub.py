@@ -1,8 +1,8 @@
-"""What a trainer's pushes to the Hub are in node mode: checked before, told after, and a model card that says where.
+"""Hub pushes in node mode: verified before, reported after, with run details in the model card.
 
-The decision whether to push is the main process's alone. Saving is a collective, and over when it looks at the files;
-the other ranks are on their way into the next step or to the end of the script, where the watch ends them with the
-main process's line if that raises. So no rank waits for a verdict.
+The main process alone decides whether to push. Saving is a collective, and is complete before the main process checks
+the files. The other ranks meanwhile enter the next step or reach the end of the script; if the main process raises,
+the watchdog ends them with its message. So no rank waits for the result of the check.
 """
 
 import os
@@ -28,20 +28,22 @@ SHARDED = "SHARDED_STATE_DICT"  # accelerate's default for FSDP2
 
 class HubTrainer(Trainer):
     """
-    The Hub's part of a trainer in node mode (`host` is not `None`); without, it does what transformers does.
+    Trainer that verifies, retries and reports Hub pushes in node mode (`host` is not `None`). In any other mode every
+    method is transformers' own.
 
-    Before a push the saved weights are compared with the model; a wrong file is never pushed. A push that fails is
-    tried again, then reported with the command that repeats it, and the run goes on, or ends if
-    `hub_push_must_succeed`. `hub_token` is neither saved nor pushed with the training arguments.
+    Before a push, the main process compares the saved weights with the model, and never pushes a wrong file. It
+    retries a push after a transient error. If the push still fails, it reports the command that repeats it, and the
+    run continues, or ends if `hub_push_must_succeed`. `hub_token` is neither saved nor pushed with the training
+    arguments.
 
     Raises (on the main process, from `push_to_hub` and from `train` with `hub_strategy` other than `"end"`):
-        `SavedWeightsError`: the saved weights are not the trained model.
-        `HubPushError`: with `hub_push_must_succeed=True`; of a push in the background at the next checkpoint, or at
-        the end of training.
+        `SavedWeightsError`: if the saved weights are not the trained model.
+        `HubPushError`: with `hub_push_must_succeed=True`; for a background push, at the next checkpoint or at the end
+        of training; from the constructor, if the repository cannot be created.
     """
 
     host: NodeHost | None = None
-    _pushing = False  # inside `push_to_hub`, which saves first
+    _pushing = False  # inside `push_to_hub`, which saves the model before it raises
 
     def init_hf_repo(self, token: str | None = None) -> None:
         if self.host is None or not self.is_world_process_zero():
@@ -87,7 +89,7 @@ class HubTrainer(Trainer):
     def _save(self, *args, **kwargs) -> None:
         if self.host is None:
             return super()._save(*args, **kwargs)
-        with without_token(self.args):  # transformers pickles the arguments beside the model, and pushes them
+        with without_token(self.args):  # transformers pickles the arguments beside the model and pushes the file
             return super()._save(*args, **kwargs)
 
     def create_model_card(self, *args, **kwargs) -> None:
@@ -121,12 +123,12 @@ class HubTrainer(Trainer):
         check_saved(folder, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
 
     def _check_repo(self) -> None:
-        """Only now, because `push_to_hub` saves between the creation of the repository and the push."""
+        """Raise the error of a failed repository creation, after `push_to_hub` has saved the model."""
         if self._must_succeed and self.is_world_process_zero() and self.hub_model_id is None:
             raise self._repo_error
 
     def _raise_failed_pushes(self) -> None:
-        """transformers waits for pushes in the background, and looks at the outcome of none."""
+        """Raise the first error of the background pushes; transformers waits for them but never reads the outcome."""
         jobs = [job for job in getattr(getattr(self, "push_in_progress", None), "jobs", ()) if job.done()]
         errors = [error for job in jobs if (error := job.exception()) is not None]
         if errors:
@@ -135,7 +137,7 @@ class HubTrainer(Trainer):
 
 
 def check_push(args, call: dict, environ=os.environ) -> None:
-    """Raises `ConfigurationError` if shards would never be put together for the pushes that are asked for."""
+    """Raise `ConfigurationError` if a push is requested but no file would hold the gathered weights."""
     if not args.push_to_hub:
         return
     fsdp = environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
@@ -145,7 +147,7 @@ def check_push(args, call: dict, environ=os.environ) -> None:
             "weights. Write it under `fsdp_config` in the accelerate config."
         )
     plugin = getattr(args, "deepspeed_plugin", None)
-    adapter = call.get("peft_config") or hasattr(call["model"], "peft_config")  # gathered whatever the setting
+    adapter = call.get("peft_config") or hasattr(call["model"], "peft_config")  # always gathered under ZeRO-3
     if plugin is None or plugin.zero_stage != 3 or adapter:
         return
     if not plugin.hf_ds_config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save", False):

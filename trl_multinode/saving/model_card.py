@@ -1,4 +1,4 @@
-"""What a model card says of the machines: nodes, ranks, reserved devices, versions, tokens per second."""
+"""Model card section about the run: nodes, ranks, reserved devices, versions, tokens per second."""
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -17,22 +17,22 @@ PACKAGES = {
     "Transformers": ("transformers",),
     "Accelerate": ("accelerate",),
 }
-BEFORE = "\n## Citations"  # of TRL's template; without it the section goes to the end
+BEFORE = "\n## Citations"  # heading in TRL's template; without it the section goes to the end
 
 
 def add_section(card: Path, section: str) -> None:
-    """Puts `section` into the card that TRL has just written from its template."""
+    """Insert `section` into the card that TRL has just written from its template."""
     head, citations, tail = card.read_text(encoding="utf-8").partition(BEFORE)
     card.write_text(f"{head.rstrip()}\n\n{section.strip()}\n{citations}{tail}", encoding="utf-8")
 
 
 def run_section(topology: Topology, devices: EngineDevices, log_history: Sequence[dict]) -> str:
     """
-    The section about the run, in Markdown.
+    Return the section about the run, in Markdown.
 
     Args:
         topology (`Topology`), devices (`EngineDevices`):
-            Of the calling rank; all nodes are alike.
+            Topology and engine devices of the calling rank; all nodes are alike.
         log_history (`Sequence[dict]`):
             `trainer.state.log_history`.
     """
@@ -66,7 +66,7 @@ def on_cpu(devices: EngineDevices) -> bool:
 
 
 def reserved_per_node(devices: EngineDevices) -> int:
-    """GPUs on which no rank trains; on a CPU an engine counts as one device."""
+    """Count a node's GPUs reserved for engines (0 if any is a training GPU); on a CPU each engine is one device."""
     if devices.shared_with_training:
         return 0
     return len(devices.per_engine) if on_cpu(devices) else sum(map(len, devices.per_engine))
@@ -78,9 +78,10 @@ def num_devices(topology: Topology, devices: EngineDevices) -> int:
 
 def throughput(log_history: Sequence[dict], num_devices: int) -> str:
     """
-    Tokens of prompts and completions per second and device, reserved ones included, from TRL's own `num_tokens` (of
-    all ranks, since the beginning) and `step_time` (mean seconds of a step, generation included) at every log. The
-    interval before the first log is left out if there is another, because the warm-up is in it.
+    Format the tokens per second (prompts and completions), in total and per device, reserved devices included.
+
+    TRL's logs hold `num_tokens` (of all ranks, since the start) and `step_time` (mean seconds per step, generation
+    included). The interval before the first log contains the warm-up, so it counts only if there is no other log.
     """
     logs = [entry for entry in log_history if "num_tokens" in entry and "step_time" in entry]
     if not logs:

@@ -1,8 +1,8 @@
-"""`CheckedHub`: the two calls that transformers' Trainer makes of `HfApi`, with wrong files never sent and failed
-pushes tried again, then told with the command that repeats them.
+"""`CheckedHub` wraps the two `HfApi` methods that transformers' Trainer calls. It never sends wrong files, retries
+after transient errors, and reports a failed push with the command that repeats it.
 
-What huggingface_hub 1.33 tries again by itself: the list of files and their uploads, five times in 23 s, after 408,
-429, 5xx or a cut connection. Not the commit, nor the creation of a repository. It has no timeout.
+huggingface_hub 1.33 itself retries the listing of files and their uploads, five times in 23 s, after status 408, 429,
+5xx or a cut connection. It retries neither the commit nor the creation of a repository, and it has no timeout.
 """
 
 import copy
@@ -22,24 +22,24 @@ from huggingface_hub.utils import get_session
 from ..errors import HubPushError
 
 WAITS_S = (1.0, 4.0, 16.0)  # between the tries of one push
-LIMIT_S = 600.0  # after the beginning of the first that failed, no other one begins
-STALL_S = 300.0  # without a byte of an answer; huggingface_hub would wait for ever
-# Conflicts too (409, 412): another commit came first, and the next try starts from it
+LIMIT_S = 600.0  # no try starts later than this after the start of the first
+STALL_S = 300.0  # timeout without a byte of an answer; huggingface_hub would wait forever
+# Includes the conflicts 409 and 412: another commit came first, and the next try starts from it.
 WORTH_ANOTHER_TRY = (408, 409, 412, 425, 429, 500, 502, 503, 504)
-LONGEST_REASON = 300  # characters of a server's answer in a message
+LONGEST_REASON = 300  # maximum characters of a server's answer in a message
 CURES = {
     401: "Log in with `hf auth login`, or give a token that may write in `HF_TOKEN` or `hub_token`.",
     403: "Give a token that may write to this repository in `HF_TOKEN` or `hub_token`.",
     404: "Look at `hub_model_id` and `hub_revision`, and whether the token may see the repository.",
     409: "Something else commits to this repository; wait for it.",
 }
-NOT_PUSHED = ["_*", "checkpoint-*"]  # as transformers has it
+NOT_PUSHED = ["_*", "checkpoint-*"]  # the patterns of transformers' Trainer
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one trainer's pushes."""
+    """Settings of one trainer's pushes."""
 
     where: str  # "node 0, rank 0"
     output_dir: Path
@@ -50,18 +50,18 @@ class Settings:
 
 class CheckedHub:
     """
-    Stands in for `HfApi` while the Trainer pushes. Only the main process has one.
+    Replacement for `HfApi` while the Trainer pushes. Only the main process calls its methods.
 
     Args:
         api (`HfApi`):
-            What it asks in turn.
+            Wrapped client.
         settings ([`Settings`]):
-            Of the trainer.
+            Settings of the trainer's pushes.
 
     Raises (from its methods):
         `SavedWeightsError`: before anything is sent, if the weights in a folder are not the trained model.
-        `HubPushError`: after the last try, from `create_repo`, and from pushes if they must succeed (of a push in the
-        background its `Future` has it); without, the same message is printed at once.
+        `HubPushError`: after the last try, from `create_repo`, and from pushes if they must succeed (a background push
+        raises it through its `Future`). A push that runs in the background or need not succeed prints it.
     """
 
     def __init__(self, api, settings: Settings):
@@ -81,15 +81,15 @@ class CheckedHub:
             ) from None
 
     def upload_folder(self, *, run_as_future: bool = False, token: str | None = None, **push: Any):
-        """The Trainer's keywords. Returns what `HfApi.upload_folder` returns, or `None` after a failure."""
+        """Check and push a folder with the Trainer's keywords; return `HfApi`'s result, or `None` after a failure."""
         if push["repo_id"] is None:
-            return None  # its creation failed, and that was told
+            return None  # the creation of the repository failed and was reported
         self._settings.check(Path(push["folder_path"]))
         push["token"] = token or self._settings.token
         return self._api.run_as_future(self._push, push, True) if run_as_future else self._push(push)
 
     def _push(self, push: dict[str, Any], in_background: bool = False):
-        try:  # a copy, because huggingface_hub adds patterns of its own to the list at every try
+        try:  # a copy, because huggingface_hub appends its own patterns to the list at every try
             return self._try_often(lambda: self._api.upload_folder(**copy.deepcopy(push)), push["token"])
         except HubPushError as error:
             failure = HubPushError(
@@ -104,7 +104,7 @@ class CheckedHub:
         return None
 
     def _try_often(self, action: Callable[[], T], token: str | None) -> T:
-        """Raises `HubPushError` with the reason alone."""
+        """Call `action`, retry transient errors, and raise `HubPushError` with the reason; callers add the rest."""
         start, waits = time.monotonic(), iter(WAITS_S)
         tries = 0
         while True:
@@ -112,7 +112,7 @@ class CheckedHub:
             try:
                 limit_silence()
                 return action()
-            except Exception as error:  # whatever it was, the run goes on and the files are there
+            except Exception as error:  # any error: the files are saved, so the run can continue
                 reason = hide(describe(error), token, self._settings.token, get_token())
                 wait = next(waits, None) if is_passing(error) else None
                 seconds = time.monotonic() - start
@@ -125,7 +125,7 @@ class CheckedHub:
 
 
 def command(push: dict[str, Any]) -> str:
-    """What a user types to push the same again; the token is not in it."""
+    """Return the shell command that repeats a push, without the token."""
     words = ["hf", "upload", push["repo_id"], str(push["folder_path"]), push.get("path_in_repo") or "."]
     for pattern in push.get("ignore_patterns") or ():
         words += ["--exclude", pattern]
@@ -145,7 +145,7 @@ def counted(tries: int) -> str:
 
 
 def limit_silence() -> None:
-    """Of the client that all calls of huggingface_hub share, unless somebody has limited it already."""
+    """Set a timeout on the client that all huggingface_hub calls share, unless it already has one."""
     session = get_session()
     if session.timeout == httpx.Timeout(None):
         session.timeout = httpx.Timeout(STALL_S)
@@ -155,7 +155,10 @@ def limit_silence() -> None:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An upload's own error comes wrapped ("Error while uploading 'model.safetensors' to the Hub.")."""
+    """Yield an error and its causes.
+
+    huggingface_hub wraps the error of an upload ("Error while uploading 'model.safetensors' to the Hub.").
+    """
     while error is not None:
         yield error
         error = error.__cause__
@@ -166,7 +169,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether another try may find it gone: the server's own trouble, a conflict, the network."""
+    """Return whether another try may succeed: after a fault of the server, a conflict or a network failure."""
     cut = any(isinstance(one, httpx.TransportError) for one in causes(error))
     return cut or status_of(error) in WORTH_ANOTHER_TRY
 
@@ -184,7 +187,7 @@ def cure(error: BaseException) -> str:
 
 
 def hide(text: str, *secrets: str | None) -> str:
-    """Without tokens, and without the queries of addresses, which hold signatures of the storage."""
+    """Mask tokens, and the query strings of URLs, which contain storage signatures."""
     for secret in filter(None, secrets):
         text = text.replace(secret, "***")
     return re.sub(r"(https?://[^\s?]+)\?[^\s'\"]*", r"\1?***", text)

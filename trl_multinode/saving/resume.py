@@ -1,4 +1,4 @@
-"""`Resume`: a run that was stopped goes on as if it had not been. Wired to one trainer."""
+"""`Resume` continues a stopped run of one trainer as if it had not stopped."""
 
 import logging
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 class Resume:
     """
-    Saves and restores what transformers and TRL leave out: TRL's position in its generation block, the block itself
-    if a checkpoint falls inside it, the look-ahead, and the epoch's permutation.
+    Save and restore the state that transformers and TRL leave out: TRL's position in its generation block, the block
+    itself if a checkpoint falls inside it, the look-ahead, and the epoch's permutation.
 
     Args:
         trainer ([`NodeTrainer`]):
-            Its `_step`, `_buffered_inputs` and look-ahead are read and set.
+            Trainer whose `_step`, `_buffered_inputs` and look-ahead this class reads and sets.
     """
 
     def __init__(self, trainer):
@@ -40,19 +40,19 @@ class Resume:
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
         self._to_place = False
-        self.epochs = 0  # whole epochs that the resumed run has behind it
+        self.epochs = 0  # epochs that the run completed before the checkpoint
 
     @property
     def resuming(self) -> bool:
-        """Whether `train` was called with a checkpoint."""
+        """Return whether `train` was called with a checkpoint."""
         return self._folder is not None
 
     def choose(self, wanted: str | bool | None) -> str | None:
-        """The checkpoint that `train(resume_from_checkpoint=wanted)` means. A collective.
+        """Resolve the argument of `train(resume_from_checkpoint=wanted)` to a checkpoint folder. A collective.
 
         Raises:
-            `ConfigurationError`: if it means the newest, and there is none that is finished; if it was written by
-                another number of ranks.
+            `ConfigurationError`: if `wanted` is `True` and no checkpoint is finished; if the checkpoint is unfinished,
+                or was written by another number of ranks.
         """
         if wanted is True:
             self._folder = self._log.last_whole()
@@ -79,7 +79,10 @@ class Resume:
     # ---- at the first step ------------------------------------------------------------------------------------------
 
     def place(self) -> None:
-        """Put the trainer where its checkpoint left it; called at every step, does something at the first."""
+        """Restore the trainer's position, or reset it without a checkpoint.
+
+        Every step calls this method; only the first call of each `train` has an effect.
+        """
         if not self._to_place:
             return
         self._to_place = False
@@ -95,7 +98,10 @@ class Resume:
             self._restore(self._folder)
 
     def _restore(self, folder: Path) -> None:
-        """A collective: a rank that generates afresh needs all others for the sync and the rewards."""
+        """Restore the saved rollouts on all ranks or on none. A collective.
+
+        A rank that generates afresh needs all the other ranks, for the weight sync and the rewards.
+        """
         inside, rank, staleness = self._inside_block(), self._accelerator.process_index, self._trainer.max_staleness
         saved = load_rollouts(folder, rank, self._accelerator.device)
         usable = saved is not None and saved.notes["layout"] == self._layout()
@@ -118,7 +124,10 @@ class Resume:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around transformers' own saving, on all training ranks; waits for the look-ahead under way."""
+        """Save the rollouts beside the checkpoint that transformers writes inside. All training ranks enter it.
+
+        It waits for a running look-ahead, unless `save_only_model` omits the rollouts.
+        """
         with self._log.saving(self._trainer.state.global_step) as folder:
             if not self._trainer.args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
@@ -139,15 +148,15 @@ class Resume:
         return self._trainer._step % self._trainer.steps_per_round != 0
 
     def _layout(self) -> list[int]:
-        """Saved rows belong to one rank and one place in its block; with another layout they are other rows."""
+        """Return the sizes that fix the rank and block position of a saved row; other sizes mean other rows."""
         args = self._trainer.args
-        slices = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # of trainers without it
+        slices = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # absent in some configs
         per_rank = [args.per_device_train_batch_size, slices, getattr(self._trainer, "num_iterations", 1)]
         return [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
 
 
 def num_batches(loader) -> int | None:
-    """Of one pass; `None` for a stream, whose loader has a `__len__` that raises."""
+    """Return the number of batches in one pass; `None` for a stream, whose loader's `__len__` raises."""
     try:
         return len(loader)
     except TypeError:

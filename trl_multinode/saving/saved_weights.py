@@ -1,8 +1,8 @@
-"""Whether the safetensors in a folder are the trained model: every key, full shapes, dtypes, no byte missing.
+"""Check that the safetensors in a folder are the trained model: every key, full shapes, dtypes, no byte missing.
 
-Headers only are read, and nothing is gathered, so one rank can decide alone: a ZeRO-3 shard knows its full shape. The
-names in a file are not the model's own (tied weights are written once, mixtures of experts are cut up, PEFT takes its
-adapter's name out). Which they are is asked of the very functions that save them, with tensors that have no data.
+The check reads only headers and gathers nothing, so one rank can decide alone: a ZeRO-3 shard carries its full shape.
+The names in a file are not the model's own (tied weights are written once, mixtures of experts are split, PEFT removes
+its adapter's name). The module gets them from the functions that save a model, called on tensors without data.
 """
 
 import json
@@ -19,7 +19,7 @@ from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAM
 from ..errors import SavedWeightsError
 from ..weights.source import is_zero3, shape_of, without_wrappers
 
-Weights = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> dtype as safetensors calls it, full shape
+Weights = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> dtype as named by safetensors, full shape
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -27,7 +27,7 @@ NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
-SHOWN = 3  # tensors of each kind of defect that a message names
+SHOWN = 3  # maximum tensors that a message names per kind of problem
 CURES = {
     "empty": "Under ZeRO-3 set `zero3_save_16bit_model: true` in the YAML, or "
     '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file; under FSDP '
@@ -39,16 +39,18 @@ CURES = {
 
 def check_saved(folder: Path, model: nn.Module) -> None:
     """
-    Checks the weights in `folder` against `model`. No collective; meant for the main process.
+    Check the weights in `folder` against `model`. Not a collective; meant for the main process.
 
     Args:
         folder (`Path`):
-            Where `save_model` wrote: `model.safetensors`, an index with its shards, or `adapter_model.safetensors`.
+            Folder with the files of `save_model`: `model.safetensors`, an index with its shards, or
+            `adapter_model.safetensors`.
         model (`nn.Module`):
-            The trained model, unwrapped; may be sharded. Only names, dtypes and shapes are read.
+            Trained model, unwrapped; may be sharded. The check reads only names, dtypes and shapes.
 
     Raises:
-        `SavedWeightsError`: naming folder, the first tensors that are wrong, what was expected, and the cure.
+        `SavedWeightsError`: if they differ; the message names the folder, the first wrong tensors, the expected
+            values and the cure.
     """
     expected = expected_weights(model)
     problems = find_problems(read_folder(folder, is_adapter=has_adapter(model)), expected)
@@ -62,16 +64,16 @@ def wrong(folder: Path, what: str, cure: str) -> SavedWeightsError:
     )
 
 
-# ---- what must be there ---------------------------------------------------------------------------------------------
+# ---- expected weights -----------------------------------------------------------------------------------------------
 
 
 def expected_weights(model: nn.Module) -> Weights:
-    """What `save_pretrained` writes for `model`, with full shapes."""
+    """Return the tensors that `save_pretrained` writes for `model`, with full shapes."""
     state = state_without_data(model)
     if has_adapter(model):
         from peft import get_peft_model_state_dict
 
-        if any(map(is_zero3, model.parameters())):  # transformers then saves what is trained, and no frozen parameter
+        if any(map(is_zero3, model.parameters())):  # transformers then leaves out frozen parameters
             frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
             state = {name: tensor for name, tensor in state.items() if name not in frozen}
         state = get_peft_model_state_dict(model, state_dict=state)
@@ -83,14 +85,14 @@ def expected_weights(model: nn.Module) -> Weights:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether saving writes an adapter and not the model."""
+    """Return whether saving writes an adapter instead of the model."""
     from peft import PeftModel
 
     return isinstance(model, PeftModel)
 
 
 def state_without_data(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state dict on the meta device. Not `state_dict()`, which may gather."""
+    """Build the model's state dict on the meta device without calling `state_dict()`, which may gather."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -102,15 +104,16 @@ def state_without_data(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- what is there --------------------------------------------------------------------------------------------------
+# ---- saved weights --------------------------------------------------------------------------------------------------
 
 
 def read_folder(folder: Path, is_adapter: bool = False) -> Weights:
     """
-    All tensors of a saved model by name. Headers only.
+    Read dtype and shape of every tensor of a saved model, from the headers alone.
 
     Raises:
-        `SavedWeightsError`: no weights, a file that is cut off, an index that does not fit its shards, or two saves.
+        `SavedWeightsError`: if there are no weights, a file is truncated, an index does not match its shards, or the
+            folder holds two saves.
     """
     single = folder / (ADAPTER_SAFE_WEIGHTS_NAME if is_adapter else SAFE_WEIGHTS_NAME)
     index = folder / SAFE_WEIGHTS_INDEX_NAME
@@ -141,7 +144,7 @@ def read_shards(folder: Path, weight_map: Mapping[str, str]) -> Weights:
 
 
 def read_file(path: Path) -> Weights:
-    """safetensors compares the header's offsets with dtypes, shapes and the size of the file when it opens it."""
+    """Read a file's header; safetensors checks the offsets in it against dtypes, shapes and the size of the file."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
@@ -152,7 +155,7 @@ def read_file(path: Path) -> Weights:
 
 
 def find_problems(found: Weights, expected: Weights) -> dict[str, str]:
-    """Kind of problem -> what is wrong; empty if nothing is."""
+    """Map each kind of problem to its description; the result is empty without problems."""
     common = [name for name in expected if name in found and found[name] != expected[name]]
     empty = [name for name in common if 0 in found[name][1] and 0 not in expected[name][1]]
     differing = [name for name in common if name not in empty]

@@ -1,13 +1,14 @@
 """The public test kit.
 
 - [`engines`](engines.py): engines without a trainer, real or fake;
-- [`fake_engine`](fake_engine.py): the fake, which `tests/engine/test_conformance.py` holds to vLLM;
-- [`nodes`](nodes.py): N nodes on this machine, each a real `accelerate launch`, also in network namespaces;
-- [`faults`](faults.py): lost loads, loads that lie, stale heads, slow engines;
-- [`models`](models.py): tiny models and tokenizers without a hub; [`architectures`](architectures.py): of other kinds;
-- [`sources`](sources.py): every way to shard a model, without a trainer around it;
-- [`replay`](replay.py): completions of a script's own choice, without an engine;
-- [`hub`](hub.py): a hub on this machine, which can also refuse.
+- [`fake_engine`](fake_engine.py): the fake engine; `tests/engine/test_conformance.py` tests it together with vLLM;
+- [`nodes`](nodes.py): N nodes on this machine, each a real `accelerate launch`, optionally in network namespaces;
+- [`faults`](faults.py): lost loads, skipped loads that are reported as done, stale heads, slow engines;
+- [`models`](models.py): tiny models and tokenizers without a hub;
+- [`architectures`](architectures.py): a small model of each tested architecture;
+- [`sources`](sources.py): all supported ways to shard a model, without a trainer;
+- [`replay`](replay.py): a trainer whose completions are computed from its prompts, without an engine;
+- [`hub`](hub.py): a model hub on this machine, with faults on request.
 
-Import from the modules: each brings its own dependencies.
+Import from the modules, not from this package: each module has its own dependencies.
 """

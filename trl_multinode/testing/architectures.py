@@ -1,4 +1,4 @@
-"""A small model of every architecture that is tested: the hub's if it can be had and used, else one built here."""
+"""A small model of every tested architecture: from the hub if it is reachable and usable, else built here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from .models import tiny_tokenizer
 from .pil_idefics3 import PilIdefics3ImageProcessor
 
 HUB = "trl-internal-testing"
-LEAST_HEAD_DIM = 32  # of vLLM's CPU attention; the hub's `tiny-*` models have 2
-VOCABULARY = 300  # not a multiple of 64: vLLM pads it
+LEAST_HEAD_DIM = 32  # smallest for vLLM's CPU attention; the hub's `tiny-*` models have 2
+VOCABULARY = 300  # not a multiple of 64, so vLLM pads it
 IMAGE_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 IMAGE_SIZE, PATCH_SIZE, SHUFFLE = 32, 8, 2  # pixels, pixels, patches: an image is (32 / 8 / 2)^2 = 4 tokens
 
@@ -45,18 +45,18 @@ _VISION = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to come by one."""
+    """Classes, config and hub models of one architecture."""
 
-    model_cls: str  # of transformers
+    model_cls: str  # name in transformers, like `config_cls`
     config_cls: str
     config: dict[str, Any]
-    tiny: str  # name on the hub; for the fake engine
-    small: str | None = None  # name on the hub of one with a head_dim that vLLM's CPU attention takes
+    tiny: str  # name on the hub; for tests without vLLM
+    small: str | None = None  # name on the hub; its head_dim is large enough for vLLM's CPU attention
     processing_class: Callable[[], Any] = tiny_tokenizer
 
 
 def tiny_idefics3_processor():
-    """Takes images of any size, and makes one tile of each."""
+    """Build a processor that accepts images of any size and makes one tile of each."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
     size = {"longest_edge": IMAGE_SIZE}
@@ -76,7 +76,7 @@ ARCHITECTURES = {
     "llama": Architecture(
         "LlamaForCausalLM", "LlamaConfig", _TEXT | {"tie_word_embeddings": False}, "tiny-LlamaForCausalLM-3.2"
     ),
-    # Scaled embeddings, tied head, norms of 1 + w, sliding window; Gemma 2 also caps logits and attention scores
+    # Gemma: scaled embeddings, tied head, norms of 1 + w, sliding window. Gemma 2 caps logits and attention scores too
     "gemma2": Architecture(
         "Gemma2ForCausalLM", "Gemma2Config",
         _TEXT | _WINDOW | _LOCAL_GLOBAL | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0},
@@ -94,7 +94,7 @@ ARCHITECTURES = {
         {
             "text_config": _TEXT | {"model_type": "llama", "tie_word_embeddings": False},
             "vision_config": _VISION,
-            "image_token_id": 258,  # the first after the tiny tokenizer's own
+            "image_token_id": 258,  # the first id after the tiny tokenizer's 258
             "scale_factor": SHUFFLE,
             "pad_token_id": 0,
             "tie_word_embeddings": False,
@@ -106,7 +106,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Found:
-    """A model, what prepares its inputs, and where both are from."""
+    """A model, its processing class, and the source of both."""
 
     model: PreTrainedModel
     processing_class: Any
@@ -115,15 +115,15 @@ class Found:
 
 def model_for(architecture: str, engine: bool = True, say: Callable[[str], None] = print) -> Found:
     """
-    A small model of `architecture` in float32, from the hub if it can be reached. Says which one it took, and why.
+    Load a small float32 model of `architecture` from the hub, else build it here; report the choice and its reason.
 
     Args:
         architecture (`str`):
             A key of `ARCHITECTURES`.
         engine (`bool`, *optional*, defaults to `True`):
-            Whether vLLM shall run it on a CPU: then only a model with a `head_dim` of 32 or more is of use.
+            Set it if vLLM runs the model on a CPU, which requires a `head_dim` of 32 or more.
         say (`Callable[[str], None]`, *optional*, defaults to `print`):
-            Prints a line.
+            Function that prints a line.
     """
     known = ARCHITECTURES[architecture]
     name = f"{HUB}/{(known.small or known.tiny) if engine else known.tiny}"
@@ -139,7 +139,7 @@ def model_for(architecture: str, engine: bool = True, say: Callable[[str], None]
 
 
 def _obstacle(name: str, engine: bool) -> str | None:
-    """Why the hub's model cannot be taken, if it cannot."""
+    """Return why the hub's model cannot be used, or `None` if it can."""
     try:
         config = AutoConfig.from_pretrained(name).get_text_config()
     except OSError as error:
@@ -153,7 +153,7 @@ def _obstacle(name: str, engine: bool) -> str | None:
 
 
 def built_here(known: Architecture, seed: int = 0) -> PreTrainedModel:
-    """Random weights in float32. Attention in plain torch: others leave Gemma's cap out."""
+    """Build a model with random float32 weights and eager attention, because the other kinds ignore Gemma's cap."""
     config = getattr(transformers, known.config_cls)(**known.config)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A running engine without a trainer, for tests of the engine itself."""
+"""Running engines without a trainer, for tests of the engine itself."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -45,20 +45,20 @@ def running_engines(
     environment: Mapping[str, str] | None = None,
     **engine_args,
 ) -> Iterator[NodeEngines]:
-    """Engines of one node, with dummy weights, and one rank's connections to them.
+    """Start the engines of one node with dummy weights, and yield one rank's connections to them.
 
     Args:
         model (`PreTrainedModel`):
-            Gives config and class; its weights stay here until a [`WeightSync`] sends them.
+            Model that gives config and class; its weights reach the engines only when a [`WeightSync`] sends them.
         module (`str`):
-            `FAKE` or `REAL`.
+            Module of the engine process, for example `FAKE` or `REAL`.
         faults (`Faults`):
-            What shall go wrong.
+            Faults of the engines.
         processing_class (*optional*):
-            The engines' tokenizer or processor; default: the tiny tokenizer.
+            Tokenizer or processor of the engines. Default: the tiny tokenizer.
         environment (`Mapping[str, str]`, *optional*):
-            Variables of engines on GPUs, which then have `engine_args` alone. Default: the engines run on this
-            machine's CPU, with `ENGINE_ARGS`.
+            Variables of the engines. If given, only `engine_args` configure the engines, as on GPUs. Default: the
+            engines run on this machine's CPU, and `engine_args` override `ENGINE_ARGS`.
     """
     folder = RunFolder(0)
     with ExitStack() as ends:
@@ -86,19 +86,19 @@ def running_engines(
 
 
 class Trainer:
-    """The trainer's side of a weight sync, for one process: perturb, send, compare.
+    """Trainer's side of a weight sync in one process: perturb the weights, send them, compare log-probs.
 
     Args:
         model (`PreTrainedModel`):
-            The weights that are sent.
+            Model whose weights are sent.
         engines (`NodeEngines`):
-            Where to.
+            Engines that receive the weights.
         bucket_bytes (`int`):
-            Small enough to cut a layer in two, if that is to be tested.
+            Largest bucket, in bytes. The default splits a layer of a tiny model over two buckets.
         source (`WeightSource`, *optional*):
-            Default: the model's own weights.
+            Source of the tensors. Default: the model's own weights.
         transport (`Transport`, *optional*):
-            Default: host memory.
+            Memory of the slots. Default: host memory.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Trainer:
 
     @torch.no_grad()
     def perturb(self, scale: float = 0.05) -> None:
-        """Move every parameter so far that an engine without the new weights misses by more than 0.1."""
+        """Change every parameter so much that log-probs of an engine with the old weights are off by more than 0.1."""
         for parameter in self.model.parameters():
             parameter.add_(torch.randn_like(parameter) * scale)
 
@@ -133,7 +133,7 @@ class Trainer:
 
 
 def worst_difference(trainer: Trainer, groups, prompts) -> float:
-    """Largest |engine - trainer| log-prob over all rows of `NodeEngines.generate`'s answer."""
+    """Return the largest log-prob difference |engine - trainer| over all rows that `NodeEngines.generate` returned."""
     differences = [
         (trainer.logprobs(prompt, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy())).abs().max().item()
         for prompt, rows in zip(prompts, groups, strict=True)

@@ -1,8 +1,8 @@
-"""An engine without vLLM: the same protocol and server, a transformers model behind it. Slow, small, and right.
+"""An engine without vLLM: the same protocol and server with a transformers model. It is slow, small and correct.
 
-`python -m trl_multinode.testing.fake_engine SPEC.json` takes the place of `trl_multinode.engine.main` when
-`TRL_MULTINODE_ENGINE_MODULE` names it. It starts in the time of one import (vLLM: half a minute), and because it
-computes real log-probs the alarms of the library work against it. `tests/engine/test_conformance.py` holds it to vLLM.
+`python -m trl_multinode.testing.fake_engine SPEC.json` replaces `trl_multinode.engine.main` when
+`TRL_MULTINODE_ENGINE_MODULE` names it. It starts in the time of one import (vLLM: half a minute). It computes real
+log-probs, so the library's alarms work with it. `tests/engine/test_conformance.py` runs the same tests on both.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ SAMPLING_KEYS = {
 
 
 class FakeBackend(Backend):
-    """Generates token by token with whole forwards. Only `temperature` and `ignore_eos` have an effect."""
+    """Backend with a full forward pass per token. Only the settings `temperature` and `ignore_eos` have an effect."""
 
     def __init__(self, spec: EngineSpec):
         self._args = spec.engine_args
@@ -40,7 +40,7 @@ class FakeBackend(Backend):
         self._version = WeightVersion()
         self._committed = WeightVersion()
         self._pending: dict[str, torch.Tensor] = {}
-        self._base: dict[str, torch.Tensor] = {}  # weights of layers with an adapter, as they are without it
+        self._base: dict[str, torch.Tensor] = {}  # layers with an adapter: their weights without it
 
     async def start(self) -> None:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""A model hub on this machine's loopback: as much of the Hub's HTTP API as `push_to_hub` and `from_pretrained` use."""
+"""Model hub on the loopback interface: the part of the Hub's HTTP API that `push_to_hub` and `from_pretrained` use."""
 
 import base64
 import hashlib
@@ -17,21 +17,21 @@ LFS_SUFFIXES = (".safetensors", ".bin")
 Answer = tuple[int, bytes, dict[str, str]]  # status, body, headers
 
 
-CUT, STALL = -1, -2  # instead of a status
+CUT, STALL = -1, -2  # values of `Fault.status` that are not HTTP statuses
 
 
 @dataclass
 class Fault:
-    """What happens to requests instead of an answer."""
+    """Replacement for the answer to some requests."""
 
     status: int
-    on: str  # regular expression, searched in "POST /api/models/tester/run/commit/main"
-    times: float  # requests left
+    on: str  # regular expression, matched anywhere in strings like "POST /api/models/tester/run/commit/main"
+    times: float  # number of requests still to be affected
 
 
 class LoopbackHub:
     """
-    A hub that keeps everything in memory and listens on 127.0.0.1 only. Whoever asks is `tester`, and may do anything.
+    Hub that keeps all files in memory and listens on 127.0.0.1 only. Every client is user `tester`, with all rights.
 
     ```python
     with LoopbackHub() as hub:
@@ -42,11 +42,11 @@ class LoopbackHub:
 
     Attributes:
         repos (`dict[str, dict[str, bytes]]`):
-            What the last commit holds, by repository and path.
+            Content of every file after the last commit, by repository and path.
         commits (`list[str]`):
-            Messages of all commits, the oldest first.
+            Messages of all commits, oldest first.
         environment (`dict[str, str]`):
-            Variables with which `huggingface_hub` talks to this hub. Xet is another protocol, hence off.
+            Variables that direct `huggingface_hub` to this hub. They disable Xet, which is another protocol.
     """
 
     def __init__(self):
@@ -74,21 +74,21 @@ class LoopbackHub:
     # ---- faults
 
     def fail(self, status: int, times: float = float("inf"), on: str = "") -> "LoopbackHub":
-        """The next `times` requests whose method and path hold the regular expression `on` get `status`."""
+        """Answer with `status` the next `times` requests whose method and path match the regular expression `on`."""
         self._healed.clear()
         self._faults.append(Fault(status, on, times))
         return self
 
     def cut_connection(self, times: float = float("inf"), on: str = "") -> "LoopbackHub":
-        """Their connections are reset before their content was read."""
+        """Reset the connections of the matching requests before reading their content."""
         return self.fail(CUT, times, on)
 
     def stall(self, times: float = float("inf"), on: str = "") -> "LoopbackHub":
-        """They get no answer until `heal`, or for 30 s; then their connections are reset."""
+        """Leave the matching requests unanswered until `heal` or for 30 s, then reset their connections."""
         return self.fail(STALL, times, on)
 
     def heal(self) -> "LoopbackHub":
-        """No fault any more."""
+        """Remove all faults and end the stalls."""
         self._faults.clear()
         self._healed.set()
         return self
@@ -168,7 +168,7 @@ _ROUTES: dict[str, Callable[..., Answer]] = {
 
 class _Handler(BaseHTTPRequestHandler):
     hub: LoopbackHub
-    timeout = TIMEOUT_S  # a client that stalls does not hold its thread for ever
+    timeout = TIMEOUT_S  # else a client that stalls would hold its thread forever
 
     def _serve(self) -> None:
         request = f"{self.command} {self.path.partition('?')[0]}"
@@ -199,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
         return 404, b"", {"X-Error-Code": "EntryNotFound"}
 
     def log_message(self, *_: Any) -> None:
-        """Silent: the process that tests has better things to print."""
+        """Print nothing: a line per request would flood the output of the tests."""
 
 
 def _json(value: object, status: int = 200) -> Answer:

@@ -1,4 +1,4 @@
-"""What a launch of [`Nodes`] consists of: the files that a user would write, the environment of a fresh shell."""
+"""Files and environment of a [`Nodes`] launch: configs as a user would write them, and a fresh shell's environment."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import yaml
 
 MARKER_VARIABLE = "TRL_MULTINODE_TEST_MARKER"
 
-# Everything that would make a launch depend on the one that the caller itself may run in
+# Variables of the launch that the caller may run in; a new launch must not inherit them
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", MARKER_VARIABLE)
 LAUNCH_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "PET_", "MASTER_")
 
@@ -30,8 +30,8 @@ ZERO3 = {
     "gradient_clipping": "auto",
 }
 
-# Without DeepSpeed, for `Nodes(accelerate=...)`. accelerate starts several processes on a CPU only if it is told of
-# GPUs; that there are none is said by the script (`use_cpu=True`).
+# Without DeepSpeed, for `Nodes(accelerate=...)`. accelerate starts several processes on a CPU only if its config names
+# GPUs; the script then selects the CPU (`use_cpu=True`).
 DDP: dict[str, Any] = {"distributed_type": "MULTI_GPU"}
 FSDP2: dict[str, Any] = {
     "distributed_type": "FSDP",
@@ -43,8 +43,8 @@ FSDP2: dict[str, Any] = {
     },
 }
 
-# torchrun writes stdout and stderr of a rank to two files, so their order is lost. `exec` keeps pid and parent: the
-# rank is the process that torchrun would have started. A plain append survives SIGKILL and `os._exit`.
+# torchrun writes a rank's stdout and stderr to two files and loses their order; this script writes them to one. `exec`
+# keeps pid and parent, so torchrun still supervises the rank itself. A plain append survives SIGKILL and `os._exit`.
 PER_RANK_LOG = """\
 echo $$ > "${0%/*}/rank$RANK.pid"
 exec "$@" >> "${0%/*}/rank$RANK.log" 2>&1
@@ -53,13 +53,13 @@ exec "$@" >> "${0%/*}/rank$RANK.log" 2>&1
 
 @dataclass(frozen=True)
 class NodesSpec:
-    """What [`Nodes`] starts. See its arguments."""
+    """Layout and settings of the nodes; the arguments of [`Nodes`] describe them."""
 
     num_nodes: int
     ranks_per_node: int
     env: Mapping[str, str]
     deepspeed: Mapping[str, Any]
-    accelerate: Mapping[str, Any] | None = None  # instead of DeepSpeed
+    accelerate: Mapping[str, Any] | None = None  # replaces DeepSpeed
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.ranks_per_node < 1:
@@ -70,7 +70,7 @@ class NodesSpec:
         return self.num_nodes * self.ranks_per_node
 
     def write(self, folder: Path, ip: str) -> Path:
-        """Write the files of one launch into `folder`; returns the accelerate config, with a port of its own."""
+        """Write the files of one launch into `folder` and return the accelerate config, which names a free port."""
         config_file = folder / "accelerate.yaml"
         config = {
             "compute_environment": "LOCAL_MACHINE",
@@ -86,7 +86,7 @@ class NodesSpec:
         return config_file
 
     def _deepspeed_section(self, folder: Path) -> dict[str, Any]:
-        """Not `mixed_precision`: accelerate refuses it beside a DeepSpeed file."""
+        """Write the DeepSpeed file and return its section. accelerate refuses `mixed_precision` beside such a file."""
         deepspeed_file = folder / "deepspeed.json"
         deepspeed_file.write_text(json.dumps(self.deepspeed, indent=2))
         return {
@@ -101,7 +101,7 @@ class NodesSpec:
 
 
 def fresh_environment() -> dict[str, str]:
-    """The caller's environment without the variables of a launch that it may itself belong to."""
+    """Return the caller's environment without the variables of a launch that the caller may run in."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -110,7 +110,7 @@ def fresh_environment() -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """A free TCP port below 32768, where the kernel starts to give ports away to whoever connects next."""
+    """Return a free TCP port below 32768, because the kernel assigns ports from there up to outgoing connections."""
     for port in random.sample(range(20000, 30000), k=100):
         with socket.socket() as probe:
             try:

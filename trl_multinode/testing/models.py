@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers, built on the spot: no hub."""
+"""Tiny models and tokenizers, built here without a hub."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ CORPUS = ["the quick brown fox jumps over the lazy dog", "0123456789 + - * / = ?
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level, no merges: 258 tokens, any text is encoded and any sequence of ids decodes."""
+    """Build a byte-level tokenizer without merges. Its 258 tokens encode any text, and any sequence of ids decodes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -24,13 +24,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_qwen2(vocab_size: int = 300, tied: bool = True, layers: int = 2, hidden: int = 64, seed: int = 0):
-    """A random Qwen2 in float32 with head_dim 32, the least that vLLM's CPU attention takes.
+    """Build a random Qwen2 in float32 with head_dim 32, the smallest for vLLM's CPU attention.
 
     Args:
         vocab_size (`int`, defaults to 300):
-            Not a multiple of 64 by default, so that vLLM pads it.
+            Size of the vocabulary. The default is not a multiple of 64, so vLLM pads it.
         tied (`bool`, defaults to `True`):
-            Whether head and embedding are one tensor.
+            Share one tensor between head and embedding.
     """
     config = Qwen2Config(
         vocab_size=vocab_size,
@@ -53,11 +53,11 @@ def tiny_qwen2(vocab_size: int = 300, tied: bool = True, layers: int = 2, hidden
 
 
 def counting_model(vocab_size: int = 300):
-    """An untied Qwen2 that continues every sequence by counting: after token t comes t + 1, with probability ~1.
+    """Build an untied Qwen2 that continues every sequence by counting: t + 1 follows token t with probability ~1.
 
     The layers add nothing to the residual stream, so the logits are `head @ norm(embedding[t])`; row t + 1 of the head
-    is 8 x the unit vector of token t. In 64 dimensions random unit vectors have products of about 0.5 at most, so the
-    right logit is 64 and the others below 40. A completion then says which prompt it belongs to.
+    is 8 times the unit vector of token t. Random unit vectors in 64 dimensions have products of at most about 0.5, so
+    the right logit is 64 and the others are below 40. A completion thus identifies its prompt.
     """
     model = tiny_qwen2(vocab_size, tied=False)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def counting_model(vocab_size: int = 300):
 
 @torch.no_grad()
 def silence_layers(model) -> torch.Tensor:
-    """From here on the logits are `head @ norm(embedding[last token])`; returns the embeddings, now unit vectors."""
+    """Make the logits `head @ norm(embedding[last token])` and return the embeddings, which become unit vectors."""
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
@@ -77,14 +77,14 @@ def silence_layers(model) -> torch.Tensor:
 
 
 def save_tiny(folder: Path, **keywords) -> Path:
-    """Model and tokenizer in a folder, to be trained from its path."""
+    """Save a tiny model and its tokenizer in `folder`, and return `folder` as the path to train from."""
     tiny_qwen2(**keywords).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 
 
 def renamed_llava(folder: Path) -> tuple[PreTrainedModel, set[str]]:
-    """A LLaVA from a checkpoint as the hub has it, whose names transformers 5 changes while loading, and the names."""
+    """Return a LLaVA from a checkpoint with the hub's names, which transformers 5 changes on load, and these names."""
     text = {"model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 64}
     vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "image_size": 16}
     few = {"num_hidden_layers": 2, "num_attention_heads": 2}

@@ -1,4 +1,4 @@
-"""Network namespaces as nodes: own address, own link with byte counters, own `TMPDIR` and /dev/shm. Root only."""
+"""Network namespaces as nodes, each with its own address, link, byte counters, `TMPDIR` and /dev/shm. Needs root."""
 
 import functools
 import json
@@ -13,33 +13,33 @@ INTERFACE = "eth0"
 IP_LIMIT_S = 20.0
 
 # `ip netns exec` gives each command a mount namespace of its own, so these two mounts end with the node's processes.
-# They hide what the other nodes (and the host) keep in the same two places.
+# They hide the files that the host and the other nodes keep under the same two paths.
 ENTER = 'mount --bind "$1" "$2" && mount --bind "$3" /dev/shm && shift 3 && exec "$@"'
 
-# Interfaces made afterwards stay silent by themselves, so the byte counters are the run's alone; lo keeps ::1
+# Without IPv6, new interfaces send nothing by themselves, so the byte counters hold the run's bytes only; lo keeps ::1
 NO_IPV6 = "file=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $file ] || echo 1 > $file"
 
 
 class Namespaces:
     """
-    One network namespace per node, joined by a bridge that lives in one more namespace (the hub).
+    One network namespace per node, joined by a bridge in one more namespace (the hub).
 
-    Nothing is added to the host's own network, its firewall does not see the traffic, and deleting the namespaces
-    removes links and bridge with them. Needs root; ask [`namespaces_available`] first.
+    The host's own network stays unchanged, its firewall does not see the traffic, and deleting the namespaces also
+    removes links and bridge. Needs root; call [`namespaces_available`] first.
 
     Args:
         name (`str`):
-            Short and unique on this machine: the namespaces are called `<name>-node<k>` and `<name>-hub`.
+            Short name, unique on this machine; the namespaces are called `<name>-node<k>` and `<name>-hub`.
         num_nodes (`int`):
             Number of nodes, 254 at most.
 
     Raises:
-        RuntimeError: a step of the set-up failed; what was made before it is removed again.
+        RuntimeError: a step of the set-up failed; the results of the steps before it are removed.
     """
 
     def __init__(self, name: str, num_nodes: int):
         self.name, self.num_nodes = name, num_nodes
-        self._storage = SHARED_MEMORY / name  # what the nodes see as their own folders; the test can look inside
+        self._storage = SHARED_MEMORY / name  # holds the nodes' private folders, which a test can read
         try:
             self._make_hub()
             for node in range(num_nodes):
@@ -59,33 +59,33 @@ class Namespaces:
         return f"10.77.0.{node + 1}"
 
     def tmpdir(self, node: int) -> Path:
-        """The node's private temporary folder, as seen from outside of the node."""
+        """Return the node's private temporary folder, as seen from outside of the node."""
         return self._storage / f"node{node}" / "tmp"
 
     def shared_memory(self, node: int) -> Path:
-        """The node's private /dev/shm, as seen from outside of the node."""
+        """Return the node's private /dev/shm, as seen from outside of the node."""
         return self._storage / f"node{node}" / "shm"
 
     def enter(self, node: int, tmpdir: Path) -> list[str]:
         """
-        The words to put before a command that shall run on `node`. The command keeps the pid of the process started.
+        Return the words to put before a command to run it on `node`. The command keeps the pid of the started process.
 
         Args:
             node (`int`):
-                Where to run.
+                Index of the node.
             tmpdir (`Path`):
-                An existing folder. Inside, the node's private temporary folder is mounted over it.
+                Existing folder. For the command, the node's private temporary folder is mounted over it.
         """
         mounts = [str(self.tmpdir(node)), str(tmpdir), str(self.shared_memory(node))]
         return ["ip", "netns", "exec", self.namespace(node), "/bin/sh", "-c", ENTER, "enter-node", *mounts]
 
     def link_bytes(self, node: int) -> int:
-        """Bytes that the node received plus bytes that it sent since it was made, Ethernet headers included."""
+        """Return the bytes received plus the bytes sent by the node since it was made, Ethernet headers included."""
         link = json.loads(_ip("-n", self.namespace(node), "-json", "-statistics", "link", "show", INTERFACE))[0]
         return link["stats64"]["rx"]["bytes"] + link["stats64"]["tx"]["bytes"]
 
     def limit_links(self, mbit_per_s: int | None) -> None:
-        """Every link passes at most so much in each direction from now on; `None`: what the machine can."""
+        """Limit every link to `mbit_per_s` in each direction from now on; `None` removes the limit."""
         for node in range(self.num_nodes):
             for namespace, device in ((self.namespace(node), INTERFACE), (self.hub, f"node{node}")):
                 if mbit_per_s is None:
@@ -94,15 +94,15 @@ class Namespaces:
                     _run(*f"tc -n {namespace} qdisc replace dev {device} root".split(), *_bucket(mbit_per_s))
 
     def holds(self, node: int, pid: int) -> bool:
-        """Whether a live process (a zombie is not) runs on `node`, whatever its environment and parents are."""
+        """Return whether a live process (not a zombie) runs on `node`, whatever its environment and parents are."""
         try:
             theirs, ours = os.stat(f"/proc/{pid}/ns/net"), os.stat(f"/run/netns/{self.namespace(node)}")
-        except OSError:  # it ended, or the namespace is gone
+        except OSError:  # the process has ended, or the namespace is gone
             return False
         return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
 
     def close(self) -> None:
-        """Remove namespaces, links and folders. End the nodes' processes first: a namespace outlives its name."""
+        """Remove namespaces, links and folders. End the nodes' processes first: each keeps its namespace alive."""
         existing = {entry["name"] for entry in json.loads(_ip("-json", "netns", "list") or "[]")}
         for namespace in [*(self.namespace(node) for node in range(self.num_nodes)), self.hub]:
             if namespace in existing:
@@ -128,7 +128,7 @@ class Namespaces:
 
 @functools.cache
 def namespaces_available() -> str | None:
-    """`None` where [`Namespaces`] works, else the reason why it does not. Makes (and removes) one to find out."""
+    """Return `None` if [`Namespaces`] works here, else the reason. The check makes one and removes it."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -145,7 +145,7 @@ def namespaces_available() -> str | None:
 
 
 def _bucket(mbit_per_s: int) -> list[str]:
-    """tc's words: a token bucket that holds 4 ms of traffic, and a queue long enough to lose nothing."""
+    """Return tc's arguments: a token bucket of 4 ms of traffic, and a queue of 64 MiB, long enough to drop nothing."""
     return f"tbf rate {mbit_per_s}mbit burst {mbit_per_s * 500} limit {64 << 20}".split()
 
 

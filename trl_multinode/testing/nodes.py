@@ -1,4 +1,4 @@
-"""N nodes on one computer, each started with a real `accelerate launch`: the world that tests and the demo run in."""
+"""N nodes on one computer, each started with a real `accelerate launch`, for tests and benchmarks."""
 
 import atexit
 import os
@@ -28,23 +28,23 @@ class Nodes:
     N nodes on this computer. Each is one `accelerate launch --machine_rank k`, as on N machines.
 
     ```python
-    with Nodes(num_nodes=2, ranks_per_node=2, folder=tmp_path) as nodes:  # leaving ends and removes everything
+    with Nodes(num_nodes=2, ranks_per_node=2, folder=tmp_path) as nodes:  # the exit ends and removes everything
         nodes.launch("train.py", "--max_steps", "3")  # returns at once; may be called again when the run has ended
-        nodes.wait_for(rank=0, text="step 1", timeout_s=120)  # a moment to break something at
+        nodes.wait_for(rank=0, text="step 1", timeout_s=120)  # then inject a failure
         os.kill(nodes.rank_pid(3), signal.SIGKILL)
         assert all(nodes.wait(timeout_s=60))  # exit codes of the launchers
         assert "rank 3" in nodes.rank_log(0)
-        assert nodes.pids(1) == []  # also the orphans
+        assert nodes.pids(1) == []  # orphans included
     ```
 
-    Ranks get gloo on one thread each, a `TMPDIR` of their node, and the marker by which `pids` finds every process.
-    A script must ask for the CPU itself (`GRPOConfig(use_cpu=True)`, `PartialState(cpu=True)`) and should assert the
-    world it expects: without that accelerate makes every rank "0 of 1", silently. `ACCELERATE_USE_CPU` is no cure: it
-    makes accelerate drop DeepSpeed.
+    Each rank uses gloo and one thread, has the `TMPDIR` of its node, and carries the marker by which `pids` finds its
+    processes. A script must select the CPU itself (`GRPOConfig(use_cpu=True)`, `PartialState(cpu=True)`); otherwise
+    accelerate silently makes every rank "0 of 1", so the script should also assert the world size that it expects.
+    `ACCELERATE_USE_CPU` is no alternative: it makes accelerate drop DeepSpeed.
 
-    A process started with a chosen environment keeps its place here only if `TRL_MULTINODE_TEST_MARKER` is in it. One
-    that changes its title (vLLM's do) also needs `SPT_NOENV=1`, or the title is written over its environment. In
-    namespaces both are found without.
+    `pids` finds a process that a rank started with a custom environment only if this environment contains
+    `TRL_MULTINODE_TEST_MARKER`. A process that changes its title, as vLLM's do, also needs `SPT_NOENV=1`; otherwise
+    the title overwrites its environment. With `namespaces=True`, `pids` finds both without these variables.
 
     Args:
         num_nodes (`int`, *optional*, defaults to `2`):
@@ -52,19 +52,19 @@ class Nodes:
         ranks_per_node (`int`, *optional*, defaults to `2`):
             Number of training processes on each node.
         folder (`Path`):
-            Where configs and logs go: `launch<i>/` with `accelerate.yaml`, `node<k>.log`, `rank<r>.log`. Not shared by
-            two `Nodes`.
+            Folder for configs and logs: `launch<i>/` with `accelerate.yaml`, `node<k>.log`, `rank<r>.log`. Two `Nodes`
+            must not share it.
         namespaces (`bool`, *optional*, defaults to `False`):
-            Whether each node gets a network namespace, an address and a private `TMPDIR` and `/dev/shm`.
+            Give each node a network namespace, an address and a private `TMPDIR` and `/dev/shm`.
         env (`Mapping[str, str]`, *optional*):
-            Variables for all launchers and ranks, on top of the caller's own and of those of this class.
+            Variables for all launchers and ranks. They override the caller's variables and those that this class sets.
         deepspeed (`Mapping[str, Any]`, *optional*):
-            The DeepSpeed config. Default: ZeRO-3 that shards every parameter, however small.
+            DeepSpeed config. Default: ZeRO-3 that shards every parameter, however small.
         accelerate (`Mapping[str, Any]`, *optional*):
-            What the accelerate config says instead of DeepSpeed: `DDP` or `FSDP2` of `launch_files`.
+            Entries of the accelerate config that replace DeepSpeed: `DDP` or `FSDP2` of `launch_files`.
 
     Raises:
-        RuntimeError: `namespaces=True` where they cannot be made; the message holds the reason.
+        RuntimeError: `namespaces=True`, but they cannot be made here; the message holds the reason.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Nodes:
         self.spec = NodesSpec(num_nodes, ranks_per_node, dict(env or {}), deepspeed or ZERO3, accelerate)
         self.folder = Path(folder).resolve()
         self._name = f"tmn-{secrets.token_hex(3)}"
-        self._private = Path(tempfile.gettempdir(), self._name)  # short: unix sockets of the ranks lie below it
+        self._private = Path(tempfile.gettempdir(), self._name)  # short: the ranks' unix socket paths begin with it
         self._launchers: list[subprocess.Popen] = []
         self._num_launches = 0
         self._network: Namespaces | None = None
@@ -103,19 +103,19 @@ class Nodes:
 
     def launch(self, script: str | os.PathLike[str], *args: str, env: Mapping[str, str] | None = None) -> None:
         """
-        Start `script` on all nodes; returns at once. The ranks' working directory is the caller's.
+        Start `script` on all nodes and return at once. The ranks have the caller's working directory.
 
         Args:
             script (`str` or `PathLike`):
-                A Python file.
+                Path of a Python file.
             *args (`str`):
-                Its arguments.
+                Arguments of the script.
             env (`Mapping[str, str]`, *optional*):
                 More variables, for this launch only.
 
         Raises:
-            FileNotFoundError: there is no such script.
-            RuntimeError: the previous launch still runs on some node.
+            FileNotFoundError: `script` is not a file.
+            RuntimeError: processes of the previous launch still run.
         """
         script = Path(script).resolve()
         if not script.is_file():
@@ -135,13 +135,13 @@ class Nodes:
 
     def wait(self, timeout_s: float = 300.0) -> list[int]:
         """
-        Wait until all launchers have ended. Prints a line of progress every 10 s.
+        Wait until all launchers have ended, and print a line of progress every 10 s.
 
         Returns:
-            `list[int]`: the launchers' exit codes by node; minus the signal number if one was killed.
+            `list[int]`: the launchers' exit codes by node; minus the signal number for a launcher that was killed.
 
         Raises:
-            TimeoutError: some did not end in time; the message holds the tails of all logs. They are left running.
+            TimeoutError: some did not end in time and still run; the message holds the tails of all logs.
             RuntimeError: nothing was launched.
         """
         if not self._launchers:
@@ -154,15 +154,15 @@ class Nodes:
         Wait until `rank` has printed `text`.
 
         Returns:
-            `str`: the first line of its log that holds `text`.
+            `str`: the first line of the rank's log that holds `text`.
 
         Raises:
-            TimeoutError: it did not in time; the message holds the tails of all logs.
-            RuntimeError: all launchers ended before; the message holds the same.
+            TimeoutError: the rank did not print it in time; the message holds the tails of all logs.
+            RuntimeError: all launchers ended without it; the message holds the tails of all logs.
         """
 
         def found() -> str | None:
-            ended = not self._running_nodes()  # before the look, or a last line could be missed
+            ended = not self._running_nodes()  # checked before the log is read, or a last line could be missed
             line = next((line for line in self.rank_log(rank).splitlines() if text in line), None)
             if line is None and ended:
                 raise RuntimeError(f"{self._where(rank)} ended without printing {text!r}.\n{self._tails()}")
@@ -173,24 +173,24 @@ class Nodes:
     # ---- look
 
     def rank_log(self, rank: int) -> str:
-        """All that `rank` printed in the last launch, stdout and stderr in their order; empty before it starts."""
+        """Return the output of `rank` in the last launch, stdout and stderr in order; empty before the rank starts."""
         self._where(rank)
         return _read(self._log_folder / f"rank{rank}.log")
 
     def launcher_log(self, node: int) -> str:
-        """All that the launcher of `node` printed itself in the last launch."""
+        """Return the output of the launcher of `node` itself in the last launch."""
         return _read(self._log_folder / f"node{node}.log")
 
     def launcher_pid(self, node: int) -> int:
-        """Pid of the `accelerate launch` of `node`, also after it has ended."""
+        """Return the pid of the `accelerate launch` of `node`, also after it has ended."""
         return self._launchers[node].pid
 
     def rank_pid(self, rank: int) -> int:
         """
-        Pid of the training process `rank`.
+        Return the pid of training process `rank`.
 
         Raises:
-            ProcessLookupError: it has not started, or has ended.
+            ProcessLookupError: the process has not started, or has ended.
         """
         where, node = self._where(rank), rank // self.spec.ranks_per_node
         pid = _read(self._log_folder / f"rank{rank}.pid").strip()
@@ -199,20 +199,20 @@ class Nodes:
         return int(pid)
 
     def pids(self, node: int) -> list[int]:
-        """Pids of all live processes of `node`, orphans too; zombies are not counted."""
+        """Return the pids of all live processes of `node`, with orphans and without zombies."""
         marker = f"{MARKER_VARIABLE}={self._marker(node)}".encode()
         network = self._network
         pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
         return sorted(p for p in pids if marker in _environment(p) or (network is not None and network.holds(node, p)))
 
     def link_bytes(self, node: int) -> int:
-        """Bytes received plus bytes sent by `node` so far, with their Ethernet headers. Needs `namespaces=True`."""
+        """Return the bytes received plus sent by `node` so far, Ethernet headers included. Needs `namespaces=True`."""
         if self._network is None:
             raise RuntimeError("nodes without namespaces share one loopback: Nodes(namespaces=True) counts bytes")
         return self._network.link_bytes(node)
 
     def limit_links(self, mbit_per_s: int | None) -> None:
-        """Every node's link passes at most so much in each direction from now on. Needs `namespaces=True`."""
+        """Limit every node's link in each direction from now on; `None` removes the limit. Needs `namespaces=True`."""
         if self._network is None:
             raise RuntimeError(
                 "nodes without namespaces share one loopback: Nodes(namespaces=True) has links to limit"
@@ -220,19 +220,19 @@ class Nodes:
         self._network.limit_links(mbit_per_s)
 
     def tmpdir(self, node: int) -> Path:
-        """The folder that ranks of `node` have as `TMPDIR`, as this process sees it; gone after `close`."""
+        """Return the `TMPDIR` of the ranks of `node`, as this process sees it; `close` removes it."""
         return self._network.tmpdir(node) if self._network else self._private / f"node{node}"
 
     def shared_memory(self, node: int) -> Path:
-        """The /dev/shm of `node`, as this process sees it. Without namespaces it is the computer's own."""
+        """Return the /dev/shm of `node`, as this process sees it. Without namespaces it is the computer's own."""
         return self._network.shared_memory(node) if self._network else SHARED_MEMORY
 
     # ---- end
 
     def close(self) -> None:
         """
-        End what is left (SIGTERM to the launchers, after 5 s SIGKILL to every process of `pids`) and remove
-        namespaces and temporary folders. Logs stay. May be called again.
+        End the remaining processes (SIGTERM to the launchers, after 5 s SIGKILL to every process of `pids`) and remove
+        namespaces and temporary folders. Logs stay. Further calls are harmless.
 
         Raises:
             RuntimeError: processes survived SIGKILL for 10 s.
@@ -244,7 +244,7 @@ class Nodes:
             _wait_until(lambda: not self._running_nodes(), TERMINATE_GRACE_S)
             if not _wait_until(lambda: not self._kill_all(), KILL_LIMIT_S):
                 raise RuntimeError(f"processes {self._all_pids()} survive SIGKILL: /proc/<pid>/stack shows where")
-            _wait_until(lambda: not self._running_nodes(), KILL_LIMIT_S)  # reaps the killed launchers
+            _wait_until(lambda: not self._running_nodes(), KILL_LIMIT_S)  # reap the killed launchers
         finally:
             if self._network is not None:
                 self._network.close()
@@ -270,16 +270,16 @@ class Nodes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for the caller, whose `close` then ends the nodes
+                start_new_session=True,  # Ctrl-C reaches the caller only, whose `close` then ends the nodes
             )
 
     def _environment(self, node: int) -> dict[str, str]:
         return fresh_environment() | {
             MARKER_VARIABLE: self._marker(node),
-            "SPT_NOENV": "1",  # else setproctitle writes the new title over /proc/<pid>/environ, and over the marker
+            "SPT_NOENV": "1",  # else setproctitle overwrites /proc/<pid>/environ, and thus the marker, with the title
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
-            # Without it gloo resolves the host name, to an address that other namespaces cannot reach
+            # By default gloo resolves the host name, to an address that other namespaces cannot reach
             "GLOO_SOCKET_IFNAME": INTERFACE if self._network else "lo",
             "TMPDIR": str(self._private if self._network else self.tmpdir(node)),
         }
@@ -296,7 +296,7 @@ class Nodes:
         return [pid for node in range(self.spec.num_nodes) for pid in self.pids(node)]
 
     def _kill_all(self) -> list[int]:
-        """SIGKILL to all that is alive; returns whom. Repeated, because a process may fork while the list is read."""
+        """Send SIGKILL to all live processes and return their pids. Repeat it: a process may fork meanwhile."""
         pids = self._all_pids()
         for pid in pids:
             try:
@@ -306,7 +306,7 @@ class Nodes:
         return pids
 
     def _until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
-        """Poll until `condition` returns something true, and return it; progress lines and deadline on the way."""
+        """Poll until `condition` returns a true value, and return it; print progress, and raise at the deadline."""
         start = reported = time.monotonic()
         while not (result := condition()):
             now = time.monotonic()
@@ -329,7 +329,7 @@ class Nodes:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The variables that a live process was started with; empty for a zombie, and for what is not ours to read."""
+    """Return the variables that a live process was started with; empty for a zombie or an unreadable process."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

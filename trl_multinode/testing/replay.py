@@ -1,4 +1,4 @@
-"""A trainer whose completions are made up from its prompts: the same rollouts, however its rows are spread and cut."""
+"""A trainer that computes completions from prompts: the rollouts do not depend on how rows are spread or batched."""
 
 import hashlib
 
@@ -8,18 +8,18 @@ from ..trainer import MultiNodeGRPOTrainer
 
 
 def seeded(*parts) -> np.random.Generator:
-    """A generator that depends on `parts` alone."""
+    """Return a random generator that depends on `parts` alone."""
     return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big"))
 
 
 def log_normal_length(prompt: list[int], generation: int, median: float = 120.0, longest: int = 768) -> int:
-    """A completion's length: half of the spread is the prompt's, so groups are correlated, as those of real models."""
+    """Return a length. The prompt sets half of its spread, so that lengths in a group correlate as in real models."""
     spread = 0.6 * seeded("group", *prompt).normal() + 0.6 * seeded("row", *prompt, generation).normal()
     return int(np.clip(median * np.exp(spread), 4, longest))
 
 
 class ReplayTrainer(MultiNodeGRPOTrainer):
-    """[`MultiNodeGRPOTrainer`] without an engine. Sampling log-probs are those of a uniform model, with some noise."""
+    """[`MultiNodeGRPOTrainer`] without an engine. Sampling log-probs are those of a uniform model plus some noise."""
 
     length_of = staticmethod(log_normal_length)
     vocabulary = 258

@@ -1,4 +1,4 @@
-"""The ways to train a model that a weight source must read, each without a trainer around it."""
+"""The training setups whose weights a weight source must read, each without a trainer."""
 
 from collections.abc import Callable
 
@@ -20,18 +20,18 @@ KINDS = ("ddp", "fsdp2", *DEEPSPEED)
 
 
 def prepare(kind: str, model: nn.Module, lr: float = 1e-2) -> tuple[nn.Module, Callable[[torch.Tensor], None]]:
-    """Shard or wrap `model` for all ranks of the world, with AdamW. Every rank calls it.
+    """Shard or wrap `model` over all ranks, with AdamW. A collective: every rank must call it.
 
     Args:
         kind (`str`):
             One of `KINDS`.
         model (`nn.Module`):
-            A causal language model in float32; changed in place.
+            Causal language model in float32; changed in place.
         lr (`float`, *optional*, defaults to `1e-2`):
-            High, so that a step moves the log-probs by more than a tenth.
+            Learning rate, high enough that one step moves the log-probs by more than 0.1.
 
     Returns:
-        `(forward, step)`: what to call for logits, and a function that trains one step on token ids `(B, T)`.
+        `(forward, step)`: the module to call for logits, and a function that trains one step on token ids `(B, T)`.
     """
     if kind in DEEPSPEED:
         return _deepspeed(DEEPSPEED[kind], model, lr)
@@ -64,7 +64,7 @@ def _deepspeed(zero: dict, model: nn.Module, lr: float) -> tuple[nn.Module, Call
         "train_batch_size": dist.get_world_size(),
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed's own would be compiled first
+        "zero_force_ds_cpu_optimizer": False,  # DeepSpeed would first have to compile its own optimizer
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

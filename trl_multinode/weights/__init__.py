@@ -1,3 +1,3 @@
-"""From the trainer's shards into the engines' memory: what is sent (`source`, `peft_source`), how it is gathered
-(`shards`), where it is handed over (`slots`, `transports`), in which order (`sync`), and the proof (`probe`).
+"""Weight sync from the trainer's shards to the engines' memory: content (`source`, `peft_source`), gathering
+(`shards`), staging memory (`slots`, `transports`), order (`sync`) and verification (`probe`).
 """

@@ -1,5 +1,5 @@
-"""A model with LoRA adapters as a weight source: the adapter alone, or merged bucket by bucket (TRL merges it all at
-once, and runs out of memory).
+"""Weight sources of a model with LoRA adapters: the adapter alone, or merged into the weights bucket by bucket (TRL
+merges the whole model at once and runs out of memory).
 """
 
 import re
@@ -28,26 +28,27 @@ from .source import (
     shape_of,
 )
 
-LARGEST_RANK = 512  # that vLLM serves
-DORA = "DoraLinearVariant"  # PEFT's name
+LARGEST_RANK = 512  # largest LoRA rank that vLLM serves
+DORA = "DoraLinearVariant"  # class name of PEFT's DoRA variant
 
 
 class PeftSource(ModuleSource):
     """Base weights with their active adapters merged (LoRA, rsLoRA, DoRA), under the names of the base model.
 
-    The model itself is not touched: the sum is made on copies while a bucket is gathered. That the result is right is
-    proven by the probe after the first sync, whose forward runs through the adapters.
+    The merge works on copies while a bucket is gathered and leaves the model unchanged. The probe after the first sync
+    verifies the result, because its forward runs through the adapters.
 
     Args:
         model (`nn.Module`):
-            The base model that PEFT put its layers into (`peft_model.get_base_model()`).
+            Base model that PEFT put its layers into (`peft_model.get_base_model()`).
         dtype (`torch.dtype`):
-            The engine's.
+            Dtype of the engine.
         gather (`ShardGather`, *optional*):
-            Of this rank; default: for a world of one.
+            `ShardGather` of this rank. Default: one for a world of one rank.
 
     Raises:
-        `ConfigurationError`: for adapters that are not LoRA, and for its variants besides DoRA.
+        `ConfigurationError`: for adapters other than LoRA, for LoRA variants other than DoRA, and for an adapter of a
+            layer without a weight.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
@@ -61,7 +62,7 @@ class PeftSource(ModuleSource):
         self._metadata = [
             replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters
         ]
-        if strangers := sorted(set(self._layers) - set(self._places)):  # its adapter would silently be left out
+        if strangers := sorted(set(self._layers) - set(self._places)):  # a sync would silently omit their adapters
             raise ConfigurationError(
                 f"The LoRA adapter of {strangers[0].removesuffix('.weight')} is not one of a layer with a weight "
                 "(`target_parameters`, attention in one matrix?), and node mode cannot add it. Use `target_modules` "
@@ -71,7 +72,7 @@ class PeftSource(ModuleSource):
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
         tensors = self.tensors(bucket)
-        dtypes = [tensor.dtype for tensor in tensors]  # the sum is made in the trainer's own, before any cast
+        dtypes = [tensor.dtype for tensor in tensors]  # the trainer's, because the merge precedes any cast
         with gather_pieces(self._gather, tensors, dtypes) as finish, gather_zero3(self._adapters(bucket)):
             yield lambda: [self._merged(m.name, pieces) for m, pieces in zip(bucket, finish(), strict=True)]
 
@@ -85,7 +86,7 @@ class PeftSource(ModuleSource):
 
     @torch.no_grad()
     def _merged(self, name: str, pieces: Pieces) -> Pieces:
-        """With the layer's active adapters added, as PEFT would merge them, on a copy; FSDP2 makes it a collective."""
+        """Add the layer's active adapters on a copy, as PEFT would merge them. A collective under FSDP2."""
         layer = self._layers.get(name)
         if layer is None or layer.disable_adapters or layer.merged:
             return pieces
@@ -97,20 +98,20 @@ class PeftSource(ModuleSource):
         weight = pieces.full()
         for delta in deltas:
             weight = weight + delta.to(weight.dtype)
-        for length in lengths:  # at most one: DoRA (Liu et al. 2024, equation 5) learns the lengths of the rows
+        for length in lengths:  # at most one: DoRA (Liu et al. 2024, equation 5) learns the row norms
             weight = weight * (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
         return Pieces.whole(weight)
 
 
 class AdapterSource(PeftSource):
-    """The base weights as they are, frozen, and the one active LoRA adapter beside them, under vLLM's names.
+    """Unmerged, frozen base weights, and beside them the one active LoRA adapter under vLLM's names.
 
-    PEFT's scaling (alpha / r, rsLoRA, `alpha_pattern`, whatever a layer says) is multiplied into B here, before the
-    cast to the engine's dtype, so that the engine has nothing to know of it.
+    This source multiplies PEFT's scaling of each layer (alpha / r, rsLoRA, `alpha_pattern`) into B before the cast to
+    the engine's dtype, so that the engine needs no scaling factor.
 
     Args:
-        model (`nn.Module`), dtype (`torch.dtype`):
-            As for [`PeftSource`]; [`adapter_obstacle`] found nothing.
+        model (`nn.Module`), dtype (`torch.dtype`), gather (`ShardGather`, *optional*):
+            Arguments of [`PeftSource`]; [`adapter_obstacle`] must have returned `None` for the model.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
@@ -119,7 +120,7 @@ class AdapterSource(PeftSource):
         self._frozen = list(self._places)
         self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
         (self._adapter,) = active_adapters(self._layers.values())
-        self._scaled: dict[str, nn.Module] = {}  # layers by the name of their B
+        self._scaled: dict[str, nn.Module] = {}  # layer by the name of its B tensor
         for name, layer in self._layers.items():
             if self._adapter in layer.scaling:
                 name_a, name_b = (name.removesuffix(".weight") + end for end in ADAPTER_TENSORS)
@@ -135,7 +136,7 @@ class AdapterSource(PeftSource):
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
         self._check_state()
         tensors = self.tensors(bucket)
-        # B travels in the trainer's dtype, because it is scaled before the cast
+        # B is gathered in the trainer's dtype, because the scaling precedes the cast
         dtypes = [
             t.dtype if meta.name in self._scaled else meta.dtype for t, meta in zip(tensors, bucket, strict=True)
         ]
@@ -152,7 +153,7 @@ class AdapterSource(PeftSource):
         return replace(pieces, data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]))
 
     def _check_state(self) -> None:
-        """A base that was changed, or another adapter, is not what the engine was given before."""
+        """Raise if the base was merged or unfrozen, or another adapter is active: engines have the earlier state."""
         layers = lora_layers(self._model).values()
         if active_adapters(layers) != {self._adapter} or any(layer.merged for layer in layers):
             raise WeightSyncError(
@@ -169,16 +170,16 @@ class AdapterSource(PeftSource):
 
 
 def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str | None:
-    """Why vLLM cannot serve the adapters of `model` beside its weights; `None` if it can, as far as a rank can tell.
+    """Return why vLLM cannot serve the adapters of `model` beside its weights; `None` if this rank finds no reason.
 
     Args:
         model (`nn.Module`):
-            The base model that PEFT put its layers into.
+            Base model that PEFT put its layers into.
         dtype (`torch.dtype`), on_gpu (`bool`):
-            Of the engine.
+            Dtype of the engine, and `True` if the engine runs on a GPU.
 
     Raises:
-        `ConfigurationError`: for adapters that are not LoRA, and for its variants besides DoRA.
+        `ConfigurationError`: for adapters other than LoRA, and for LoRA variants other than DoRA.
     """
     layers = lora_layers(model)
     active = active_adapters(layers.values())
@@ -206,7 +207,7 @@ def layer_obstacle(layer, is_head: bool, adapter: str) -> str | None:
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """PEFT's layers by name; raises `ConfigurationError` for adapters that cannot be merged here."""
+    """Return PEFT's layers by name. Raise `ConfigurationError` for adapters that node mode cannot merge."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -221,7 +222,7 @@ def active_adapters(layers) -> set[str]:
 
 
 def lora_rank(model: nn.Module) -> int:
-    """The largest of the active adapter's layers."""
+    """Return the largest rank of the active adapters in any layer."""
     layers = lora_layers(model).values()
     return max(layer.r[name] for layer in layers for name in active_adapters([layer]))
 
@@ -246,8 +247,8 @@ def is_dora(layer, adapter: str) -> bool:
 
 
 def is_adapter(name: str, active: set[str]) -> bool:
-    """Parameters that exist for PEFT only: the adapters; of a module in `modules_to_save` the untrained twin, and the
-    copies of adapters that are not `active` (TRL's reference)."""
+    """Return `True` for a parameter that exists for PEFT only: an adapter, the untrained original of a module in
+    `modules_to_save`, or the copy of such a module for an adapter that is not `active` (TRL's reference)."""
     copy = re.search(r"\.modules_to_save\.([^.]+)\.", name)
     return ".lora_" in name or ".original_module." in name or (copy is not None and copy[1] not in active)
 

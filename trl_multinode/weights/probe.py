@@ -1,4 +1,4 @@
-"""Proof on log-probs: a checksum would prove a transfer, not the weights in use."""
+"""Log-prob probe of the engines' weights; a checksum would verify the transfer, not the weights in use."""
 
 import torch
 
@@ -6,14 +6,14 @@ from ..engine.node_engines import NodeEngines
 from ..errors import LogprobDivergenceError
 from ..topology import Topology
 
-PROBE_LENGTH = 16  # tokens: enough to touch every layer and the head
+PROBE_LENGTH = 16  # tokens; enough to involve every layer and the head
 
 
 def divergence_limit(limit: float | None, trainer_dtype: torch.dtype, engine_dtype: torch.dtype) -> float:
-    """Mean |difference| of log-probs per token above which weights must be stale.
+    """Return the mean |log-prob difference| per token above which weights must be stale.
 
-    Measured: 4e-6 between fp32 and fp32 on a CPU; bf16 engines differ by 0.01 to 0.05. Stale weights differ by more
-    than 0.1 after a few steps, a stale head by 0.85.
+    Measured differences: 4e-6 between fp32 and fp32 on a CPU, 0.01 to 0.05 with bf16 engines, more than 0.1 with
+    weights that are a few steps stale, 0.85 with a stale head.
     """
     if limit is not None:
         return limit
@@ -22,7 +22,7 @@ def divergence_limit(limit: float | None, trainer_dtype: torch.dtype, engine_dty
 
 
 def probe_tokens(vocab_size: int) -> list[int]:
-    """Spread over the vocabulary, so that both ends of a padded embedding are touched."""
+    """Return token ids spread over the vocabulary, so that the probe reads both ends of a padded embedding."""
     step = max(1, vocab_size // PROBE_LENGTH)
     return [min(vocab_size - 1, i * step) for i in range(PROBE_LENGTH - 1)] + [vocab_size - 1]
 
@@ -31,13 +31,13 @@ def probe_tokens(vocab_size: int) -> list[int]:
 def probe_engines(
     model, engines: NodeEngines | None, dtype: torch.dtype, topology: Topology, wanted: float | None = None
 ) -> None:
-    """Compare the engines' log-probs of a fixed sequence with the trainer's: nothing stayed dummy.
+    """Compare the engines' log-probs of a fixed sequence with the trainer's, to detect weights that are still dummies.
 
-    All training ranks take part (a ZeRO-3 forward is a collective); those without `engines` only compute. `wanted` is
-    `logprob_divergence_limit`.
+    All training ranks take part, because a ZeRO-3 forward is a collective; those without `engines` only run the
+    forward. `wanted` is the configured `logprob_divergence_limit`.
 
     Raises:
-        `LogprobDivergenceError`: naming node and engine.
+        `LogprobDivergenceError`: if an engine exceeds the limit; the message names node and engine.
     """
     tokens = probe_tokens(model.config.get_text_config().vocab_size)
     was_training = model.training

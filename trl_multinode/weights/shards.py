@@ -1,15 +1,15 @@
-"""Shards of a bucket to whole tensors on the local main process of every node: one collective across nodes a bucket.
+"""Gathering of sharded buckets into whole tensors on every local main process: one collective across nodes per bucket.
 
 DeepSpeed's `GatheredParameters(list)` launches an all-gather per parameter and materializes the bucket on every rank;
-`DTensor.full_tensor()` does the same. Here a rank packs its pieces of all tensors of a bucket into one buffer, in the
-dtype that travels, and the buffers meet in two steps:
+`DTensor.full_tensor()` does the same. Here a rank packs its pieces of all tensors of a bucket into one buffer, cast to
+the dtype they are sent in, and two steps gather the buffers of W ranks on N nodes:
 
-1. ranks with the same local rank all-gather across nodes: a node receives every other node's pieces once, `(N-1)/N` of
-   the bucket, where an all-gather of the world brings it `(W-1)/W`;
-2. inside each node the local main process collects the rest through the node's own memory, while the next bucket is on
-   the network already.
+1. Ranks with the same local rank all-gather across nodes: a node receives every other node's pieces once, `(N-1)/N` of
+   the bucket, whereas an all-gather over all ranks sends `(W-1)/W` of it to each node.
+2. Inside each node the local main process receives the other ranks' buffers through the node's own memory, while the
+   next bucket is already on the network.
 
-`ShardGather` makes collectives; `tests/test_architecture.py` lists who else does.
+`ShardGather` issues collectives; `tests/test_architecture.py` lists every module that does.
 """
 
 import math
@@ -19,24 +19,24 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-PIECE_ALIGNMENT = 16  # bytes between tensors in a packed buffer: a multiple of every dtype's size
+PIECE_ALIGNMENT = 16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's piece of a flattened tensor. Pieces of all ranks in rank order are the tensor, the end padded."""
+    """One rank's piece of a flattened tensor. The pieces of all ranks, in rank order, form the padded tensor."""
 
     data: torch.Tensor  # (elements,) or fewer: the last ranks' pieces may be short or empty
-    elements: int  # of every rank's piece, padding included
-    shape: tuple[int, ...]  # of the full tensor
+    elements: int  # size of every rank's piece, padding included
+    shape: tuple[int, ...]  # shape of the full tensor
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A gathered tensor as its ranks' pieces; where nothing was sharded, as one."""
+    """A gathered tensor as the pieces of its ranks, or as one piece if it was not sharded."""
 
     data: torch.Tensor  # (nodes, ranks of a node, elements); empty on ranks that are not local main processes
-    shape: tuple[int, ...]  # of the full tensor
+    shape: tuple[int, ...]  # shape of the full tensor
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> "Pieces":
@@ -44,10 +44,10 @@ class Pieces:
 
     def copy_to(self, target: torch.Tensor) -> None:
         """
-        Write the tensor's elements into `target`, flat and contiguous, which leaves the padding out; casts.
+        Copy the tensor into `target` (flat and contiguous), without the padding and cast to the dtype of `target`.
 
-        Copies from a GPU are queued on the current stream, so that hundreds of small ones do not wait for each other
-        (10 us each); the caller synchronizes before it reads `target` on the host.
+        Copies from a GPU are asynchronous on the current stream, because hundreds of small ones would otherwise wait
+        for each other (10 us each). The caller must synchronize before it reads `target` on the host.
         """
         nodes, ranks, elements = self.data.shape
         if nodes * ranks == 1 or target.numel() == 0:
@@ -63,7 +63,7 @@ class Pieces:
             part.copy_(self.data[piece // ranks, piece % ranks, : part.numel()], non_blocking=True)
 
     def full(self) -> torch.Tensor:
-        """The tensor, on its device and in its dtype."""
+        """Return the whole tensor, on the device and in the dtype of the pieces."""
         if self.data.shape[:2] == (1, 1):
             return self.data.view(self.shape)
         tensor = torch.empty(math.prod(self.shape), dtype=self.data.dtype, device=self.data.device)
@@ -72,10 +72,10 @@ class Pieces:
 
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:
-    """This rank's piece, if all ranks hold equal pieces of the tensor in rank order; otherwise `None`.
+    """Return this rank's piece if all ranks hold equal pieces of the tensor in rank order, otherwise `None`.
 
-    True for ZeRO-3 (also with parameters offloaded to host memory) and for FSDP2. Not for ZeRO++ (pieces are shared
-    within smaller groups or quantized), hybrid sharding, tensor parallelism, and parameters that lie on an NVMe.
+    ZeRO-3 (also with parameters offloaded to host memory) and FSDP2 shard this way. ZeRO++ (pieces are shared within
+    smaller groups or quantized), hybrid sharding, tensor parallelism and parameters offloaded to NVMe do not.
     """
     if hasattr(tensor, "ds_tensor"):
         return _zero3_shard(tensor)
@@ -98,18 +98,18 @@ def _fsdp2_shard(tensor) -> Shard | None:
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim != 1 or mesh.size() != dist.get_world_size() or not placements[0].is_shard(0):
         return None
-    rows = math.ceil(tensor.shape[0] / mesh.size())  # torch.chunk gives every rank so many, the last ones fewer
+    rows = math.ceil(tensor.shape[0] / mesh.size())  # torch.chunk gives each rank this many, the last ranks fewer
     return Shard(tensor.to_local().detach().reshape(-1), rows * math.prod(tensor.shape[1:]), tuple(tensor.shape))
 
 
 class ShardGather:
-    """The two process groups of this rank. Built by all training ranks at the same point.
+    """Process groups of this rank, across nodes and within its node. All training ranks construct it together.
 
     Args:
         ranks_per_node (`int`):
-            Training ranks of every node.
+            Number of training ranks of every node.
         device (`torch.device`):
-            What the process group's backend sends from; shards in host memory are copied there first.
+            Device that the process group's backend sends from; shards in host memory are copied to it first.
     """
 
     def __init__(self, ranks_per_node: int, device: torch.device):
@@ -127,29 +127,29 @@ class ShardGather:
 
     @property
     def num_collectives(self) -> tuple[int, int]:
-        """Collectives of one `Gathering`: across nodes, within a node."""
+        """Number of collectives of one `Gathering`: across nodes, within a node."""
         return int(self._nodes > 1), int(self._ranks > 1)
 
     def extremes(self, value: int) -> tuple[int, int]:
-        """The lowest and the highest of all training ranks' numbers; a collective, for the set-up."""
+        """Return the lowest and the highest `value` of all training ranks. A collective, for the set-up only."""
         both = torch.tensor([-value, value], device=self.buffers.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(both, dist.ReduceOp.MAX)
         return -int(both[0]), int(both[1])
 
     def start(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> "Gathering":
-        """Begin to gather a bucket; at most two may be under way. All training ranks, with shards of the same tensors.
+        """Start to gather a bucket; at most two may be in flight. All training ranks call it for the same tensors.
 
         Args:
             shards (`Sequence[Shard]`):
-                Of this rank.
+                Shards of this rank.
             dtypes (`Sequence[torch.dtype]`):
-                In which each tensor travels: a cast before the network, not after it.
+                Dtype to send each tensor in; the cast precedes the transfer.
         """
         return Gathering(self, shards, dtypes)
 
     def pack(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype], offsets: list[int], size: int):
-        """This rank's buffer, `(size,)`."""
+        """Copy this rank's shards into one buffer, `(size,)` of `uint8`, and return it."""
         mine = self.buffers.take("mine", size)
         for shard, dtype, offset in zip(shards, dtypes, offsets, strict=True):
             part = mine[offset : offset + shard.data.numel() * dtype.itemsize]
@@ -157,16 +157,16 @@ class ShardGather:
         return mine
 
     def cross(self, mine: torch.Tensor):
-        """Buffers of the ranks with this local rank, `(nodes, size)`, once the returned work is done."""
+        """Return the buffers of the ranks with this local rank, `(nodes, size)`, and the work to wait for, if any."""
         if self._across is None:
             return mine.view(1, -1), None
         peers = self.buffers.take("peers", self._nodes * mine.numel())
         return peers.view(self._nodes, -1), dist.all_gather_into_tensor(peers, mine, self._across, async_op=True)
 
     def collect(self, peers: torch.Tensor) -> torch.Tensor | None:
-        """Buffers of all ranks, `(nodes, ranks of a node, size)`, on the local main process.
+        """Return the buffers of all ranks, `(nodes, ranks of a node, size)`, on the local main process; else `None`.
 
-        Sends and receives, because gloo's gather makes a copy of everything on the way.
+        It uses sends and receives, because gloo's gather makes an extra copy of all data.
         """
         if self._within is None:
             return peers.unsqueeze(1)
@@ -186,7 +186,7 @@ def _exchange(operations: list[dist.P2POp]) -> None:
 
 
 class Gathering:
-    """A bucket on its way to the local main processes. `wait` is a collective of all training ranks."""
+    """Gathering of one bucket to the local main processes. `wait` is a collective of all training ranks."""
 
     def __init__(self, gather: ShardGather, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]):
         self._gather, self._shards, self._dtypes = gather, shards, dtypes
@@ -196,12 +196,12 @@ class Gathering:
         self._taken = [("mine", self._mine)] if self._work is None else [("mine", self._mine), ("peers", self._peers)]
 
     def wait(self) -> list[Pieces]:
-        """With data on the local main process of every node, without on the others."""
+        """Return the bucket's tensors: with data on every local main process, empty on the other ranks."""
         if self._work is not None:
             self._work.wait()
         every = self._gather.collect(self._peers)
         if self._gather.num_collectives[1]:
-            self.close()  # what came across nodes was copied, or sent on
+            self.close()  # `collect` has copied these buffers or sent them on
             self._taken = [("every", every)] if every is not None else []
         if every is None:
             return [Pieces(self._mine.new_empty(0, 0, 0), shard.shape) for shard in self._shards]
@@ -211,18 +211,18 @@ class Gathering:
         ]
 
     def close(self) -> None:
-        """The pieces are not read any more; their memory serves another bucket."""
+        """Free the memory of the pieces for another bucket; the caller must not read them afterwards."""
         while self._taken:
             self._gather.buffers.give_back(*self._taken.pop())
 
 
 class Buffers:
-    """Memory that is used again from bucket to bucket: on a CPU fresh memory for each cost 12 buckets at the peak, by
-    fragmentation, and a page fault per page.
+    """Pool of memory that buckets reuse. On a CPU, fresh memory for each bucket raised the peak to 12 buckets through
+    fragmentation and cost a page fault per page.
 
     Args:
         device (`torch.device`):
-            Where it is.
+            Device of the memory.
     """
 
     def __init__(self, device: torch.device):
@@ -231,7 +231,7 @@ class Buffers:
         self._largest: dict[str, int] = {}
 
     def take(self, name: str, num_bytes: int) -> torch.Tensor:
-        """`(num_bytes,)` of `uint8`, with whatever is in it."""
+        """Return an uninitialized `uint8` tensor, `(num_bytes,)`."""
         self._largest[name] = max(num_bytes, self._largest.get(name, 0))
         while spare := self._spare.get(name):
             if (storage := spare.pop()).nbytes() >= num_bytes:
@@ -239,7 +239,7 @@ class Buffers:
         return torch.empty(self._largest[name], dtype=torch.uint8, device=self.device)[:num_bytes]
 
     def give_back(self, name: str, tensor: torch.Tensor) -> None:
-        """`tensor` is, or is a view of, what was taken."""
+        """Return the memory of `tensor`, a result of `take` or a view of one, to the pool."""
         self._spare.setdefault(name, []).append(tensor.untyped_storage())
 
     def clear(self) -> None:
@@ -247,12 +247,12 @@ class Buffers:
 
 
 def _own_group(groups: list[list[int]], index: int):
-    """Every rank makes every group, in the same order."""
+    """Create every group, in the same order on every rank as `new_group` requires, and return this rank's."""
     return [dist.new_group(ranks) for ranks in groups][index]
 
 
 def _layout(shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
-    """Where each tensor's piece begins in a rank's buffer, and the buffer's size, in bytes."""
+    """Return the offset of each tensor's piece in a rank's buffer, and the buffer's size, in bytes."""
     offsets, total = [], 0
     for shard, dtype in zip(shards, dtypes, strict=True):
         offsets.append(total)
@@ -261,5 +261,5 @@ def _layout(shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[lis
 
 
 def _view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """torch cannot view nothing as another dtype."""
+    """View `data` as `dtype`; replace an empty tensor, because torch may refuse to view it."""
     return data.view(dtype) if data.numel() else torch.empty(data.shape, dtype=dtype, device=data.device)

@@ -1,6 +1,6 @@
-"""Staging slots as the local main process sees them: it writes a bucket into one, and its node's engines copy it out.
+"""Staging slots on the local main process, which writes a bucket into a slot; the node's engines copy it out.
 
-One contract, three memories. `engine/receiving.py` has the other end of each.
+Three kinds of memory share one contract. `engine/receiving.py` is the workers' end of each.
 """
 
 import os
@@ -22,17 +22,17 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Slots:
-    """The slots of one node. Local main process only; all methods are called by one thread.
+    """Slots of one node, on its local main process only. One thread at a time calls the methods.
 
     ```python
-    slots.open_for(engine)                # what `OpenSlots` tells this engine; then `opened()`, once all have answered
-    slots.write(k % 2, specs, tensors)    # blocks until the bytes are there
+    slots.open_for(engine)                # memory for this engine's `OpenSlots`; `opened()` after all replies
+    slots.write(k % 2, specs, tensors)    # blocks until the bytes are in the slot
     connection.send(LoadBucket(...))
-    slots.announce(k % 2, num_bytes)      # blocks until the workers have them, where they do not look by themselves
+    slots.announce(k % 2, num_bytes)      # `BroadcastSlots` only: blocks until the workers have the bytes
     ```
     """
 
-    kind: str  # the name in `weight_transport`
+    kind: str  # name in `weight_transport`
 
     def __init__(self, memory: list[torch.Tensor]):
         self.memory = memory
@@ -42,10 +42,10 @@ class Slots:
         raise NotImplementedError
 
     def opened(self) -> None:
-        """Every worker has opened them."""
+        """Remove what the workers needed only to open the slots, after all replies or a failure."""
 
     def write(self, slot: int, specs: Sequence[TensorSpec], tensors: Sequence[Pieces]) -> None:
-        """Copy, cast to the dtype of the spec. On return the bytes are in the slot.
+        """Copy the tensors into the slot, cast to the dtypes of their specs. On return all bytes are in the slot.
 
         Raises:
             `WeightSyncError`: if a tensor has another shape than its spec.
@@ -62,25 +62,25 @@ class Slots:
             torch.cuda.current_stream().synchronize()
 
     def announce(self, slot: int, num_bytes: int) -> None:
-        """The slot's first bytes are on their way to workers that were told to load it."""
+        """Send the slot's first bytes to the workers, after `LoadBucket`; a no-op if they can read the slot itself."""
 
     def close(self) -> None:
         """Release the memory that other processes could still see. No `write` may follow."""
 
 
 class HostSlots(Slots):
-    """Host shared memory: works on every machine, and with a GPU is page-locked, so that copies run at bus speed.
+    """Slots in host shared memory, on any machine. With a GPU they are page-locked, so that copies run at bus speed.
 
-    Files are 0600 and unlinked as soon as the workers have mapped them.
+    The files have mode 0600 and are unlinked as soon as the workers have mapped them.
 
     Args:
         num_bytes (`int`):
-            Size of a slot.
+            Size of a slot, in bytes.
         pin (`bool`):
-            Whether to page-lock the slots; `self.page_lock.failure` says why that failed, if it did.
+            Page-lock the slots. If that fails, `self.page_lock.failure` holds the reason.
 
     Raises:
-        `WeightSyncError`: if the machine's shared memory is too small, with the cure.
+        `WeightSyncError`: if the machine has too little free shared memory; the message names the cure.
     """
 
     kind = "host"
@@ -124,17 +124,17 @@ class HostSlots(Slots):
 
 
 class DeviceSlots(Slots):
-    """Memory of the local main process's GPU, opened by the workers through CUDA IPC: no way through the host.
+    """Slots on the local main process's GPU. The workers open them through CUDA IPC, so no bytes pass the host.
 
-    For an engine on the same GPU, and for one on a neighbour with peer access. docs/gpu.md says where it ran.
+    The engines run on the same GPU or on others of the node with peer access to it. docs/gpu.md lists where this ran.
 
     Args:
         num_bytes (`int`):
-            Of a slot.
+            Size of a slot, in bytes.
         device (`torch.device`):
-            This rank's GPU.
+            GPU of this rank.
         seen_as (`Sequence[int]`):
-            Per engine, that GPU's index among those that the engine sees.
+            Index of that GPU among the GPUs that each engine sees.
     """
 
     kind = "ipc"
@@ -152,11 +152,11 @@ class DeviceSlots(Slots):
 @contextmanager
 def without_expandable_segments(environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """
-    Allocate GPU memory that another process may open.
+    Turn expandable segments off, so that another process can open the GPU memory allocated inside the context.
 
-    torch hands an expandable segment over by `pidfd_getfd`, which needs the right to trace its owner; an engine has
-    none over its parent. torch's allocator takes no block of an expandable segment while the setting is off. A no-op
-    if expandable segments were not asked for.
+    torch shares an expandable segment through `pidfd_getfd`, which requires permission to trace the owner; an engine
+    has none for its parent. While the setting is off, torch's allocator uses no block of an expandable segment. A
+    no-op unless expandable segments are configured.
     """
     settings = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments:True" not in settings:
@@ -172,22 +172,22 @@ def without_expandable_segments(environ: Mapping[str, str] = os.environ) -> Iter
 
 
 class BroadcastSlots(Slots):
-    """Memory on this rank's device, broadcast to slots on the workers' own devices: NCCL, gloo where there is no GPU.
+    """Slots on this rank's device, broadcast to slots on the workers' own devices by NCCL, or by gloo without a GPU.
 
-    Sender and workers of the node are a process group of their own, which knows nothing of the training ranks' and
-    meets in a file of the run's private folder: no port of ours.
+    The sender and the node's workers form a process group of their own, separate from the training ranks' groups. Its
+    rendezvous is a file in the run's private folder, so this library opens no port for it.
 
     Args:
         num_bytes (`int`):
-            Of a slot.
+            Size of a slot, in bytes.
         device (`torch.device`):
-            This rank's.
+            Device of this rank.
         store (`Path`):
-            A file that does not exist yet.
+            Path of the rendezvous file, which must not exist yet.
         workers (`Sequence[int]`):
             Number of workers of each engine.
         timeout_s (`float`):
-            For every broadcast.
+            Time limit of the rendezvous and of every broadcast, in seconds.
     """
 
     kind = "nccl"

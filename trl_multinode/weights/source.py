@@ -1,6 +1,6 @@
-"""What a weight sync sends: which tensors, in which buckets, and how a bucket is gathered from the trainer's shards.
+"""Content of a weight sync: the tensors, their buckets, and the gathering of a bucket from the trainer's shards.
 
-Gathering is a collective, one of few: `tests/test_architecture.py` lists them.
+Gathering is one of the few collectives; `tests/test_architecture.py` lists them.
 """
 
 from abc import ABC, abstractmethod
@@ -15,17 +15,17 @@ from torch import nn
 from ..engine.protocol import TensorSpec
 from .shards import Pieces, ShardGather, shard_of
 
-ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size, so that a slot can be viewed in place
+ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size, so that tensors can be views of a slot
 
 
 @dataclass(frozen=True)
 class WeightMeta:
-    """One tensor to send, known without a collective."""
+    """Metadata of one tensor to send, available without a collective."""
 
-    name: str  # as in the checkpoint
-    dtype: torch.dtype  # in which it travels: the engine's for parameters, its own for buffers
-    shape: tuple[int, ...]  # full, unsharded
-    frozen: bool = False  # does not change during the run: only the first update sends it
+    name: str  # name in the checkpoint
+    dtype: torch.dtype  # dtype in the slot: the engine's for floating-point parameters, otherwise the tensor's own
+    shape: tuple[int, ...]  # full shape, unsharded
+    frozen: bool = False  # constant during the run: sent by the first update, and after `send_everything`
 
     @property
     def num_bytes(self) -> int:
@@ -39,18 +39,17 @@ Finish = Callable[[], Sequence[Pieces]]
 
 
 class WeightSource(ABC):
-    """Where the weights come from.
+    """Source of the weights that a sync sends.
 
     ```python
     for bucket in plan_buckets(source.metadata(), limit):   # metadata: the same list on every rank, no collective
-        with source.gathering(bucket) as finish:            # all ranks begin; the next bucket may begin before
+        with source.gathering(bucket) as finish:            # starts the gathering on all ranks
             tensors = finish()                              # a collective; whole tensors on local main processes
     source.release()
     ```
 
-    Every training rank calls it for the same buckets in the same order, on the default stream. At most two contexts
-    whose `finish` was not called, or whose tensors are in use, may be open besides a third that is just beginning;
-    they are left in the order in which they were entered.
+    Every training rank calls it for the same buckets in the same order, on the default stream. Buckets may overlap: at
+    most three contexts may be open, one starting, two gathering or in use. Exit them in order of entry.
     """
 
     @abstractmethod
@@ -58,30 +57,30 @@ class WeightSource(ABC):
 
     @abstractmethod
     def gathering(self, bucket: Bucket) -> AbstractContextManager[Finish]:
-        """The tensors of `bucket`, in its order; on ranks that are not local main processes nothing may be read."""
+        """Gather the tensors of `bucket`, in its order. Only local main processes may read them."""
 
     @abstractmethod
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        """How many of them gathering `bucket` makes: across nodes, within a node. Not a collective itself."""
+        """Return how many collectives gathering `bucket` takes: across nodes, within a node. It makes none itself."""
 
     @abstractmethod
     def release(self) -> None:
-        """The sync is over: free what was kept from bucket to bucket."""
+        """Free the memory that buckets reuse, at the end of a sync."""
 
 
 class ModuleSource(WeightSource):
     """Parameters and persistent buffers of a model under ZeRO-3, ZeRO-1/2, DDP, FSDP2 or no wrapper at all.
 
-    Tensors are looked up in their modules at every sync: FSDP2 puts others in their place when training begins.
+    Every sync looks the tensors up in their modules, because FSDP2 replaces them when training begins.
 
     Args:
         model (`nn.Module`):
-            The unwrapped model.
+            Unwrapped model.
         dtype (`torch.dtype`):
-            The engine's dtype, in which floating-point parameters travel. Buffers keep their own: routing biases and
-            the like are float32 on purpose.
+            Dtype of the engine, in which floating-point parameters are sent. Buffers keep their own dtype, because
+            some, such as routing biases, are float32 on purpose.
         gather (`ShardGather`, *optional*):
-            Of this rank; default: for a world of one.
+            `ShardGather` of this rank. Default: one for a world of one rank.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
@@ -96,7 +95,7 @@ class ModuleSource(WeightSource):
         return self._metadata
 
     def tensors(self, bucket: Bucket) -> list[torch.Tensor]:
-        """As they lie in the model now, sharded or not."""
+        """Return the bucket's tensors as the model holds them now, sharded or not."""
         places = [self._places[meta.name] for meta in bucket]
         return [getattr(module, attribute) for module, attribute in places]
 
@@ -117,15 +116,15 @@ class ModuleSource(WeightSource):
 def gather_pieces(
     gather: ShardGather, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> Iterator[Finish]:
-    """Whole tensors, gathered where they are sharded. A collective of all training ranks.
+    """Gather the sharded tensors; the yielded function returns all tensors whole. A collective of all training ranks.
 
     Args:
         gather (`ShardGather`):
-            Of this rank.
+            `ShardGather` of this rank.
         tensors (`Sequence[torch.Tensor]`):
             Parameters and buffers of any kind.
         dtypes (`Sequence[torch.dtype]`):
-            In which they travel.
+            Dtype to gather each tensor in.
     """
     shards = {index: shard for index, tensor in enumerate(tensors) if (shard := shard_of(tensor)) is not None}
     others = [tensor for index, tensor in enumerate(tensors) if index not in shards]
@@ -135,7 +134,7 @@ def gather_pieces(
         together = dict(zip(shards, under_way.wait(), strict=True)) if under_way else {}
         return [together.get(index) or Pieces.whole(full(tensor)) for index, tensor in enumerate(tensors)]
 
-    # `no_grad` may not be held over the yield: contexts of two buckets overlap, and the second would restore "off"
+    # `no_grad` must not span the yield: contexts of two buckets overlap, so the second exit would restore "off"
     with torch.no_grad():
         under_way = gather.start(list(shards.values()), [dtypes[i] for i in shards]) if shards else None
     with gather_zero3(others):
@@ -145,14 +144,17 @@ def gather_pieces(
 
 
 def count_collectives(gather: ShardGather, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Collectives of one `gather_pieces`: across nodes, within a node."""
+    """Count the collectives of one `gather_pieces`: across nodes, within a node."""
     kinds = [(shard_of(tensor) is not None, is_zero3(tensor) or hasattr(tensor, "full_tensor")) for tensor in tensors]
     across, within = gather.num_collectives if any(sharded for sharded, _ in kinds) else (0, 0)
     return across + sum(wrapped and not sharded for sharded, wrapped in kinds), within
 
 
 def gather_zero3(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
-    """DeepSpeed's own way, for shards that are not `shard_of`'s: an all-gather per parameter, whole on every rank."""
+    """Gather ZeRO-3 parameters through DeepSpeed: an all-gather per parameter, whole on every rank.
+
+    `PeftSource` uses it for adapters, `gather_pieces` for shards for which `shard_of` returns `None`.
+    """
     sharded = [tensor for tensor in tensors if is_zero3(tensor)]
     if not sharded:
         return nullcontext()
@@ -169,8 +171,8 @@ def keep_head_during_backward(model: nn.Module) -> None:
     """Let ZeRO-3 gather an untied head for the whole backward of the model that uses it.
 
     TRL 1.16 reads `lm_head.weight` without calling the head, and gathers it for the forward only; with a sharded,
-    untied head its backward then fails ("size of tensor a (0) must match"). This is DeepSpeed's own way of saying that
-    a module uses a parameter of another one. A no-op without ZeRO-3.
+    untied head its backward then fails ("size of tensor a (0) must match"). This function registers the head's
+    parameters as external parameters of the model, so that DeepSpeed gathers them with it. A no-op without ZeRO-3.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     sharded = [parameter for parameter in head.parameters(recurse=False) if is_zero3(parameter)] if head else []
@@ -181,18 +183,18 @@ def keep_head_during_backward(model: nn.Module) -> None:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The full shape; a ZeRO-3 shard says `numel() == 0` and knows better in `ds_shape`."""
+    """Return the full shape; a ZeRO-3 shard has `numel() == 0`, and its full shape is `ds_shape`."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """An FSDP2 shard gathered (a collective); anything else as it is."""
+    """Return an FSDP2 shard gathered (a collective), and any other tensor as it is."""
     data = tensor.detach()
     return data.full_tensor() if hasattr(data, "full_tensor") else data
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Tensor]]:
-    """Parameters (tied ones once) and persistent buffers: checkpoint name, where it lies, what lies there."""
+    """Yield parameters (tied ones once) and persistent buffers: checkpoint name, (module, attribute), tensor."""
     modules = dict(model.named_modules())
     found = dict(model.named_parameters())
     for prefix, module in modules.items():
@@ -207,18 +209,19 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]
 
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """
-    What the checkpoint calls the tensors of `model`, from which vLLM knows them.
+    Map tensor names of `model` to their names in the checkpoint, which vLLM expects.
 
-    transformers 5 renames while it loads (`language_model.model` -> `model.language_model`, no `vision_model` in CLIP
-    and SigLIP) and leaves in the model how. Fused experts stay fused: vLLM takes them so.
+    transformers 5 renames tensors while it loads them (`language_model.model` -> `model.language_model`, no
+    `vision_model` in CLIP and SigLIP) and records the renamings in the model. Fused experts stay fused, because vLLM
+    loads them fused.
     """
-    # Under ZeRO-3 it leaves there what did not apply to this checkpoint, too
+    # Under ZeRO-3 transformers also records renamings that did not apply to this checkpoint
     conversions = [used for used in getattr(model, "_weight_conversions", None) or () if used.was_used()]
     renamings = [
         renaming.reverse_transform() for renaming in reversed(conversions) if not hasattr(renaming, "operations")
     ]
     found = {}
-    for name in sorted(names):  # a renaming may wait for another's name, and counts on this order
+    for name in sorted(names):  # some renamings apply only after another name was seen, and rely on this order
         found[name] = without_wrappers(name)
         for renaming in renamings:
             found[name], _ = renaming.rename_source_key(found[name])
@@ -226,7 +229,7 @@ def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def without_wrappers(name: str) -> str:
-    """Activation checkpointing of FSDP puts a module between."""
+    """Remove the name of the wrapper module that FSDP's activation checkpointing inserts."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
@@ -234,7 +237,7 @@ def without_wrappers(name: str) -> str:
 
 
 def layer_key(name: str) -> str:
-    """Everything up to the outermost layer index: `model.layers.3`; outside the layers the empty string."""
+    """Return the name up to the outermost layer index (`model.layers.3`), outside the layers the empty string."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
@@ -243,10 +246,10 @@ def layer_key(name: str) -> str:
 
 
 def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int) -> list[Bucket]:
-    """Cut the model into buckets of whole layers, small ones merged, at most `limit_bytes` each.
+    """Cut the model into buckets of one or more whole layers, at most `limit_bytes` each.
 
-    A layer above the limit is split between tensors; a tensor above it is a bucket of its own; frozen weights share
-    none with others. The order is that of `metadata`, so every rank makes the same plan.
+    A layer above the limit is split between tensors, and a tensor above it is a bucket of its own. No bucket mixes
+    frozen weights with others. The order is that of `metadata`, so every rank makes the same plan.
     """
     buckets: list[list[WeightMeta]] = [[]]
     for (frozen, _), group in groupby(metadata, key=lambda meta: (meta.frozen, layer_key(meta.name))):
@@ -261,7 +264,7 @@ def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int) -> list[Bucke
 
 
 def place(bucket: Bucket) -> tuple[TensorSpec, ...]:
-    """Where each tensor of a bucket lies in its slot."""
+    """Return the spec of each tensor in a bucket, with its offset in the slot."""
     specs, offset = [], 0
     for meta in bucket:
         dtype = str(meta.dtype).removeprefix("torch.")
@@ -279,5 +282,5 @@ def _padded_bytes(bucket: Sequence[WeightMeta]) -> int:
 
 
 def slot_bytes(buckets: Sequence[Bucket]) -> int:
-    """Size of a slot that every bucket fits in."""
+    """Return the size of a slot, in bytes, that fits every bucket."""
     return max(_padded_bytes(bucket) for bucket in buckets)

@@ -1,4 +1,4 @@
-"""How weights travel: the order of a sync, its three stages side by side, its version and its timings."""
+"""Weight sync: the order of its steps, its four overlapping stages, its version and its timings."""
 
 import time
 import zlib
@@ -23,34 +23,34 @@ STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s")
 
 @dataclass
 class SyncTimings:
-    """One sync on one rank. Seconds by stage; the stages run side by side, so they do not add up to `total_s`."""
+    """Timings of one sync on one rank, in seconds. The stages overlap, so they do not add up to `total_s`."""
 
     total_s: float = 0.0  # from the first message to the committed version
-    stream_s: float = 0.0  # of it: from the first gather to the last bucket loaded
+    stream_s: float = 0.0  # part of `total_s`: from the first gather to the last bucket loaded
     gather_s: float = 0.0  # collectives, on every rank
-    copy_s: float = 0.0  # into the slot, local main process only
+    copy_s: float = 0.0  # copies into the slots, local main process only
     load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
     commit_s: float = 0.0  # the engines' packing of the weights, local main process only
-    num_bytes: int = 0  # sent to an engine, in its dtype
+    num_bytes: int = 0  # bytes sent to each engine, after the cast to its dtype
     num_buckets: int = 0
     collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
     version: WeightVersion = field(default_factory=WeightVersion)
 
     def stages(self) -> list[float]:
-        """Seconds of `STAGES`."""
+        """Return the seconds of `STAGES`, in their order."""
         return [getattr(self, name) for name in STAGES]
 
 
 def sync_metrics(sync: SyncTimings, per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
-    """The last weight sync, for `Trainer.log`.
+    """Return the metrics of the last weight sync, for `Trainer.log`.
 
     Args:
         sync (`SyncTimings`):
-            Of this rank: what is the same on all.
+            Timings of this rank, for the fields that are equal on all ranks.
         per_rank (`list[list[float]]` of shape `(world_size, len(STAGES))`):
-            Seconds of every rank; the log has the slowest one's.
+            Seconds of every rank; each stage is logged with the slowest rank's.
         ranks_per_node (`int`):
-            Training ranks of every node.
+            Number of training ranks of every node.
     """
     slowest = {f"sync/{name}": max(rank[index] for rank in per_rank) for index, name in enumerate(STAGES)}
     totals = [rank[0] for rank in per_rank]
@@ -58,7 +58,7 @@ def sync_metrics(sync: SyncTimings, per_rank: list[list[float]], ranks_per_node:
         "sync/mib": sync.num_bytes / 2**20,
         "sync/gb_per_s": sync.num_bytes / max(totals) / 1e9 if max(totals) else 0.0,
         "sync/buckets": sync.num_buckets,
-        "sync/collectives": 1 + sync.collectives[0],  # of the world, the barrier before them included
+        "sync/collectives": 1 + sync.collectives[0],  # across nodes, including the barrier before them
         "sync/node_collectives": sync.collectives[1],
         "sync/version": sync.version.update,
         "sync/slowest_node": float(totals.index(max(totals)) // ranks_per_node),
@@ -66,27 +66,27 @@ def sync_metrics(sync: SyncTimings, per_rank: list[list[float]], ranks_per_node:
 
 
 class WeightSync:
-    """Brings the trainer's weights into the engines of this node. Built and called on every training rank.
+    """Weight sync from the trainer to the engines of this node. Every training rank constructs and calls it.
 
     ```python
     sync = WeightSync(source, engines, 512 << 20, transport)   # engines: None except on local main processes
-    accelerator.wait_for_everyone()          # nobody generates any more
-    timings = sync.run(WeightVersion(update=1, step=0))   # a collective; then version 1 serves here
+    accelerator.wait_for_everyone()          # no rank generates any more
+    timings = sync.run(WeightVersion(update=1, step=0))   # a collective; the engines then serve version 1
     ```
 
-    The stages work on different buckets at once: k+1 crosses the network, k is put together within each node, a thread
-    of the local main process copies k-1 into a slot, the engines load k-2. Only the main thread makes collectives.
+    Four stages overlap, each on another bucket: k+1 crosses the network, k is put together within each node, a thread
+    of the local main process copies k-1 into a slot, the engines load k-2. Only the main thread issues collectives.
 
     Args:
         source (`WeightSource`):
-            What to send.
+            Source of the weights.
         engines (`NodeEngines`, *optional*):
-            The engines of this node, on its local main process.
+            Engines of this node on its local main process, `None` on other ranks.
         limit_bytes (`int`):
-            Largest bucket. A local main process holds at most two of them and its own part of a third; two slots per
-            node.
-        transport (`Transport`):
-            Makes the slots, at the first sync.
+            Largest size of a bucket, in bytes; only a single larger tensor exceeds it. A local main process holds at
+            most two buckets and its own part of a third; a node holds two slots.
+        transport (`Transport`, *optional*):
+            Transport that opens the slots, at the first sync. Default: host memory.
     """
 
     def __init__(
@@ -98,20 +98,20 @@ class WeightSync:
         self._places = [place(bucket) for bucket in self.buckets]
         self._transport = transport or Transport()
         self._slots: Slots | None = None
-        self._first = 0  # bucket that an update begins with; after the first update the frozen ones are left out
+        self._first = 0  # bucket that the next update begins with; 0 includes the frozen ones
 
     @property
     def plan_crc(self) -> int:
-        """Equal on two ranks that would gather the same tensors in the same buckets."""
+        """CRC-32 of the plan, equal on two ranks that would gather the same tensors in the same buckets."""
         return zlib.crc32(repr(self.buckets).encode())
 
     def send_everything(self) -> None:
-        """The next update begins with the frozen weights: somebody changed them."""
+        """Include the frozen weights in the next update, because the caller changed them."""
         self._first = 0
 
     @property
     def num_bytes(self) -> int:
-        """Of the next update."""
+        """Bytes that the next update sends."""
         return sum(meta.num_bytes for bucket in self.buckets[self._first :] for meta in bucket)
 
     def run(self, version: WeightVersion) -> SyncTimings:
@@ -119,7 +119,7 @@ class WeightSync:
 
         Raises:
             `WeightVersionError`: if an engine's workers committed another version than `version`.
-            `WeightSyncError` or `EngineError`: if an engine failed; it must not serve any more.
+            `WeightSyncError` or `EngineError`: if an engine failed; it must not serve requests any more.
         """
         sent = self.buckets[self._first :]
         counts = [self._source.collectives(bucket) for bucket in sent]
@@ -158,9 +158,9 @@ class WeightSync:
             yield courier
 
     def _gather(self, timings: SyncTimings, courier: "Courier | None") -> None:
-        """Every bucket: while k is put together, k+1 is on the network and k-1 is copied.
+        """Gather every bucket: while k is put together, k+1 is on the network and k-1 is copied.
 
-        A bucket is let go when it has been copied, in the same order on all ranks, because that may be a collective.
+        All ranks release the buckets in the same order, each after its copy, because a release may be a collective.
         """
         with ExitStack() as everything:
             begun: deque[tuple[ExitStack, Finish]] = deque()
@@ -191,14 +191,14 @@ class WeightSync:
 
 
 class Courier:
-    """A thread of the local main process that copies buckets into slots and has the engines load them.
+    """Thread of the local main process that copies buckets into slots and has the engines load them.
 
-    While it lives, it alone talks to the engines. No wait is without limit: `NodeEngines` has one for every answer.
+    While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait for a reply.
     """
 
     def __init__(self, engines: NodeEngines, slots: Slots, places: list, timings: SyncTimings):
         self._engines, self._slots, self._places, self._timings = engines, slots, places, timings
-        self._on_the_way: deque[list[int]] = deque()  # per bucket: a request id per engine
+        self._on_the_way: deque[list[int]] = deque()  # per bucket in flight: a request id per engine
         self._load_s = [0.0] * len(engines.connections)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
@@ -216,11 +216,11 @@ class Courier:
             self._thread.shutdown()
 
     def carry(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
-        """Bring bucket `index` to the engines; done when it has been copied and may be let go."""
+        """Send bucket `index` to the engines. The future is done once the bucket is copied and may be released."""
         on_gpu = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
         ready = None
         if on_gpu is not None:
-            ready = torch.cuda.current_stream(on_gpu).record_event()  # the stream that gathered it
+            ready = torch.cuda.current_stream(on_gpu).record_event()  # on the stream that gathered the bucket
         return self._thread.submit(self._carry, index, pieces, on_gpu, ready)
 
     def _carry(self, index: int, pieces: Sequence[Pieces], on_gpu: torch.device | None, ready) -> None:
@@ -243,11 +243,11 @@ class Courier:
         try:
             self._slots.announce(index % NUM_SLOTS, last.offset + last.num_bytes)
         except WeightSyncError:
-            self._wait_for_all()  # an engine that failed says why
+            self._wait_for_all()  # raises the error of a failed engine, which has the cause
             raise
 
     def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
-        """Return this thread's own stream, on the rank's device: every new thread begins with GPU 0 as its device."""
+        """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
@@ -264,7 +264,7 @@ class Courier:
 
 
 def check_version(got: WeightVersion, expected: WeightVersion, engine_name: str) -> None:
-    """Raises `WeightVersionError` unless the engine has exactly the expected weights."""
+    """Raise `WeightVersionError` unless the engine has exactly the expected weights."""
     if got.update != expected.update:
         raise WeightVersionError(
             f"{engine_name} has the weights of {got}, expected {expected}: its workers did not load the last update. "

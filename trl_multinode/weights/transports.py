@@ -1,4 +1,4 @@
-"""Which memory the staging slots are in: the choice with its reason, a self test, and the way back to host memory."""
+"""Transport to the engines: choice of the slots' memory, with its reason, a self test and the host-memory fallback."""
 
 import logging
 import os
@@ -23,27 +23,27 @@ SELF_TEST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides about transports, of one node."""
+    """Properties of one node that decide which transports it can use."""
 
     gpu: str | None  # "NVIDIA" or "AMD"; `None`: the engines run on the CPU
-    shared: bool = False  # the local main process's GPU is also an engine's
-    peer_access: bool = False  # every other GPU of the engines can read its memory
+    shared: bool = False  # an engine uses the local main process's GPU too
+    peer_access: bool = False  # every other GPU of the engines can read the memory of the local main process's GPU
 
 
 def choose(wanted: str, machine: Machine) -> tuple[str, str]:
-    """The transport and why.
+    """Return the transport and the reason for it.
 
-    `"auto"` takes what has been executed on the kind of machine at hand, and on GPUs none has yet but by its code on a
-    CPU: that leaves host memory, which needs nothing from the GPUs.
+    `"auto"` takes only a transport that has been executed on such a machine. On GPUs none has run yet, only its code
+    on a CPU, so `"auto"` takes host memory, which needs nothing from the GPUs.
 
     Args:
         wanted (`str`):
-            `weight_transport`.
+            Value of `weight_transport`.
         machine (`Machine`):
-            This node.
+            Properties of this node.
 
     Raises:
-        `ConfigurationError`: for one that cannot work on this machine.
+        `ConfigurationError`: if the wanted transport cannot work on this machine.
     """
     if wanted == "host":
         return "host", "as configured"
@@ -68,7 +68,7 @@ def choose(wanted: str, machine: Machine) -> tuple[str, str]:
 
 
 def machine_of(devices: EngineDevices, environ: Mapping[str, str] = os.environ) -> Machine:
-    """This node, as its ranks see it."""
+    """Return the properties of this node, as its ranks see it."""
     if devices.sender is None:
         return Machine(None)
     names = visible_devices(environ, torch.cuda.device_count())
@@ -83,25 +83,25 @@ def machine_of(devices: EngineDevices, environ: Mapping[str, str] = os.environ) 
 
 @dataclass
 class Transport:
-    """Opens the slots of one node. Local main process only.
+    """Transport of weights to the engines of one node. Only its local main process calls `open`.
 
     Args:
         kind (`str`, *optional*, defaults to `"host"`):
-            What `choose` said.
+            Transport that `choose` returned.
         device (`torch.device`, *optional*):
-            Of this rank.
+            Device of this rank.
         pin (`bool`, *optional*, defaults to `False`):
             Page-lock host memory.
         seen_as (`Sequence[int]`, *optional*):
-            Per engine, this rank's GPU among those that the engine sees.
+            Index of this rank's GPU among the GPUs that each engine sees.
         workers (`Sequence[int]`, *optional*):
-            Per engine, its workers.
+            Number of workers of each engine.
         folder (`Path`, *optional*):
             Private folder of the run.
         timeout_s (`float`, *optional*, defaults to `300.0`):
-            For every broadcast of a bucket.
+            Time limit of every broadcast of a bucket, in seconds.
         say (`Callable[[str], None]`, *optional*):
-            For the warning when the self test fails.
+            Function that reports a failed self test or a failed page-lock.
     """
 
     kind: str = "host"
@@ -114,15 +114,15 @@ class Transport:
     say: Callable[[str], None] = logger.warning
 
     def open(self, engines: NodeEngines, num_bytes: int, places: Sequence[tuple[TensorSpec, ...]]) -> Slots:
-        """Slots that every worker has opened, tested if they are not in host memory.
+        """Return slots that every worker has opened, and that passed a self test if they are not in host memory.
 
         Args:
             engines (`NodeEngines`):
-                Of this node.
+                Engines of this node.
             num_bytes (`int`):
-                Of a slot.
+                Size of a slot, in bytes.
             places (`Sequence[tuple[TensorSpec, ...]]`):
-                Per bucket, where its tensors lie.
+                Layout of each bucket's tensors in its slot.
         """
         num_bytes = max(num_bytes, SELF_TEST_BYTES)
         if self.kind != "host":
@@ -173,7 +173,7 @@ class Transport:
 
     @staticmethod
     def _test(slots: Slots, engines: NodeEngines) -> None:
-        """One bucket of noise there, its checksum as the workers see it back."""
+        """Write noise into a slot and have every worker compare its checksum; raise the first failure."""
         noise = torch.randint(0, 256, (SELF_TEST_BYTES,), dtype=torch.uint8)
         slots.memory[0][:SELF_TEST_BYTES].copy_(noise)
         check = CheckSlot(slot=0, num_bytes=SELF_TEST_BYTES, crc=zlib.crc32(noise.numpy()))
@@ -189,7 +189,7 @@ class Transport:
 
 
 def _failure(engines: NodeEngines, engine: int, request_id: int) -> MultiNodeError | None:
-    """Every answer is waited for, so that none is left for whoever asks next."""
+    """Return the error of a reply, or `None`. The caller reads all replies, so none is left for the next request."""
     try:
         engines.wait(engine, request_id)
         return None
