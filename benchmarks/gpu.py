@@ -12,25 +12,21 @@ written after each job. Exit code: 0 no stage failed, 1 a stage failed, 2 no sta
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-import tomllib
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from gpu_kit import table
 from gpu_kit.jobs import JOBS, STAGES, Job
-from gpu_kit.record import FAILED, PASSED, SKIPPED, events, merge, read
+from gpu_kit.preflight import entry_points
+from gpu_kit.record import FAILED, PASSED, SKIPPED, merge, read
+from gpu_kit.running import OUT_OF_TIME, describe, row, run_job, why_not
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results" / "gpu.json"
 PAGE, README = FOLDER.parent / "docs" / "gpu.md", FOLDER.parent / "README.md"
-STAGE_LIMIT_S = 240.0
-POLL_S = 0.5
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -60,107 +56,36 @@ def selected(options: argparse.Namespace) -> list[Job]:
     ]  # fmt: skip
 
 
-def entry_points(folder: Path) -> list[str]:
-    """Return the import paths that vLLM needs to find this package's plugin: none if the package is installed.
+class Results:
+    """Rows of this run: merged into the result file and printed when they arrive.
 
-    vLLM looks for entry points, which a source tree lacks. Metadata written to `folder` supplies them, so that the kit
-    runs from a plain checkout.
+    Args:
+        path (`Path`):
+            The result file.
+        meta (`dict`):
+            Description of the machine.
     """
-    try:
-        version("trl-multinode")
-        return []
-    except PackageNotFoundError:
-        project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]
-        found = folder / f"trl_multinode-{project['version']}.dist-info"
-        found.mkdir(exist_ok=True)
-        (found / "METADATA").write_text(f"Name: trl-multinode\nVersion: {project['version']}\n")
-        lines = [
-            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in points.items())
-            for group, points in project["entry-points"].items()
-        ]
-        (found / "entry_points.txt").write_text("\n".join(lines))
-        return [str(folder)]
 
+    def __init__(self, path: Path, meta: dict):
+        self._path, self._meta = path, meta
+        self.rows: dict[str, dict] = {}
 
-def helper(*arguments: str, **keywords) -> subprocess.Popen:
-    """Start `python -m gpu_kit.job` in a session of its own, so that this process never holds GPU memory."""
-    path = os.pathsep.join([str(FOLDER), str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "gpu_kit.job", *arguments]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, **keywords)
+    def keep(self, rows: dict[str, dict]) -> None:
+        new = {key: row for key, row in rows.items() if key not in self.rows}
+        if new:
+            self.rows |= new
+            merge(self._path, self._meta, new)
+        for key, row in new.items():
+            why = f": {row['why']}" if row["why"] else ""
+            print(f"[gpu] {key}: {row['result']}, {row['seconds']} s{why}", flush=True)
+            if row["figures"]:
+                print(
+                    "[gpu]     " + ", ".join(f"{name}={value}" for name, value in row["figures"].items()), flush=True
+                )
 
-
-def describe(rehearse: bool) -> dict:
-    """Return the machine's description or `{"obstacle": ...}`, from a process that imports torch."""
-    process = helper("--describe", *(["--rehearse"] if rehearse else []), stdout=subprocess.PIPE, text=True)
-    said, _ = process.communicate(timeout=120)
-    return json.loads(said.splitlines()[-1])
-
-
-def why_not(job: Job, meta: dict) -> str | None:
-    if meta["rehearsal"]:
-        return job.on_cpu
-    if meta["num_gpus"] < job.least_gpus:
-        return f"needs {job.least_gpus} GPUs, this machine has {meta['num_gpus']}"
-    if meta["memory_gib"] < job.least_gib:
-        return f"needs {job.least_gib:g} GiB of GPU memory, this GPU has {meta['memory_gib']:g}"
-    return None
-
-
-def skipped(why: str) -> dict:
-    return {"result": SKIPPED, "why": why, "seconds": 0.0, "figures": {}}
-
-
-def run_job(job: Job, options: argparse.Namespace, logs: Path, deadline: float) -> dict[str, dict]:
-    """Run a job and return its rows. A stage that exceeds its limit ends the job; rows of finished stages stay."""
-    folder = logs / job.name.replace(" ", "-")
-    folder.mkdir(parents=True)
-    record = folder / "events.jsonl"
-    arguments = ["--job", job.name, "--stages", options.stages, "--record", str(record), "--folder", str(folder)]
-    arguments += ["--engine", options.engine, *(["--rehearse"] if options.rehearse else [])]
-    with open(folder / "job.log", "wb") as log:
-        process = helper(*arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    since, seen, why = time.monotonic(), 0, None
-    try:
-        while process.poll() is None:
-            time.sleep(POLL_S)
-            ended = [event for event in events(record) if event["event"] == "end"]
-            if len(ended) > seen:
-                since = time.monotonic()
-                for event in ended[seen:]:
-                    show(event["key"], event)
-                seen = len(ended)
-            if time.monotonic() - since > STAGE_LIMIT_S:
-                why = f"no result after {STAGE_LIMIT_S:.0f} s"
-            elif time.monotonic() > deadline:
-                why = "the time of the run was over"
-            if why:
-                break
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, 9)  # the engines watch the job and end with it
-            process.wait(30)
-    return finished(job, options.stages, record, why or f"the job ended with code {process.returncode}", folder, seen)
-
-
-def finished(job: Job, stages: str, record: Path, why: str, folder: Path, shown: int) -> dict[str, dict]:
-    """Return the rows of the stages that ended, and a failure for each stage that did not."""
-    ended = [event for event in events(record) if event["event"] == "end"]
-    for event in ended[shown:]:
-        show(event["key"], event)
-    rows = {event["key"]: {name: event[name] for name in ("result", "why", "seconds", "figures")} for event in ended}
-    for key in job.keys(stages):
-        if key not in rows:
-            last = (folder / "job.log").read_text(errors="replace").strip().splitlines()[-1:]
-            rows[key] = {"result": FAILED, "why": f"{why}: {' '.join(last)[-200:]}", "seconds": 0.0, "figures": {}}
-            show(key, rows[key])
-    return rows
-
-
-def show(key: str, row: dict) -> None:
-    figures = ", ".join(f"{name}={value}" for name, value in row["figures"].items())
-    print(f"[gpu] {key}: {row['result']}, {row['seconds']} s{': ' + row['why'] if row['why'] else ''}", flush=True)
-    if figures:
-        print(f"[gpu]     {figures}", flush=True)
+    def counts(self) -> dict[str, int]:
+        found = [row["result"] for row in self.rows.values()]
+        return {result: found.count(result) for result in (PASSED, FAILED, SKIPPED)}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -172,19 +97,15 @@ def run(options: argparse.Namespace) -> int:
         print(f"[gpu] {meta['obstacle']}")
         return 2
     print(f"[gpu] {meta['device']}, logs in {logs}, results in {options.results}", flush=True)
-    deadline, results = time.monotonic() + 60 * options.minutes, []
+    deadline, results = time.monotonic() + 60 * options.minutes, Results(options.results, meta)
     for job in selected(options):
-        reason = why_not(job, meta) or ("the time of the run was over" if time.monotonic() > deadline else None)
+        reason = why_not(job, meta) or (OUT_OF_TIME if time.monotonic() > deadline else None)
         if reason:
-            rows = {key: skipped(reason) for key in job.keys(options.stages)}
-            for key, row in rows.items():
-                show(key, row)
+            results.keep({key: row(SKIPPED, reason) for key in job.keys(options.stages)})
         else:
             print(f"[gpu] {job.name} ...", flush=True)
-            rows = run_job(job, options, logs, deadline)
-        merge(options.results, meta, rows)
-        results += [row["result"] for row in rows.values()]
-    counts = {result: results.count(result) for result in (PASSED, FAILED, SKIPPED)}
+            run_job(job, options, logs, deadline, results.keep)
+    counts = results.counts()
     print("[gpu] " + ", ".join(f"{count} {result}" for result, count in counts.items()))
     return 1 if counts[FAILED] else 0
 

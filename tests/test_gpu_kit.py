@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import gpu
 import pytest
 import torch
-from gpu_kit import table
+from gpu_kit import preflight, running, table
 from gpu_kit.jobs import JOBS, STAGES, Job
-from gpu_kit.machine import Machine, build_model, entropy, obstacle
+from gpu_kit.machine import Machine, build_model, entropy
 from gpu_kit.record import Recorder, events, merge, read
 from gpu_kit.rows import rounding_floor, swap_points, trainer_logprobs
 from gpu_kit.weights import run_stages
@@ -60,22 +60,20 @@ def test_without_a_gpu_it_is_one_line_and_exit_code_2():
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch):
-    found = {"trl": "1.16.0", "accelerate": "1", "deepspeed": "1", "vllm": None}
-    monkeypatch.setattr("gpu_kit.machine.version_of", found.get)
-    assert "vllm not installed" in obstacle(lambda: 1)
-    found["vllm"] = "0.26.0"
-    assert obstacle(lambda: 1) is None
-    assert obstacle(lambda: 0).startswith("torch sees no GPU")
+    found = dict.fromkeys(preflight.NEEDED, "1.0")
+    monkeypatch.setattr(preflight, "version_of", found.get)
+    assert preflight.obstacle(1) is None
+    assert preflight.obstacle(0).startswith("torch sees no GPU")
+    found["vllm"] = found["peft"] = None
+    assert preflight.obstacle(1).startswith("vllm, peft not installed: `pip install")
+    found["torch"] = None
+    assert "torch" in preflight.obstacle(0)
 
 
 def test_a_plain_checkout_has_the_entry_point_that_vllm_looks_for(tmp_path, monkeypatch):
-    assert gpu.entry_points(tmp_path) == [], "the tests' environment has the package installed"
-
-    def missing(name):
-        raise gpu.PackageNotFoundError(name)
-
-    monkeypatch.setattr(gpu, "version", missing)
-    monkeypatch.syspath_prepend(*gpu.entry_points(tmp_path))
+    assert preflight.entry_points(tmp_path) == [], "the tests' environment has the package installed"
+    monkeypatch.setattr(preflight, "version_of", lambda name: None)
+    assert preflight.entry_points(tmp_path) == [str(tmp_path)]
     (found,) = [d for d in distributions(path=[str(tmp_path)]) if d.metadata["Name"] == "trl-multinode"]
     (point,) = found.entry_points.select(group="vllm.general_plugins")
     assert point.load() is register
@@ -90,7 +88,7 @@ def test_a_plain_checkout_has_the_entry_point_that_vllm_looks_for(tmp_path, monk
     ],
 )
 def test_a_job_that_the_machine_is_too_small_for_is_skipped_with_the_reason(job, why):
-    assert gpu.why_not(job, META) == why
+    assert running.why_not(job, META) == why
 
 
 # ---- result file
@@ -120,30 +118,49 @@ def test_results_of_other_stages_stay_on_the_same_machine_and_commit_only(tmp_pa
     assert list(read(results)["stages"]) == ["c one"]
 
 
-def test_a_stage_that_outlasts_its_limit_is_ended_and_what_was_measured_stays(tmp_path, monkeypatch):
-    script = """if True:
-        import json, sys, time
-        record = sys.argv[sys.argv.index("--record") + 1]
-        with open(record, "w") as file:
-            file.write(json.dumps({"event": "end", "key": "a slow", "result": "passed", "why": None, "seconds": 1.0,
-                                   "figures": {"fresh": 0.1}}) + "\\n")
-        print("stuck in stage b", flush=True)
-        time.sleep(60)
-    """
-    started = []
+SLOW = """if True:
+    import json, sys, time
+    record = sys.argv[sys.argv.index("--record") + 1]
+    with open(record, "w") as file:
+        file.write(json.dumps({"event": "end", "key": "a slow", "result": "passed", "why": None, "seconds": 1.0,
+                               "figures": {"fresh": 0.1}}) + "\\n")
+    print("stuck in stage b", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def slow_job(monkeypatch) -> list[subprocess.Popen]:
+    """Jobs end stage a at once and never end stage b."""
+    started: list[subprocess.Popen] = []
 
     def helper(*arguments, **keywords):
-        started.append(
-            subprocess.Popen([sys.executable, "-c", script, *arguments], start_new_session=True, **keywords)
-        )
+        command = [sys.executable, "-c", SLOW, *arguments]
+        started.append(subprocess.Popen(command, start_new_session=True, **keywords))
         return started[0]
 
-    monkeypatch.setattr(gpu, "helper", helper)
-    monkeypatch.setattr(gpu, "STAGE_LIMIT_S", 2.0)
-    rows = gpu.run_job(Job("slow", "ab", print), gpu.parse([]), tmp_path, time.monotonic() + 60)
-    assert rows["a slow"]["figures"] == {"fresh": 0.1}
-    assert rows["b slow"]["result"] == "failed" and "no result after 2 s: stuck in stage b" in rows["b slow"]["why"]
-    assert started[0].poll() is not None
+    monkeypatch.setattr(running, "helper", helper)
+    return started
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "left_s", "result", "why"),
+    [(2.0, 60.0, "failed", "no result after 2 s: stuck in stage b"), (60.0, 2.0, "skipped", "the time of the run")],
+)
+def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_s, result, why, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "STAGE_LIMIT_S", limit_s)
+    results = gpu.Results(tmp_path / "gpu.json", META)
+    job, deadline = Job("slow", "ab", print), time.monotonic() + left_s
+    running.run_job(job, gpu.parse([]), tmp_path, deadline, results.keep)
+    rows = read(tmp_path / "gpu.json")["stages"]
+    assert rows["a slow"]["figures"] == {"fresh": 0.1} and rows == results.rows
+    assert rows["b slow"]["result"] == result and why in rows["b slow"]["why"]
+    assert slow_job[0].poll() is not None
+
+
+def test_a_machine_that_cannot_be_described_is_an_obstacle(monkeypatch):
+    monkeypatch.setattr(running.sys, "executable", "/bin/false")
+    assert "ended with code 1" in running.describe(False)["obstacle"]
 
 
 # ---- tables
@@ -166,6 +183,8 @@ def test_nothing_is_ticked_that_did_not_pass_on_a_gpu():
     assert table.evidence(host, {}) == ""
     assert table.evidence(host, passed | {"meta": META | {"rehearsal": True}}) == ""
     assert table.evidence(host, {"meta": META, "stages": {"b one": row(), "b two": row("failed")}}) == ""
+    assert table.evidence(host, {"meta": META, "stages": {"b one": row("skipped")}}) == ""
+    assert table.evidence(host, {"meta": META, "stages": {"b one": row(), "b 7B": row("skipped")}}) != ""
     assert table.evidence("engine start, generation, TP 2, several engines", passed) == ""
     assert table.evidence("mixture of experts", passed) == "", "no stage shows it"
 

