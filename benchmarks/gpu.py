@@ -22,7 +22,7 @@ from gpu_kit import table
 from gpu_kit.jobs import JOBS, STAGES, Job
 from gpu_kit.preflight import entry_points
 from gpu_kit.record import FAILED, PASSED, SKIPPED, merge, read
-from gpu_kit.running import OUT_OF_TIME, describe, row, run_job, why_not
+from gpu_kit.running import OUT_OF_TIME, describe, run_job, why_not, without_figures
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results" / "gpu.json"
@@ -79,9 +79,8 @@ class Results:
             why = f": {row['why']}" if row["why"] else ""
             print(f"[gpu] {key}: {row['result']}, {row['seconds']} s{why}", flush=True)
             if row["figures"]:
-                print(
-                    "[gpu]     " + ", ".join(f"{name}={value}" for name, value in row["figures"].items()), flush=True
-                )
+                figures = (f"{name}={value}" for name, value in row["figures"].items())
+                print(f"[gpu]     {', '.join(figures)}", flush=True)
 
     def counts(self) -> dict[str, int]:
         found = [row["result"] for row in self.rows.values()]
@@ -101,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
     for job in selected(options):
         reason = why_not(job, meta) or (OUT_OF_TIME if time.monotonic() > deadline else None)
         if reason:
-            results.keep({key: row(SKIPPED, reason) for key in job.keys(options.stages)})
+            results.keep({key: without_figures(SKIPPED, reason) for key in job.keys(options.stages)})
         else:
             print(f"[gpu] {job.name} ...", flush=True)
             run_job(job, options, logs, deadline, results.keep)

@@ -93,9 +93,11 @@ class HostSlots(Slots):
                 f"{num_bytes / 2**20:.0f} MiB. Lower `sync_bucket_mb`, or give the container more shared memory "
                 "(docker: --shm-size)."
             )
-        self.paths = [self._create(num_bytes) for _ in range(NUM_SLOTS)]
+        self.paths: list[str] = []
         self.page_lock: PageLock | None = None
         try:
+            for _ in range(NUM_SLOTS):
+                self._create(num_bytes)
             super().__init__([torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths])
             if pin:
                 self.page_lock = PageLock(self.memory)
@@ -103,12 +105,13 @@ class HostSlots(Slots):
             self.close()
             raise
 
-    @staticmethod
-    def _create(num_bytes: int) -> str:
+    def _create(self, num_bytes: int) -> None:
         handle, path = tempfile.mkstemp(prefix="trl_multinode_", dir=SHARED_MEMORY)
-        os.ftruncate(handle, num_bytes)
-        os.close(handle)
-        return path
+        self.paths.append(path)
+        try:
+            os.ftruncate(handle, num_bytes)
+        finally:
+            os.close(handle)
 
     def open_for(self, engine: int) -> HostMemory:
         return HostMemory(tuple(self.paths))
