@@ -51,6 +51,8 @@ def test_a_request_that_fails_ends_the_busy_time(clock):
 
 def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_is_not_work(clock):
     class Backend:
+        drains = True
+
         async def generate(self, *_):
             clock.now += 3
             return [Generated([1], [-0.5])]
