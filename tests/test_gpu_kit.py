@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import gpu
 import pytest
 import torch
-from gpu_kit import preflight, running, table
+from gpu_kit import preflight, running, table, training, variants
 from gpu_kit.jobs import JOBS, STAGES, Job
 from gpu_kit.machine import Machine, build_model, entropy
 from gpu_kit.record import Recorder, events, merge, read
@@ -49,6 +49,11 @@ def test_stages_select_the_jobs_and_every_job_has_keys_of_its_own():
     keys = [key for job in JOBS for key in job.keys(STAGES)]
     assert len(set(keys)) == len(keys) and {key[0] for key in keys} == set("abcdefghij")
     assert "".join(job.stages for job in JOBS[:2]) == "abcdabcd", "a to d of both dtypes come first"
+
+
+def test_every_job_of_one_stage_has_its_function():
+    single = [job.name.replace(" ", "_") for job in JOBS if job.stages in "efghij"]
+    assert len(single) == 7 and all(hasattr(training, name) or hasattr(variants, name) for name in single)
 
 
 def test_without_a_gpu_it_is_one_line_and_exit_code_2():

@@ -74,7 +74,7 @@ def cause(log: Path) -> str:
     return " ".join((errors or lines)[-1:])[-250:]
 
 
-def two_optimizer_steps(machine: Machine, figures: dict, folder: Path) -> None:
+def optimizer_steps(machine: Machine, figures: dict, folder: Path) -> None:
     """Run stage e: generation, weight sync and training on one GPU under ZeRO-3, with a user's launch command."""
     small = {"rows": 8, "micro_batch": 4, "completion": 32} if machine.rehearsal else {}
     figures |= launch(machine, folder, "ours", saved_model(machine, folder), steps=3, **small)
