@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gpu
+import psutil
 import pytest
 import torch
 from gpu_kit import preflight, running, table, training, variants
@@ -124,12 +125,13 @@ def test_results_of_other_stages_stay_on_the_same_machine_and_commit_only(tmp_pa
 
 
 SLOW = """if True:
-    import json, sys, time
+    import json, subprocess, sys, time
     record = sys.argv[sys.argv.index("--record") + 1]
     with open(record, "w") as file:
         file.write(json.dumps({"event": "end", "key": "a slow", "result": "passed", "why": None, "seconds": 1.0,
                                "figures": {"fresh": 0.1}}) + "\\n")
-    print("stuck in stage b", flush=True)
+    child = subprocess.Popen(["sleep", "61"], start_new_session=True)  # a rank, as torchrun starts it
+    print(f"stuck in stage b {child.pid}", flush=True)
     time.sleep(60)
 """
 
@@ -161,6 +163,11 @@ def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_
     assert rows["a slow"]["figures"] == {"fresh": 0.1} and rows == results.rows
     assert rows["b slow"]["result"] == result and why in rows["b slow"]["why"]
     assert slow_job[0].poll() is not None
+    rank = int((tmp_path / "slow" / "job.log").read_text().split()[-1])
+    gone = time.monotonic() + 5
+    while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < gone, "a rank of its own session outlived the job"
+        time.sleep(0.05)
 
 
 def test_a_machine_that_cannot_be_described_is_an_obstacle(monkeypatch):

@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from .jobs import Job
@@ -30,7 +31,11 @@ def helper(*arguments: str, **keywords) -> subprocess.Popen:
 def describe(rehearse: bool) -> dict:
     """Return the machine's description or `{"obstacle": ...}`, from a process that imports torch."""
     process = helper("--describe", *(["--rehearse"] if rehearse else []), stdout=subprocess.PIPE, text=True)
-    said, _ = process.communicate(timeout=DESCRIBE_LIMIT_S)
+    try:
+        said, _ = process.communicate(timeout=DESCRIBE_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        end(process)
+        return {"obstacle": f"the check of this machine did not end within {DESCRIBE_LIMIT_S:.0f} s: see nvidia-smi."}
     if process.returncode != 0:
         return {"obstacle": f"the check of this machine ended with code {process.returncode}; its error is above."}
     return json.loads(said.splitlines()[-1])
@@ -70,11 +75,9 @@ def run_job(
     with open(folder / "job.log", "wb") as log:
         process = helper(*arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        seen, why = follow(process, record, deadline, keep)
+        why = follow(process, record, deadline, keep)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # the engines watch the job and end with it
-            process.wait(30)
+        end(process)
     keep(ended(record)[1])
     missing = set(job.keys(options.stages)) - ended(record)[1].keys()
     last = (folder / "job.log").read_text(errors="replace").strip().splitlines()[-1:]
@@ -83,8 +86,24 @@ def run_job(
     keep({key: without_figures(result, f"{why}: {' '.join(last)[-200:]}") for key in sorted(missing)})
 
 
-def follow(process: subprocess.Popen, record: Path, deadline: float, keep: Callable) -> tuple[int, str | None]:
-    """Wait for the job's end or a limit; return the number of ended stages and which limit was exceeded, if any."""
+def end(process: subprocess.Popen) -> None:
+    """Kill a job with all processes below it, if it still runs.
+
+    torchrun starts ranks in sessions of their own, and a killed launcher would leave them behind with the GPU.
+    """
+    if process.poll() is None:
+        import psutil  # a dependency of the package; `--list` works without
+
+        below = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGKILL)
+        for child in below:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.wait(30)
+
+
+def follow(process: subprocess.Popen, record: Path, deadline: float, keep: Callable) -> str | None:
+    """Wait for the job's end or a limit; return which limit was exceeded, if any."""
     since, seen = time.monotonic(), 0
     while process.poll() is None:
         time.sleep(POLL_S)
@@ -93,10 +112,10 @@ def follow(process: subprocess.Popen, record: Path, deadline: float, keep: Calla
             since, seen = time.monotonic(), count
             keep(rows)
         if time.monotonic() - since > STAGE_LIMIT_S:
-            return seen, f"no result after {STAGE_LIMIT_S:.0f} s"
+            return f"no result after {STAGE_LIMIT_S:.0f} s"
         if time.monotonic() > deadline:
-            return seen, OUT_OF_TIME
-    return seen, None
+            return OUT_OF_TIME
+    return None
 
 
 def ended(record: Path) -> tuple[int, dict[str, dict]]:

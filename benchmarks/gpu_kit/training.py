@@ -14,6 +14,7 @@ from trl_multinode.testing.models import tiny_tokenizer
 
 from .machine import Machine, build_model
 from .record import require
+from .running import end
 
 HERE = Path(__file__).resolve()
 CONFIG = HERE.parents[2] / "accelerate_configs" / "1node.yaml"
@@ -57,11 +58,13 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
     else:
         environment.pop("DS_ACCELERATOR", None)
     with open(own / "run.log", "wb") as log:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
         try:
             code = process.wait(LAUNCH_LIMIT_S)
         finally:
-            process.terminate()
+            end(process)
     if code != 0:
         raise RuntimeError(f"{arm} ended with code {code}: {cause(own / 'run.log')}")
     return json.loads((own / "figures.json").read_text())

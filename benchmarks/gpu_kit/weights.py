@@ -81,7 +81,12 @@ def timed_syncs(trainer: Trainer, kind: str, machine: Machine, folder: Path, rep
             for values, value in zip(stages.values(), seconds, strict=True):
                 values.append(trainer.timings.num_bytes / value / 1e9)
     middle = {name: median(values) for name, values in stages.items()}
-    return middle | {"gb_per_s_min": min(stages["gb_per_s"]), "gb_per_s_max": max(stages["gb_per_s"])}
+    halves = [median(stages["gb_per_s"][start::2]) for start in (0, 1)]
+    return middle | {
+        "control": halves[0] / halves[1],
+        "gb_per_s_min": min(stages["gb_per_s"]),
+        "gb_per_s_max": max(stages["gb_per_s"]),
+    }
 
 
 def copy_gb_per_s(machine: Machine, kind: str) -> float:

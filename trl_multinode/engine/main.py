@@ -158,9 +158,7 @@ class VllmBackend(Backend):
         committed = await self._llm.collective_rpc("commit_weights")
         # The cached keys and values belong to the old weights; frozen requests recompute theirs
         if not await self._llm.reset_prefix_cache(reset_running_requests=not self.drains):
-            raise RuntimeError(
-                "vLLM kept its prefix cache, because requests hold blocks of it: it is of older weights"
-            )
+            raise RuntimeError("vLLM kept a prefix cache of older weights, because requests hold blocks of it")
         await self._llm.resume_generation()
         self._adapter = in_memory_adapter(committed[0][2])
         return [WeightVersion(update, step) for update, step, _ in committed]

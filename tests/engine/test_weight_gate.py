@@ -1,0 +1,49 @@
+"""Updates and running requests: an update waits for them unless the backend freezes them, and no old cache serves."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from trl_multinode.engine import main
+from trl_multinode.engine.main import VllmBackend
+from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.engine.server import WeightGate
+
+
+@pytest.mark.parametrize("drains", [True, False])
+def test_an_update_waits_for_running_requests_unless_the_backend_freezes_them(drains):
+    async def story() -> bool:
+        gate = WeightGate(drains)
+        await gate.begin(0)
+        await gate.end(1, WeightVersion(1, 0))
+        await gate.acquire(1)
+        update = asyncio.create_task(gate.begin(0))
+        await asyncio.sleep(0.01)
+        began_beside_the_request = update.done()
+        await gate.release()
+        await asyncio.wait_for(update, 5.0)
+        return began_beside_the_request
+
+    assert asyncio.run(story()) is not drains
+
+
+@pytest.mark.parametrize("was_reset", [True, False])
+def test_a_prefix_cache_that_vllm_keeps_is_an_error(was_reset, monkeypatch):
+    monkeypatch.setattr(main, "in_memory_adapter", lambda number: None)  # it imports vLLM, which takes 10 s
+
+    async def answer(value, *_, **__):
+        return value
+
+    backend = VllmBackend(SimpleNamespace())
+    backend._llm = SimpleNamespace(
+        finish_weight_update=lambda: answer(None),
+        collective_rpc=lambda method: answer([(3, 7, 0)]),
+        reset_prefix_cache=lambda **keywords: answer(was_reset),
+        resume_generation=lambda: answer(None),
+    )
+    if was_reset:
+        assert asyncio.run(backend.commit_update()) == [WeightVersion(3, 7)]
+    else:
+        with pytest.raises(RuntimeError, match="prefix cache of older weights"):
+            asyncio.run(backend.commit_update())
