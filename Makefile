@@ -18,7 +18,7 @@ help:
 	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; 20 minutes"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
 	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/gpu.md)"
-	@echo "make test      pure functions, forked ranks, the fake engine and a real one (15 minutes at most)"
+	@echo "make test      pure functions, forked ranks, the fake engine and a real one (10 minutes)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
@@ -65,8 +65,9 @@ check: setup
 	mypy
 	python -m pytest -q tests/test_architecture.py tests/test_contract.py
 
+# Two processes, because most tests keep one core busy; a file's tests stay together, as they share engines
 test: setup
-	python -m pytest tests --ignore tests/e2e --durations 15
+	python -m pytest tests --ignore tests/e2e --numprocesses 2 --dist loadfile --durations 15
 
 test-e2e: setup
 	python -m pytest tests/e2e --durations 15

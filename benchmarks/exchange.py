@@ -40,10 +40,11 @@ torch.set_num_threads(1)  # before the forks: the parent's OpenMP threads would 
 from replayed_core import VOCABULARY, Rank, Server, run_our_engine, run_real_engine, run_vllm_serve
 
 from trl_multinode.engine.node_engines import NodeEngines
-from trl_multinode.engine.protocol import WeightVersion
 from trl_multinode.engine.settings import save_without_weights
+from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.wire.messages import WeightVersion
 
 RESULTS = Path(__file__).parent / "results" / "exchange.json"
 NODES = (1, 2, 4, 8)
@@ -76,7 +77,10 @@ def our_rank(path: Path, rank: int) -> Callable[[], Callable]:
             time.sleep(0.05)
         engines = NodeEngines([path], 0, rank, path.with_suffix(".load"), 300.0, ROWS, path.parent)
         host = SimpleNamespace(
-            rollout_seed=None, phases=lambda name: nullcontext(), start_engines=lambda *_: engines, step=lambda: 0
+            settings=NodeSettings(),
+            phases=lambda name: nullcontext(),
+            start_engines=lambda *_: engines,
+            step=lambda: 0,
         )
         generation = NodeGeneration(
             host=host, model=None, accelerator=SimpleNamespace(process_index=rank), processing_class=None,

@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --stages be        # some stages; results of the others on this machine stay
     python benchmarks/gpu.py --rehearse         # the same code on a CPU with a tiny model; figures mean nothing
     python benchmarks/gpu.py --list             # jobs and stages
-    python benchmarks/gpu.py --table            # write the tables of docs/gpu.md and README.md from the result file
+    python benchmarks/gpu.py --table            # write the tables of docs/gpu.md and docs/executed.md from the results
 
 Stages (docs/gpu.md): a log-probs over syncs, b host transport, c CUDA IPC, d swap while requests are frozen, e GRPO
 steps and balanced micro-batches, f TRL's colocation, g LoRA, h FP8, i rows of 32k tokens, j two GPUs. Results are
@@ -26,7 +26,8 @@ from gpu_kit.running import OUT_OF_TIME, describe, run_job, why_not, without_fig
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results" / "gpu.json"
-PAGE, README = FOLDER.parent / "docs" / "gpu.md", FOLDER.parent / "README.md"
+DOCS = FOLDER.parent / "docs"
+PAGE, EXECUTED = DOCS / "gpu.md", DOCS / "executed.md"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -121,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
             return code
     found = read(options.results)
     PAGE.write_text(table.replaced(PAGE.read_text(), found))
-    README.write_text(table.with_evidence(README.read_text(), found))
+    EXECUTED.write_text(table.with_evidence(EXECUTED.read_text(), found))
     return 0 if options.table else code
 
 

@@ -179,7 +179,8 @@ def main() -> None:
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        return train(options.one, options.seed, options.steps, options.output)
+        train(options.one, options.seed, options.steps, options.output)
+        return
     options.folder.mkdir(parents=True, exist_ok=True)
     runs = run_all(options.arms, options.seeds, options.steps, options.folder, options.keep)
     summary = summarize(runs, options.steps)

@@ -40,17 +40,19 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_multinode.engine.node_engines import PromptRequest
-from trl_multinode.engine.protocol import Digest, WeightVersion
+from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
 from trl_multinode.testing.engines import REAL, running_engines
 from trl_multinode.testing.launch_files import _free_port
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.transports.pieces import Pieces
+from trl_multinode.weights.buckets import slot_layout
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.probe import probe_tokens
-from trl_multinode.weights.shards import Pieces, ShardGather
-from trl_multinode.weights.source import Finish, place
+from trl_multinode.weights.shards import ShardGather
+from trl_multinode.weights.source import Finish
 from trl_multinode.weights.sync import WeightSync
+from trl_multinode.wire.messages import Digest, WeightVersion
 
 RANKS, RANK_OF_LORA, BUCKET_MIB = 2, 16, 8
 MODEL = {"vocab_size": 8000, "hidden": 512, "layers": 12, "tied": False}  # 40 M parameters
@@ -201,7 +203,7 @@ def work(bench: Bench, repeats: int) -> dict:
 
 def placed_bytes(sync: WeightSync) -> int:
     """Of one adapter sync as it lies in the slots, padding included."""
-    last = [place(bucket)[-1] for bucket in sync.buckets if not bucket[0].frozen]
+    last = [slot_layout(bucket)[-1] for bucket in sync.buckets if not bucket[0].frozen]
     return sum(spec.offset + spec.num_bytes for spec in last)
 
 

@@ -22,7 +22,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from trl_multinode.engine.plugin import _die_with_parent
+from trl_multinode.vllm_worker.plugin import _die_with_parent
 
 FORK = get_context("fork")
 VOCABULARY = 150_000  # ids as large as real ones: Python keeps small integers, and they are short in JSON
@@ -118,10 +118,10 @@ def watch_core(round_: Round) -> None:
 
 def run_our_engine(round_: Round, model: Path, socket: Path, prepare: Callable = play_core) -> None:
     """An engine process of this library: its backend and server, unchanged."""
-    from trl_multinode.engine.main import VllmBackend
-    from trl_multinode.engine.plugin import RUN_MARKER
-    from trl_multinode.engine.protocol import WeightVersion
-    from trl_multinode.engine.server import EngineServer, EngineSpec
+    from trl_multinode.engine_process.server import EngineServer
+    from trl_multinode.engine_process.vllm_backend import VllmBackend
+    from trl_multinode.vllm_worker.plugin import RUN_MARKER
+    from trl_multinode.wire.messages import EngineSpec, WeightVersion
 
     async def serve() -> None:
         backend = VllmBackend(spec)

@@ -49,12 +49,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_multinode.engine.protocol import NUM_SLOTS, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
 from trl_multinode.testing.engines import running_engines
+from trl_multinode.transports.pieces import Pieces
+from trl_multinode.weights.buckets import slot_bytes
 from trl_multinode.weights.probe import probe_tokens
-from trl_multinode.weights.shards import Pieces, ShardGather
-from trl_multinode.weights.source import ModuleSource, slot_bytes
+from trl_multinode.weights.shards import ShardGather
+from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import SyncTimings, WeightSync
+from trl_multinode.wire.messages import NUM_SLOTS, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
 
 folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
 MODELS = {"40M": (512, 2048, 8, 8192, 40), "150M": (768, 3072, 12, 49152, 40)}  # hidden, MLP, layers, vocabulary, MiB
@@ -91,17 +93,17 @@ class PerParameter:
     def update_named_params(self, metadata, parameters) -> None:
         tensors, on_the_way = iter(parameters), []
         self.engines.ask_all(BeginUpdate(version=self.version))
-        for index, specs in enumerate(self.sync._places):
+        for index, specs in enumerate(self.sync._layouts):
             if len(on_the_way) == NUM_SLOTS:
-                self.engines.wait(0, on_the_way.pop(0))
+                self.engines[0].wait(on_the_way.pop(0))
             for spec in specs:
                 name, tensor = next(tensors)
                 assert name == spec.name, (name, spec.name)
                 self.sync._slots.write(index % NUM_SLOTS, [spec], [Pieces.whole(tensor)])
-            on_the_way.append(self.engines.post(0, LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
+            on_the_way.append(self.engines[0].post(LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
         assert next(tensors, None) is None
         while on_the_way:
-            self.engines.wait(0, on_the_way.pop(0))
+            self.engines[0].wait(on_the_way.pop(0))
         self.engines.ask_all(CommitUpdate())
 
     def reset_prefix_cache(self) -> None:
@@ -132,7 +134,7 @@ class Arms:
         """The arm's own slots and buckets, outside of the time: an engine has one plan at a time."""
         sync = self.syncs[arm]
         if sync._engines is not None:
-            sync._slots = sync._transport.open(self.engines, slot_bytes(sync.buckets), sync._places)
+            sync._slots = sync._transport.open(self.engines, slot_bytes(sync.buckets), sync._layouts)
 
     def run(self, arm: str) -> SyncTimings | None:
         self.update += 1
@@ -193,7 +195,7 @@ def difference(model, engines) -> float:
     scores = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     if engines is None:
         return 0.0
-    return (torch.from_numpy(engines.score(tokens, 0).logprobs.copy()) - scores).abs().mean().item()
+    return (torch.from_numpy(engines[0].score(tokens).logprobs.copy()) - scores).abs().mean().item()
 
 
 def measure(arms: Arms, model, engines, names: Sequence[str]) -> dict:

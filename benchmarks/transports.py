@@ -23,9 +23,9 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from trl_multinode.testing.engines import REAL, Trainer, running_engines
-from trl_multinode.weights.source import slot_bytes
-from trl_multinode.weights.transports import Transport
+from trl_multinode.testing.engines import REAL, SyncDriver, running_engines
+from trl_multinode.weights.buckets import slot_bytes
+from trl_multinode.weights.transport import Transport
 
 ARMS = ("host", "nccl", "memcpy", "control")
 RESULTS = Path(__file__).parent / "results" / "transports.json"
@@ -47,8 +47,8 @@ def spread(values: list[float]) -> dict:
     return {"median": round(median(values), 4), "low": round(min(values), 4), "high": round(max(values), 4)}
 
 
-def difference(trainer: Trainer) -> float:
-    scored = torch.from_numpy(trainer.engines.score(PROBE, 0).logprobs.copy())
+def difference(trainer: SyncDriver) -> float:
+    scored = torch.from_numpy(trainer.engines[0].score(PROBE).logprobs.copy())
     return (scored - trainer.logprobs(PROBE[:1], PROBE[1:])).abs().max().item()
 
 
@@ -66,7 +66,7 @@ def measure(repeats: int, folder: Path) -> dict:
     stages: dict[str, list[dict]] = {arm: [] for arm in ARMS}
     fresh, stale = [], []
     with running_engines(model, folder, REAL, max_num_seqs=4) as engines:
-        trainer = Trainer(model, engines, BUCKET_BYTES)
+        trainer = SyncDriver(model, engines, BUCKET_BYTES)
         sync = trainer.sync
         for repeat in range(-1, repeats):
             for number, arm in enumerate(ARMS if repeat % 2 == 0 else ARMS[::-1]):
@@ -76,7 +76,7 @@ def measure(repeats: int, folder: Path) -> dict:
                 store = folder / f"{repeat}.{number}"
                 store.mkdir()
                 transport = Transport("nccl" if arm == "nccl" else "host", folder=store)
-                sync._slots = transport.open(engines, slot_bytes(sync.buckets), sync._places)
+                sync._slots = transport.open(engines, slot_bytes(sync.buckets), sync._layouts)
                 trainer.perturb(0.02)
                 if trainer.version.update:
                     stale.append(difference(trainer))

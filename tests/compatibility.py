@@ -13,12 +13,13 @@ import pytest
 DOCS = Path(__file__).parent.parent / "docs"
 ENGINES = {"vllm": "vLLM", "fake": "fake engine", "none": "no engine"}
 HEADER = """\
-# What of TRL works here
+# TRL features that work here
 
-Written by `make compatibility` from test results; a test that says otherwise fails the run. "fake engine" is the test
-kit's transformers model behind the same protocol, held to vLLM by `tests/engine/test_conformance.py`; "no engine":
-generation is not ours in this row. Tests of `tests/e2e/test_features.py` run the same script, data and seed under
-`trl.GRPOTrainer` on the completions that our trainer got, and ask for equal metrics, gradients and weights.
+`make compatibility` writes this page from test results; a test with another result fails its run. So no cell is
+written by hand, and each was executed. "fake engine" is the test kit's transformers model behind the same protocol,
+held to vLLM by `tests/engine/test_conformance.py`; "no engine" means that this library does not generate in this row.
+Tests of `tests/e2e/test_features.py` run the same script, data and seed under `trl.GRPOTrainer` on the completions
+that our trainer got, and require equal metrics, gradients and weights.
 """
 
 

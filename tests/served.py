@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 
 from trl_multinode.engine.node_engines import NodeEngines
-from trl_multinode.engine.protocol import Connection, Ready, WeightVersion
-from trl_multinode.engine.receiving import OpenedSlots
-from trl_multinode.engine.server import Backend, EngineServer, EngineSpec
+from trl_multinode.engine_process.backend import Backend
+from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.errors import EngineDiedError
+from trl_multinode.transports.opening import open_slots
+from trl_multinode.wire.connection import Connection
+from trl_multinode.wire.messages import EngineSpec, Ready, WeightVersion
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -55,17 +57,17 @@ class Keeper(Backend):
 
     async def open_slots(self, request) -> None:
         self._buckets = request.buckets
-        self._slots = OpenedSlots(request.memory, request.slot_bytes, torch.device("cpu"))
+        self.opened = open_slots(request, torch.device("cpu"))
 
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
-        return [self._slots.crc(slot, num_bytes)]
+        return [self.opened.crc(slot, num_bytes)]
 
     async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
         self._version, self._coming = version, {}
 
     async def load_bucket(self, bucket: int, slot: int) -> None:
         await asyncio.to_thread(self._before_load, self._version.update, bucket)
-        self._coming |= self._slots.take(slot, self._buckets[bucket])
+        self._coming |= self.opened.take(slot, self._buckets[bucket])
         self.loaded.append((self._version.update, bucket))
 
     async def commit_update(self) -> list[WeightVersion]:

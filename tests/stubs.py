@@ -4,13 +4,19 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from trl_multinode.engine.node_engines import Rollout
-from trl_multinode.engine.protocol import WeightVersion
-from trl_multinode.phases import Phases
+from trl_multinode.engine.client import EngineClient, Rollout
+from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.run.phases import Phases
 from trl_multinode.weights.sync import SyncTimings
+from trl_multinode.wire.messages import WeightVersion
 
 A, B, C = [1, 2], [1, 3], [4]  # prompts
+
+
+class StubClient:
+    name = "engine 0 of node 1"
+    check_version = EngineClient.check_version
 
 
 class StubEngines:
@@ -19,9 +25,11 @@ class StubEngines:
     max_model_len = 8
 
     def __init__(self):
-        self.connections = [SimpleNamespace(name="engine 0 of node 1")]
         self.calls: list[SimpleNamespace] = []
         self.version: WeightVersion | None = None
+
+    def __getitem__(self, index: int) -> StubClient:
+        return StubClient()
 
     def generate(self, requests, max_tokens, sampling, min_update):
         call = SimpleNamespace(requests=requests, max_tokens=max_tokens, sampling=sampling, min_update=min_update)
@@ -36,9 +44,8 @@ class StubEngines:
 
 
 class StubHost:
-    rollout_seed: int | None = None
-
-    def __init__(self):
+    def __init__(self, settings: NodeSettings):
+        self.settings = settings
         self.phases = Phases()
         self.engines = StubEngines()
         self.synced: list[WeightVersion] = []
@@ -58,8 +65,7 @@ class StubHost:
 
 
 def build(rank: int = 0, rollout_seed: int | None = None, **keywords) -> NodeGeneration:
-    host = StubHost()
-    host.rollout_seed = rollout_seed
+    host = StubHost(NodeSettings(rollout_seed=rollout_seed))
     accelerator = SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None)
     return NodeGeneration(host=host, model=None, accelerator=accelerator, processing_class=None, **keywords)
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -19,152 +18,53 @@ PACKAGE = ROOT / "trl_multinode"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
-# From top to bottom: a module may import what stands in its row, and only rows further down can stand there.
+# From top to bottom: a room (a folder of the package, or a file beside them) imports exactly the rooms of its row, and
+# these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
-    # the test kit
-    "testing.architectures": "testing.models testing.pil_idefics3",
-    "testing.engines":
-        "engine.node_engines engine.process engine.protocol engine.settings faults testing.faults testing.models "
-        "weights.source weights.sync weights.transports",
-    "testing.replay": "trainer",
-    "testing.fake_engine": "engine.main engine.process_group engine.protocol engine.receiving engine.server faults",
-    "testing.nodes": "testing.launch_files testing.namespaces",
-    "testing.faults": "faults",
-    "testing.hub": "",
-    "testing.models": "",
-    "testing.pil_idefics3": "",
-    "testing.sources": "",
-    "testing.launch_files": "",
-    "testing.namespaces": "",
-    "testing.__init__": "",
-    # a launch that has not begun: accelerate's code, and none of ours from outside the folder
-    "check.__main__": "check.report",
-    "check.__init__": "check.launch check.report",
-    "check.report": "check.launch check.reading check.rules check.rules_batch check.rules_keys",
-    "check.rules": "check.launch check.reading",
-    "check.rules_keys": "check.launch check.reading",
-    "check.rules_batch": "check.launch",
-    "check.reading": "check.launch",
-    "check.launch": "",
-    # for type checkers; loaded lazily
-    "__init__": "config trainer trainers",
-    "trainer":
-        "batches.microbatches config host node_trainer pictures rollouts.generation rollouts.look_ahead "
-        "rollouts.monitor",
-    "trainers": "config host node_trainer rollouts.monitor",
-    "experimental.sdft": "experimental.self_distillation",
-    "experimental.sdpo": "experimental.self_distillation",
-    "experimental.gold": "config experimental.buffered host rollouts.text_logging",
-    "experimental.iw_opd": "config experimental.buffered",
-    "experimental.self_distillation": "config errors node_trainer",
-    "experimental.buffered": "host node_trainer rollouts.generation",
-    "experimental.__init__": "",
-    "node_trainer":
-        "call_checks config host reporting rollouts.generation rollouts.staleness rollouts.text_logging "
-        "saving.checkpoints saving.hub saving.resume",
-    "call_checks": "config errors saving.hub",
-    "saving.hub": "config errors host saving.model_card saving.pushing saving.saved_weights",
-    "saving.pushing": "errors",
-    "saving.model_card": "topology",
-    "saving.saved_weights": "errors weights.source",
-    "saving.resume": "errors rollouts.look_ahead saving.checkpoints",
-    "saving.checkpoints": "errors",
-    "saving.__init__": "",
-    "batches.microbatches":
-        "batches.batching batches.layouts batches.local_metrics batches.row_exchange config errors topology",
-    "batches.batching": "",
-    "batches.layouts": "",
-    "batches.local_metrics": "",
-    "batches.row_exchange": "topology",
-    "batches.__init__": "",
-    "reporting": "config phases rollouts.staleness weights.sync",
-    "rollouts.monitor": "config errors rollouts.look_ahead weights.probe",
-    "rollouts.staleness": "",
-    "rollouts.generation":
-        "engine.node_engines engine.protocol errors rollouts.look_ahead rollouts.rows weights.sync",
-    "rollouts.look_ahead": "engine.node_engines engine.protocol",
-    "rollouts.rows": "engine.protocol",
-    "rollouts.text_logging": "",
-    "rollouts.__init__": "",
-    "host":
-        "blackboard config engine.node_engines engine.process engine.protocol engine.settings errors faults phases "
-        "topology watch weights.peft_source weights.probe weights.shards weights.source weights.sync "
-        "weights.transports",
-    "weights.probe": "engine.node_engines errors topology",
-    "weights.sync":
-        "engine.node_engines engine.protocol errors weights.shards weights.slots weights.source weights.transports",
-    "weights.transports": "engine.node_engines engine.process_group engine.protocol errors topology weights.slots",
-    "weights.slots": "engine.page_lock engine.process_group engine.protocol errors weights.shards",
-    "weights.peft_source": "engine.protocol errors weights.shards weights.source",
-    "weights.source": "engine.protocol weights.shards",
-    "weights.shards": "",
-    "weights.__init__": "",
-    "engine.settings": "config errors faults topology",
-    "engine.node_engines": "engine.protocol errors",
-    "engine.process": "engine.protocol engine.server engine.supervisor errors",
-    "engine.main": "engine.plugin engine.protocol engine.server engine.supervisor",
-    "engine.server": "engine.protocol",
-    "engine.worker": "engine.process_group engine.protocol engine.receiving engine.reloading faults",
-    "engine.reloading": "",
-    "engine.receiving": "engine.page_lock engine.process_group engine.protocol",
-    "engine.page_lock": "",
-    "engine.process_group": "",
-    "engine.plugin": "",
-    "engine.protocol": "errors",
-    "engine.supervisor": "",
-    "engine.__init__": "",
-    "watch": "blackboard errors topology",
-    "blackboard": "topology",
-    "pictures": "errors",
-    "config": "errors",
-    "topology": "errors",
-    "phases": "",
-    "faults": "",
+    "testing": "engine engine_process trainer transports vllm_worker weights wire",
+    "check": "libraries",  # a launch that has not begun: accelerate's code
+    "__init__": "config libraries trainer trainers",  # loaded lazily
+    "trainer": "batches config host images node_trainer rollouts",
+    "trainers": "config host node_trainer rollouts",
+    "experimental": "config errors host node_settings node_trainer rollouts",
+    "node_trainer": "call_checks config host libraries node_settings reporting rollouts run saving",
+    "call_checks": "errors node_settings run saving",
+    "saving": "errors host libraries node_settings rollouts run weights",
+    "batches": "errors libraries node_settings run",
+    "reporting": "node_settings rollouts run weights",
+    "rollouts": "engine errors libraries run weights wire",
+    "host": "engine errors node_settings run transports weights wire",
+    "weights": "engine errors run transports wire",
+    "engine": "errors node_settings run wire",
+    "engine_process": "vllm_worker wire",
+    "vllm_worker": "transports wire",
+    "transports": "errors wire",
+    "wire": "errors",
+    "run": "errors",
+    "images": "errors",
+    "config": "errors node_settings",
+    "node_settings": "errors",
+    "libraries": "",
     "errors": "",
-}  # fmt: skip
-
-# Who may import a library, and whether only inside functions ("lazily").
-LIBRARIES = {
-    "trl": {
-        "config": "",
-        "trainer": "",
-        "trainers": "",
-        "batches.microbatches": "",
-        "__init__": "lazily",
-        "experimental.sdft": "",
-        "experimental.sdpo": "",
-        "experimental.gold": "",
-        "experimental.iw_opd": "",
-        "experimental.self_distillation": "",
-    },
-    "transformers": {
-        "config": "",
-        "call_checks": "",
-        "saving.hub": "",
-        "saving.saved_weights": "",
-        "batches.microbatches": "",
-        "testing.models": "",
-        "testing.architectures": "",
-        "testing.pil_idefics3": "",
-        "testing.fake_engine": "",
-    },
-    "accelerate": {"check.reading": "", "check.rules": "", "check.report": ""},  # else it is TRL's accelerator
-    "vllm": {"engine.main": "lazily", "engine.plugin": "lazily", "engine.worker": "", "engine.reloading": ""},
-    "deepspeed": {"weights.source": "lazily", "testing.sources": "lazily"},
-    "peft": {"weights.peft_source": "lazily", "saving.saved_weights": "lazily"},
-    "torch.distributed": {
-        "blackboard": "",
-        "watch": "",
-        "rollouts.text_logging": "",
-        "batches.row_exchange": "",
-        "weights.shards": "",
-        "engine.process_group": "",
-        "testing.sources": "",
-        "check.reading": "",
-    },  # torchrun's parser
 }
+
+# Rooms that may import a library; "lazily": only inside functions.
+LIBRARIES = {
+    "trl": {"config": "", "trainer": "", "trainers": "", "batches": "", "experimental": "", "__init__": "lazily"},
+    "transformers": {"config": "", "call_checks": "", "saving": "", "batches": "", "testing": ""},
+    "accelerate": {"check": "", "testing": ""},  # elsewhere it is TRL's accelerator
+    "vllm": {"engine_process": "lazily", "vllm_worker": "", "testing": ""},
+    "deepspeed": {"weights": "lazily", "testing": "lazily"},
+    "peft": {"weights": "lazily", "saving": "lazily"},
+}
+# Files that import torch.distributed
+DISTRIBUTED = {
+    "run.store", "run.watchdog", "rollouts.text_logging", "batches.row_exchange", "weights.shards",
+    "transports.broadcast", "testing.sources", "testing.forked_process",
+    "check.reading",  # torchrun's parser
+}  # fmt: skip
 COLLECTIVES = {
-    "pictures": {"gather"},  # a flag per round, of models with pictures and sharded weights
+    "images": {"gather"},  # a flag per round, of models with images and sharded weights
     "rollouts.text_logging": {"gather_object"},
     "weights.source": {"GatheredParameters", "full_tensor"},
     "weights.shards": {
@@ -173,8 +73,7 @@ COLLECTIVES = {
         "batch_isend_irecv",
         "new_group",
     },  # of the weights, in two groups
-    "weights.slots": {"broadcast"},  # with the node's workers, in a group that no other rank is in
-    "engine.receiving": {"broadcast"},
+    "transports.broadcast": {"broadcast"},  # with the node's workers, in a group that no other rank is in
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting": {"gather"},  # of the phases' seconds, once per log
@@ -226,55 +125,55 @@ def imported(module: str) -> frozenset[tuple[str, bool]]:
     return frozenset(imports(tree(module), parts))
 
 
-def own_module(name: str) -> str | None:
-    """`trl_multinode.engine.protocol.frame` -> `engine.protocol`."""
+def room(module: str) -> str:
+    """Return the folder of a module, or the module itself if it stands beside the folders."""
+    return module.split(".")[0]
+
+
+ROOMS = {room(module) for module in MODULES}
+
+
+def imported_room(name: str) -> str | None:
+    """Return the room of an imported name: `trl_multinode.wire.messages.Done` is in `wire`."""
     parts = name.split(".")
     if parts[0] != "trl_multinode":
         return None
-    for end in (3, 2):
-        found = ".".join(parts[1:end])
-        if found in MODULES:
-            return found
-        if (folder := f"{found}.__init__") in MODULES:
-            return folder
-    return "__init__"
+    return parts[1] if parts[1] in ROOMS else "__init__"
 
 
 def belongs(name: str, library: str) -> bool:
     return name == library or name.startswith(library + ".")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_exactly_its_row(module):
-    assert module in ARROWS, f"{module} has no row in ARROWS: what may it import, and who imports it?"
-    arrows = {target for name, _ in imported(module) if (target := own_module(name))}
-    row = set(ARROWS[module].split())
-    assert arrows == row, f"new {arrows - row}, gone {row - arrows}"
+@pytest.mark.parametrize("name", sorted(ROOMS))
+def test_a_room_imports_exactly_its_row(name):
+    assert name in ARROWS, f"{name} has no row in ARROWS: what may it import, and who imports it?"
+    found = {imported_room(target) for module in MODULES if room(module) == name for target, _ in imported(module)} - {
+        None,
+        name,
+    }
+    row = set(ARROWS[name].split())
+    assert found == row, f"new {found - row}, gone {row - found}"
 
 
 def test_arrows_point_downwards():
     order = list(ARROWS)
     upwards = [(a, b) for a in order for b in ARROWS[a].split() if order.index(b) <= order.index(a)]
-    assert not upwards and set(order) == set(MODULES)
-
-
-def test_folders_import_each_other_in_one_direction():
-    """Rows of a folder stand together, so what holds for modules holds for folders."""
-    folders = [folder for folder, _ in groupby(ARROWS, lambda module: module.rpartition(".")[0]) if folder]
-    assert len(folders) == len(set(folders)), folders
+    assert not upwards and set(order) == ROOMS
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_is_imported_only_where_it_may(library):
-    found: dict[str, str] = {}
     for module in MODULES:
         uses = {inside for name, inside in imported(module) if belongs(name, library)}
-        if uses:
-            found[module] = "lazily" if uses == {True} else ""
-    strangers = {module for module in found if module not in LIBRARIES[library]}
-    assert not strangers, f"{strangers} import {library}"
-    early = {module for module, how in found.items() if LIBRARIES[library][module] == "lazily" and how != "lazily"}
-    assert not early, f"{early} import {library} outside functions"
+        how = LIBRARIES[library].get(room(module))
+        assert not uses or how is not None, f"{module} imports {library}"
+        assert not uses or how == "" or uses == {True}, f"{module} imports {library} outside functions"
+
+
+def test_torch_distributed_is_imported_by_few_files():
+    users = {m for m in MODULES for name, _ in imported(m) if belongs(name, "torch.distributed")}
+    assert users == DISTRIBUTED
 
 
 def test_torch_distributed_is_not_reached_through_torch():
@@ -293,6 +192,19 @@ def test_collectives_are_called_where_the_table_says():
                 if node.func.attr in COLLECTIVE_NAMES and not on_a_tensor:
                     found.setdefault(module, set()).add(node.func.attr)
     assert found == COLLECTIVES
+
+
+OWN_OUTPUT = {"check", "testing", "engine_process", "vllm_worker", "transports"}  # a command, or an engine's log
+
+
+def test_a_rank_speaks_through_the_reporter_only():
+    for module in MODULES:
+        if room(module) in OWN_OUTPUT or module == "run.reporter":
+            continue
+        calls = [n for n in ast.walk(tree(module)) if isinstance(n, ast.Call)]
+        prints = [n.lineno for n in calls if ast.unparse(n.func) == "print"]
+        loggers = {name for name, _ in imported(module) if belongs(name, "logging")}
+        assert not prints and not loggers, f"{module}: {prints or loggers}; use run/reporter.py"
 
 
 def test_what_is_experimental_in_trl_is_imported_by_one_module_each():
@@ -317,8 +229,8 @@ def test_nothing_is_pickled():
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 HEAVY = ("torch", "trl", "transformers", "vllm", "deepspeed", "accelerate")
 LIGHT = ["trl_multinode", *(f"trl_multinode.{m}" for m in (
-    "engine.main", "engine.node_engines", "engine.plugin", "engine.process", "engine.protocol", "engine.server",
-    "engine.supervisor", "errors", "faults", "phases", "topology",
+    "engine.client", "engine.node_engines", "engine.process", "engine_process.main", "engine_process.server", "errors",
+    "run.phases", "run.topology", "vllm_worker.plugin", "wire.connection", "wire.supervisor",
 ))]  # fmt: skip
 
 
@@ -350,8 +262,8 @@ VLLMS_OWN = {"init_weight_transfer_engine", "update_weights"}
 
 def test_what_the_engine_calls_in_every_worker_is_a_method_of_the_extension():
     """A merge once left one inside another function, and every self test of a transport fell back to host memory."""
-    (extension,) = [n for n in tree("engine.worker").body if getattr(n, "name", "") == "WorkerExtension"]
+    (extension,) = [n for n in tree("vllm_worker.worker").body if getattr(n, "name", "") == "WorkerExtension"]
     methods = {node.name for node in extension.body if isinstance(node, ast.FunctionDef)}
-    calls = [node for node in ast.walk(tree("engine.main")) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree("engine_process.vllm_backend")) if isinstance(node, ast.Call)]
     called = {c.args[0].value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "collective_rpc"}
     assert called - VLLMS_OWN == methods

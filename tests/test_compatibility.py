@@ -1,4 +1,4 @@
-"""The table of docs/compatibility.md says what tests proved, and a run that proves something else fails."""
+"""The table of docs/compatibility.md holds what tests proved, and a run that proves something else fails."""
 
 import json
 from types import SimpleNamespace
@@ -41,6 +41,11 @@ def test_a_row_works_only_if_all_its_tests_do(tmp_path):
     assert "1 fail" in file.with_suffix(".md").read_text()
     two = [{"group": ROW[0], "row": ROW[1], "tests": [PROVED, PROVED | {"result": "fails"}]}]
     assert "| fails |" in table(two) and json.loads(file.read_text())
+
+
+def test_the_page_was_written_from_the_record():
+    rows = json.loads((DOCS / "compatibility.json").read_text())
+    assert table(rows) == (DOCS / "compatibility.md").read_text(), "`make compatibility` writes the page"
 
 
 def test_every_test_that_the_page_names_is_there():

@@ -1,12 +1,15 @@
 """Settings: the defaults that differ from TRL's, every rule with its cure, and TRL's own config taken literally."""
 
+from dataclasses import FrozenInstanceError, fields, replace
+
 import pytest
 from trl import GRPOConfig
 
 import trl_multinode
 from trl_multinode.call_checks import check_call, check_foreseeable
-from trl_multinode.config import MultiNodeGRPOConfig, NodeFields, check_fields, field_or_default, is_node_mode
+from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
 from trl_multinode.errors import ConfigurationError
+from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
 
 
 def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
@@ -113,27 +116,48 @@ def test_generation_kwargs_are_trls_own_business_in_trls_modes(tmp_path, fields)
 
 def test_a_plain_config_is_taken_literally(tmp_path):
     args = plain(tmp_path)
-    check_fields(args)
+    check_settings(args)
     assert not is_node_mode(args) and args.vllm_mode == "colocate"
     assert not is_node_mode(plain(tmp_path, vllm_mode="node"))  # `use_vllm` is off
 
 
 def test_a_plain_config_can_ask_for_node_mode_and_has_our_defaults(tmp_path):
     args = plain(tmp_path, use_vllm=True, vllm_mode="node")
-    check_fields(args)
+    check_settings(args)
     assert is_node_mode(args)
     assert args.vllm_gpu_memory_utilization == 0.3  # TRL's, literally
-    assert field_or_default(args, "engine_dtype") == "auto"
-    assert field_or_default(args, "engine_stall_timeout") == 300.0
-    assert field_or_default(args, "rollout_seed") is None
-    assert field_or_default(ours(tmp_path, rollout_seed=3), "rollout_seed") == 3
+    assert NodeSettings.of(args) == replace(NodeSettings.of(ours(tmp_path)), vllm_gpu_memory_utilization=0.3)
+    assert NodeSettings.of(args).engine_dtype == "auto" and NodeSettings.of(args).engine_stall_timeout == 300.0
+
+
+def test_every_field_of_ours_is_read_and_those_of_the_mode_are_what_is_node_mode_reads():
+    ours = {name for name in NodeFields.__annotations__ if not name.startswith("_")}
+    assert ours - {one.name for one in fields(NodeSettings)} == {"use_vllm", "vllm_mode"}
+
+
+def test_settings_are_typed_and_keep_what_they_were_read_from(tmp_path):
+    args = ours(tmp_path, rollout_seed=3, vllm_devices=[1, 2], engine_kwargs='{"max_num_seqs": 4}', seed=7)
+    settings = NodeSettings.of(args)
+    args.rollout_seed = args.engine_kwargs["max_num_seqs"] = args.vllm_devices[0] = 9
+    assert (settings.rollout_seed, settings.engine_kwargs, settings.vllm_devices) == (3, {"max_num_seqs": 4}, (1, 2))
+    assert (settings.seed, settings.vllm_tensor_parallel_size) == (7, 1)
+    with pytest.raises(FrozenInstanceError):
+        settings.rollout_seed = 9  # type: ignore[misc]
+
+
+def test_engine_kwargs_that_a_plain_config_holds_as_json_are_parsed(tmp_path):
+    args = plain(tmp_path, use_vllm=True, vllm_mode="node")
+    args.engine_kwargs = '{"max_num_seqs": 4}'
+    assert NodeSettings.of(args).engine_kwargs == {"max_num_seqs": 4}
+    args.engine_kwargs = '{"dtype": "float16"}'
+    assert "`engine_kwargs` may not contain 'dtype'" in refusal(check_settings, args)
 
 
 def test_the_rules_hold_for_a_plain_config_too(tmp_path):
     args = plain(tmp_path, use_vllm=True, vllm_mode="node", generation_kwargs={"seed": 3})
-    assert "`rollout_seed`" in refusal(check_fields, args)
+    assert "`rollout_seed`" in refusal(check_settings, args)
     args = plain(tmp_path, use_vllm=True, vllm_mode="nodes")
-    assert "got 'nodes'" in refusal(check_fields, args)
+    assert "got 'nodes'" in refusal(check_settings, args)
 
 
 # ---- one round ahead

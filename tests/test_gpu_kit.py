@@ -19,9 +19,9 @@ from gpu_kit.record import Recorder, events, merge, read
 from gpu_kit.rows import rounding_floor, swap_points, trainer_logprobs
 from gpu_kit.weights import run_stages
 
-from trl_multinode.engine.plugin import register
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.faults import Faults
+from trl_multinode.vllm_worker.plugin import register
 
 ROOT = Path(__file__).parents[1]
 META = {"rehearsal": False, "device": "NVIDIA X", "num_gpus": 1, "memory_gib": 80.0, "driver": "1", "cuda": "13.0",
@@ -204,9 +204,9 @@ def test_nothing_is_ticked_that_did_not_pass_on_a_gpu():
 def test_the_pages_were_written_from_the_result_file_and_have_every_row():
     found = read(gpu.RESULTS)
     assert table.replaced(gpu.PAGE.read_text(), found) == gpu.PAGE.read_text()
-    readme = gpu.README.read_text()
-    assert table.with_evidence(readme, found) == readme
-    lines = [line.split("|") for line in readme.splitlines() if line.startswith("| ") and line.count("|") > 3]
+    executed = gpu.EXECUTED.read_text()
+    assert table.with_evidence(executed, found) == executed
+    lines = [line.split("|") for line in executed.splitlines() if line.startswith("| ") and line.count("|") > 3]
     assert table.EVIDENCE.keys() <= {cells[1].strip() for cells in lines}
 
 
@@ -242,7 +242,7 @@ def test_the_swap_is_found_where_the_explanation_changes():
 
 def test_the_first_stages_pass_on_a_sound_engine_and_fail_on_one_that_lies(tmp_path):
     """Stage a takes updates 2 to 5, b 6 to 11, a once more 12 to 15; from 14 on the engine loads nothing."""
-    machine = Machine(True, FAKE, Faults().lie_about_load(14, 15).environment())
+    machine = Machine(True, Faults().lie_about_load(14, 15).engine(FAKE))
     record = Recorder(tmp_path / "events.jsonl")
     run_stages(machine, record, "fake", tmp_path, "aba", "0.5B", "fp32", eager=True)
     ended = [event for event in events(tmp_path / "events.jsonl") if event["event"] == "end"]

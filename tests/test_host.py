@@ -13,7 +13,8 @@ from trl_multinode.engine.process import engine_environment
 from trl_multinode.engine.settings import EngineSettings, check_vllm, engine_dtype
 from trl_multinode.errors import ConfigurationError, EngineError
 from trl_multinode.host import NodeHost
-from trl_multinode.topology import EngineDevices, Topology
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.run.topology import EngineDevices, Topology
 
 ONE_RESERVED = EngineDevices((("7",),), shared_with_training=False)
 NODE_1 = Topology(rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True)
@@ -24,7 +25,8 @@ def config(tmp_path, **settings):
 
 
 def settings(tmp_path, devices=ONE_RESERVED, dtype=torch.bfloat16, max_num_seqs=32, **fields):
-    return EngineSettings(config(tmp_path, **fields), NODE_1, devices, dtype, {"max_num_seqs": max_num_seqs})
+    node_settings = NodeSettings.of(config(tmp_path, **fields))
+    return EngineSettings(node_settings, NODE_1, devices, dtype, {"max_num_seqs": max_num_seqs})
 
 
 def test_a_missing_vllm_is_told_with_the_extra_to_install(monkeypatch):
@@ -64,7 +66,7 @@ def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
 
     host, large = NodeHost.__new__(NodeHost), Large()
     host.watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
-    host._processes, host.ahead_engines = [], None
+    host._fleet, host.ahead_engines = SimpleNamespace(close=lambda engines: None), None
     host.engines = SimpleNamespace(close=lambda: closed.append("engines"))
     host._model = host._base = host._sync = large
     host.step = lambda large=large: large.step
@@ -102,10 +104,12 @@ def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(m
     ):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     found = engine_environment({"CUDA_VISIBLE_DEVICES": "7"})
     assert "secret" not in found.values()
     assert found["VLLM_LOGGING_LEVEL"] == "INFO" and found["CUDA_VISIBLE_DEVICES"] == "7"
     assert found["VLLM_HOST_IP"] == "127.0.0.1"  # nothing listens beyond the node
+    assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not load our plugin
 
 
 def test_memory_share_depends_on_who_else_is_on_the_gpu_and_the_users_value_wins(tmp_path):
@@ -137,6 +141,7 @@ def test_engine_kwargs_win_also_as_json(tmp_path):
 
 def test_the_engines_type_follows_training_and_can_be_set(tmp_path):
     model = SimpleNamespace(dtype=torch.float32)
-    assert engine_dtype(config(tmp_path), model) == torch.float32
-    assert engine_dtype(SimpleNamespace(bf16=True, fp16=False), model) == torch.bfloat16
-    assert engine_dtype(config(tmp_path, engine_dtype="float16"), model) == torch.float16
+    assert engine_dtype(NodeSettings.of(config(tmp_path)), model) == torch.float32
+    assert engine_dtype(NodeSettings(bf16=True), model) == torch.bfloat16
+    assert engine_dtype(NodeSettings(fp16=True), model) == torch.float16
+    assert engine_dtype(NodeSettings.of(config(tmp_path, engine_dtype="float16")), model) == torch.float16

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from trl_multinode import phases as phases_module
-from trl_multinode.phases import PHASES, Phases, split_advice, summarize
+from trl_multinode.run import phases as phases_module
+from trl_multinode.run.phases import PHASES, Phases, split_advice, summarize
 
 
 @pytest.fixture
@@ -66,10 +66,9 @@ def test_sums_are_taken_once(clock):
 
 def test_a_phase_that_fails_is_counted_and_stays_the_current_one_for_the_failure_line(clock):
     phases = Phases()
-    with pytest.raises(ValueError, match="reward"), phases("train"):
-        with phases("reward"):
-            clock.pass_(2)
-            raise ValueError("reward")
+    with pytest.raises(ValueError, match="reward"), phases("train"), phases("reward"):  # noqa: PT012
+        clock.pass_(2)
+        raise ValueError("reward")
     assert phases.take_sums() == [0, 0, 2, 0, 0]
     assert phases.current == "reward"
     with phases("sync"):
@@ -104,7 +103,7 @@ def test_advice_moves_gpus_to_the_side_that_needs_them():
 
 def test_advice_moves_gpus_back_to_training():
     # g = 2 x 4, t = 20 x 4: R=1: 8/1 + 80/7 = 19.4; R=2: 8/2 + 80/6 = 17.3, the least; R=4: 22
-    assert "4+4 takes 22.0 s of generation and training a step; 6+2 would take about 17.3 s" in split_advice(
+    assert "4+4 takes 22.0 s of generation and training per step; 6+2 would take about 17.3 s" in split_advice(
         generate_s=2.0, train_s=20.0, training=4, reserved=4
     )
 
@@ -122,7 +121,7 @@ def test_advice_on_the_smallest_node_has_no_other_split():
 def test_advice_for_an_overlapped_run_takes_the_longer_side():
     # g = 12 x 2, t = 4 x 6: max(24/R, 24/(8-R)): 12 s now, least at R=4: 6 s; one after the other 24/2 + 24/6 = 16 s
     advice = split_advice(generate_s=12.0, train_s=4.0, training=6, reserved=2, overlapped=True)
-    assert "6+2 takes 12.0 s of generation beside training a step" in advice
+    assert "6+2 takes 12.0 s of generation beside training per step" in advice
     assert "4+4 would take about 6.0 s (num_processes = 4 per node)" in advice
     assert "colocation on all 8 would take about 6.0 s" in advice
     assert "6+2 takes 16.0 s of generation and training" in split_advice(12.0, 4.0, 6, 2)

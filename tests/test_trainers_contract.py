@@ -13,8 +13,9 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import trl_multinode
 from trl_multinode.call_checks import check_dataset
-from trl_multinode.config import NodeFields, is_node_mode
+from trl_multinode.config import NodeFields
 from trl_multinode.errors import ConfigurationError
+from trl_multinode.node_settings import is_node_mode
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.generation import NodeGeneration
 

@@ -61,7 +61,7 @@ def test_the_range_that_a_run_checks_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (line,) = map(Requirement, project["optional-dependencies"]["gpu"])
     limit = bounds(line.specifier)
-    assert VLLM_RANGE == (minor(limit[">="]), minor(limit["<"]))
+    assert (minor(limit[">="]), minor(limit["<"])) == VLLM_RANGE
 
 
 def test_what_a_version_declares_beyond_the_lock_is_noticed_and_what_is_left_out_on_purpose_is_not(versions):

@@ -10,12 +10,12 @@ from datetime import timedelta
 import pytest
 from forks import FORK, forked
 
-from trl_multinode import blackboard
-from trl_multinode import watch as watch_module
-from trl_multinode.blackboard import connect_store
 from trl_multinode.errors import EngineDiedError
-from trl_multinode.topology import Topology
-from trl_multinode.watch import Watch
+from trl_multinode.run import store as run_store
+from trl_multinode.run import watchdog as watch_module
+from trl_multinode.run.store import connect_store
+from trl_multinode.run.topology import Topology
+from trl_multinode.run.watchdog import Watchdog
 
 RANKS, PER_NODE = 4, 2
 FAILED = "[trl_multinode] the run failed: "
@@ -53,23 +53,23 @@ def store():
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    for module in (watch_module, blackboard):
+    for module in (watch_module, run_store):
         monkeypatch.setattr(module, "GRACE_S", 1.5)
         monkeypatch.setattr(module, "STORE_TIMEOUT_S", 3.0)
 
 
-def enter(rank: int, store: StoreHost, launched: bool = False) -> Watch:
+def enter(rank: int, store: StoreHost, launched: bool = False) -> Watchdog:
     """What a rank's host does first."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     node, local = divmod(rank, PER_NODE)
     topology = Topology(rank, RANKS, local, PER_NODE, node, RANKS // PER_NODE, launched)
-    watch = Watch(topology, lambda: "reward")
+    watch = Watchdog(topology, lambda: "reward")
     watch.watch_local_ranks(connect_store(topology, watch.run))
     print("up", flush=True)
     return watch
 
 
-def in_a_collective(watch: Watch) -> None:
+def in_a_collective(watch: Watchdog) -> None:
     """The main thread waits for ranks that never come."""
     time.sleep(60)
 

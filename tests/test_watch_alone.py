@@ -8,18 +8,18 @@ import time
 import pytest
 from forks import FORK, forked
 
-from trl_multinode import blackboard
-from trl_multinode import watch as watch_module
-from trl_multinode.blackboard import connect_store
-from trl_multinode.topology import Topology
-from trl_multinode.watch import Watch
+from trl_multinode.run import store as run_store
+from trl_multinode.run import watchdog as watch_module
+from trl_multinode.run.store import connect_store
+from trl_multinode.run.topology import Topology
+from trl_multinode.run.watchdog import Watchdog
 
 ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
 
 
 def test_a_single_process_raises_its_exceptions_as_python_does():
-    watch = Watch(ALONE)
+    watch = Watchdog(ALONE)
     with pytest.raises(ValueError, match="mine"), watch.guard():
         raise ValueError("mine")
     watch.close()
@@ -29,7 +29,7 @@ def test_a_single_process_raises_its_exceptions_as_python_does():
 
 def test_plain_python_keeps_its_signal_handlers():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    watch = Watch(ALONE)
+    watch = Watchdog(ALONE)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     watch.close()
 
@@ -41,7 +41,7 @@ def test_signals_that_a_script_handles_itself_are_its_own(tmp_path):
         seen = []
         for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, lambda number, _: seen.append(number))
-        watch = Watch(LAUNCHED)
+        watch = Watchdog(LAUNCHED)
         signal.signal(signal.SIGINT, lambda number, _: seen.append(number))  # later than the watch
         for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
@@ -56,7 +56,7 @@ def test_signals_that_a_script_handles_itself_are_its_own(tmp_path):
 def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
     def body(rank: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        Watch(LAUNCHED)
+        Watchdog(LAUNCHED)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(20)
 
@@ -65,7 +65,7 @@ def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
 
 
 def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch, capsys):
-    monkeypatch.setattr(blackboard, "PROGRESS_EVERY_S", 0.15)
+    monkeypatch.setattr(run_store, "PROGRESS_EVERY_S", 0.15)
 
     class Late:
         asked = 0
@@ -77,7 +77,7 @@ def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch, capsys):
         def get(self, key) -> bytes:
             return b"17"
 
-    assert blackboard.when_written(Late(), "pid/1", "rank 1 has no trainer yet") == "17"
+    assert run_store.when_written(Late(), "pid/1", "rank 1 has no trainer yet") == "17"
     assert "rank 1 has no trainer yet" in capsys.readouterr().out
 
 
@@ -86,7 +86,7 @@ def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):
         gone = FORK.Process(target=lambda: None)
         gone.start()
         gone.join()
-        Watch(ALONE).add_process(gone.pid, lambda: "engine 0 was gone")
+        Watchdog(ALONE).add_process(gone.pid, lambda: "engine 0 was gone")
         time.sleep(20)
 
     with forked(body, 1, tmp_path) as (rank,):
@@ -96,7 +96,7 @@ def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):
 
 def test_forgotten_processes_may_end(tmp_path):
     def body(rank: int) -> None:
-        watch, engine = Watch(ALONE), FORK.Process(target=time.sleep, args=(60,))
+        watch, engine = Watchdog(ALONE), FORK.Process(target=time.sleep, args=(60,))
         engine.start()
         watch.add_process(engine.pid, lambda: "engine 0 ended")
         watch.forget_processes()
@@ -111,7 +111,7 @@ def test_forgotten_processes_may_end(tmp_path):
 
 def test_a_killed_launcher_ends_its_ranks(tmp_path):
     def rank_body() -> None:
-        Watch(LAUNCHED)
+        Watchdog(LAUNCHED)
         print("up", flush=True)
         time.sleep(30)
 
@@ -136,7 +136,7 @@ def test_a_killed_launcher_ends_its_ranks(tmp_path):
 
 def test_a_pool_that_a_reward_function_ends_is_no_failure_of_the_run(tmp_path):
     def body(rank: int) -> str:
-        watch = Watch(LAUNCHED)
+        watch = Watchdog(LAUNCHED)
         try:
             with multiprocessing.get_context("fork").Pool(1) as pool:  # leaving it sends SIGTERM to its process
                 pool.apply_async(time.sleep, (20,)).get(timeout=0.2)
@@ -154,7 +154,7 @@ def test_a_pool_that_a_reward_function_ends_is_no_failure_of_the_run(tmp_path):
 def test_after_the_end_signals_work_as_before(tmp_path):
     def body(rank: int) -> bool:
         before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-        watch = Watch(LAUNCHED)
+        watch = Watchdog(LAUNCHED)
         watch.close()
         return (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
@@ -167,7 +167,7 @@ def test_a_failure_of_the_watch_itself_is_not_silent(tmp_path):
         def broken() -> str:
             raise OSError("log folder is gone")
 
-        watch, engine = Watch(ALONE), FORK.Process(target=lambda: None)
+        watch, engine = Watchdog(ALONE), FORK.Process(target=lambda: None)
         engine.start()
         watch.add_process(engine.pid, broken)
         engine.join()

@@ -8,7 +8,9 @@ TRL's other trainers that generate with vLLM keep their names here too; see docs
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from .libraries import explanation
 
 if TYPE_CHECKING:
     from .config import MultiNodeGRPOConfig
@@ -48,12 +50,23 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str):
-    """Return a class by TRL's name or its `MultiNode...` name, those of TRL's experimental trainers included."""
+def __getattr__(name: str) -> Any:
+    """
+    Return a class by TRL's name or its `MultiNode...` name, those of TRL's experimental trainers included.
+
+    Raises:
+        `ImportError`: if the installed TRL or transformers lacks a name that the class needs; the message names it.
+    """
     own = name.removeprefix("MultiNode")
     if own not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[own]}", __name__), f"MultiNode{own}")
+    try:
+        home = import_module(f".{_HOMES[own]}", __name__)
+    except (ImportError, RuntimeError) as error:  # TRL raises `RuntimeError` if it cannot import itself
+        if (reason := explanation(error, name)) is None:
+            raise
+        raise ImportError(reason) from error
+    return getattr(home, f"MultiNode{own}")
 
 
 def __dir__() -> list[str]:

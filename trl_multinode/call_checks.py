@@ -1,19 +1,18 @@
 """Pre-flight checks of a trainer's arguments, before any weights file is opened."""
 
-import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
-from .config import check_fields, field_or_default
 from .errors import ConfigurationError
+from .node_settings import NodeSettings, check_settings
+from .run.reporter import warn
 from .saving.hub import check_push
 
-logger = logging.getLogger(__name__)
 
-
-def check_call(host, args, call: dict[str, Any]) -> None:
+def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None:
     """
     Check that node mode supports a trainer's arguments.
 
@@ -28,7 +27,7 @@ def check_call(host, args, call: dict[str, Any]) -> None:
     Raises:
         `ConfigurationError`: if an argument is not supported; the message names the cure.
     """
-    check_fields(args)
+    check_settings(args)
     check_dataset(call.get("train_dataset"), args)
     check_foreseeable(args, call)
     check_fsdp_version()
@@ -38,27 +37,27 @@ def check_call(host, args, call: dict[str, Any]) -> None:
         context = getattr(config_of(call["model"], args).get_text_config(), "max_position_embeddings", 0)
         host.check_context(context)
     if getattr(args, "vllm_enable_sleep_mode", False):
-        logger.warning("vllm_enable_sleep_mode does nothing in node mode: engines generate whenever a rank asks.")
+        warn("vllm_enable_sleep_mode does nothing in node mode: any rank may send a request at any time.")
 
 
-def check_fsdp_version(environ=os.environ) -> None:
+def check_fsdp_version(environ: Mapping[str, str] = os.environ) -> None:
     """Reject FSDP1, accelerate's default: its flat parameters lack the names and shapes that an engine loads."""
     if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and environ.get("FSDP_VERSION", "1") == "1":
         raise ConfigurationError("Node mode sends weights of FSDP2, not of FSDP1. Write `fsdp_version: 2` under "
                                  "`fsdp_config` in the accelerate config.")  # fmt: skip
 
 
-def check_foreseeable(args, kwargs: dict) -> None:
-    """Raise `ConfigurationError` if completions run ahead but depend on more than the dataset row."""
+def check_foreseeable(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
+    """Raise `ConfigurationError` if `max_staleness=1` but completions depend on more than the dataset row."""
     for name in ("rollout_func", "environment_factory"):
-        if kwargs.get(name) and field_or_default(args, "max_staleness"):
+        if kwargs.get(name) and NodeSettings.of(args).max_staleness:
             raise ConfigurationError(
                 f"`max_staleness=1` generates from the dataset's prompts before `{name}` is called. Use "
                 "`max_staleness=0` with it."
             )
 
 
-def check_dataset(dataset, args) -> None:
+def check_dataset(dataset: Any, args: TrainingArguments) -> None:
     """Raise `ConfigurationError` if the dataset is empty or has fewer prompts than a generation batch takes."""
     if dataset is None or not hasattr(dataset, "__len__"):
         return
@@ -72,7 +71,7 @@ def check_dataset(dataset, args) -> None:
         )
 
 
-def rows_per_round(args) -> tuple[int, str, str]:
+def rows_per_round(args: TrainingArguments) -> tuple[int, str, str]:
     """Return the completions per generation batch over all ranks, a label for them, and the field that lowers them."""
     if hasattr(args, "steps_per_generation"):
         return args.generation_batch_size, "generation_batch_size", "steps_per_generation"
@@ -80,13 +79,13 @@ def rows_per_round(args) -> tuple[int, str, str]:
     return rows, "rows of an optimizer step", "gradient_accumulation_steps"
 
 
-def check_model(model, args, call: dict[str, Any]) -> None:
+def check_model(model: str | PreTrainedModel, args: TrainingArguments, call: dict[str, Any]) -> None:
     """Raise `ConfigurationError` if the weights cannot be sent or cannot be trained."""
     check_quantization(config_of(model, args), args, call)
     check_dora(model, args, call.get("peft_config"))
 
 
-def config_of(model, args):
+def config_of(model: str | PreTrainedModel, args: TrainingArguments) -> PreTrainedConfig:
     """Return the model's config; for a model name, load it with the arguments that TRL would use."""
     if not isinstance(model, str):
         return model.config
@@ -96,8 +95,8 @@ def config_of(model, args):
     return AutoConfig.from_pretrained(model, trust_remote_code=trusted, **of_the_hub)
 
 
-def check_quantization(config, args, call: dict[str, Any]) -> None:
-    """Reject a quantized base: an engine would load its packed weights as if they were whole, or fail late."""
+def check_quantization(config: PreTrainedConfig, args: TrainingArguments, call: dict[str, Any]) -> None:
+    """Reject a quantized base: an engine would load its packed weights as unpacked ones, or fail late."""
     wanted = [
         call.get("quantization_config"),
         (getattr(args, "model_init_kwargs", None) or {}).get("quantization_config"),
@@ -110,7 +109,7 @@ def check_quantization(config, args, call: dict[str, Any]) -> None:
         )
 
 
-def check_dora(model, args, peft_config) -> None:
+def check_dora(model: str | PreTrainedModel, args: TrainingArguments, peft_config: Any) -> None:
     """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
     configs = [peft_config] if peft_config else list(getattr(model, "peft_config", {}).values())
     plugin = getattr(args, "deepspeed_plugin", None)

@@ -1,6 +1,5 @@
-"""`NodeFields`: the settings of node mode, a mixin for TRL's configs, and the checks that need only fields."""
+"""`NodeFields`: the settings of node mode as users set them, a mixin for TRL's configs."""
 
-import json
 from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -8,45 +7,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from trl import GRPOConfig
 
 from .errors import ConfigurationError
+from .node_settings import NodeSettings, check_settings
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments as _Arguments
 else:
     _Arguments = object  # at run time, a TRL config follows the mixin in the list of bases
 
-REFUSED_GENERATION_KEYS = {
-    "n": "the number of completions is `num_generations`",
-    "seed": "use `rollout_seed`, which gives every row its own seed",
-    "logprobs": "the trainer needs exactly the sampled token's log-prob",
-}
-REFUSED_ENGINE_KEYS = {
-    "model": "the engines get the trainer's own",
-    "dtype": "use `engine_dtype`",
-    "tensor_parallel_size": "use `vllm_tensor_parallel_size`",
-    "pipeline_parallel_size": "an engine's GPUs are `vllm_tensor_parallel_size`",
-    "data_parallel_size": "use `num_engines`",
-    "seed": "use `seed`, or `rollout_seed` for rows",
-    "enable_lora": "use `lora_sync`",
-    "max_loras": "use `lora_sync`",
-    "max_lora_rank": "it is that of the trained adapter",
-    "load_format": "the trainer is the only source of weights",
-    "logprobs_mode": "TRL's correction needs processed log-probs",
-    "weight_transfer_config": "weights arrive by `weight_transport`",
-    "worker_extension_cls": "weights arrive through ours",
-}
 GRPO_ONLY = {
     "max_staleness": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
-    "micro_batch_tokens": "only GRPO's loss is cut anew. Leave it out, or use GRPO.",
+    "micro_batch_tokens": "only GRPO's micro-batches can be regrouped. Leave it out, or use GRPO.",
 }
 NO_LOGPROBS = {
     "logprob_divergence_limit": "this trainer never scores what it sampled, so there is nothing to compare. Leave it "
-    "out: the probe after the first weight sync and the version of every row hold without it."
+    "out: the probe after the first weight sync and the version check of every row work without it."
 }
-WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
-LORA_SYNCS = ("auto", "adapter", "merged")
-ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; also vLLM's default
-GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
 
 
 @dataclass
@@ -58,7 +33,7 @@ class NodeFields(_Arguments):
     ```python
     @dataclass
     class MultiNodeRLOOConfig(NodeFields, RLOOConfig):
-        _not_for = {"max_staleness": "RLOO has no ... Leave it at 0, or use GRPO."}  # a refused field: reason, cure
+        _not_for = {"max_staleness": "RLOO has no ... Leave it at 0, or use GRPO."}  # refused field -> reason and cure
     ```
 
     Parameters:
@@ -143,31 +118,38 @@ class NodeFields(_Arguments):
     engine_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Further keywords of vLLM's EngineArgs, as a dict (JSON on a command line)."}
     )
-    engine_dtype: str = field(default="auto", metadata={"help": "Type of the engine's weights, or 'auto'."})
+    engine_dtype: str = field(
+        default=NodeSettings.engine_dtype, metadata={"help": "Dtype of the engine's weights, or 'auto'."}
+    )
     engine_start_timeout: float = field(
-        default=900.0, metadata={"help": "Seconds until all engines of a node must be ready."}
+        default=NodeSettings.engine_start_timeout,
+        metadata={"help": "Seconds within which all engines of a node must be ready."},
     )
     engine_stall_timeout: float = field(
-        default=300.0, metadata={"help": "Seconds without a token, while an engine has work, before it is an error."}
+        default=NodeSettings.engine_stall_timeout,
+        metadata={"help": "Seconds without a token after which an engine that has work counts as stalled."},
     )
     sync_bucket_mb: float = field(
-        default=512.0, metadata={"help": "Largest piece, in MiB, in which weights are gathered and sent."}
+        default=NodeSettings.sync_bucket_mb,
+        metadata={"help": "Size, in MiB, of the buckets in which weights are gathered and sent."},
     )
     weight_transport: str = field(
-        default="auto", metadata={"help": "How weights reach a node's engines: 'auto', 'host', 'ipc' or 'nccl'."}
+        default=NodeSettings.weight_transport,
+        metadata={"help": "How weights reach a node's engines: 'auto', 'host', 'ipc' or 'nccl'."},
     )
     lora_sync: str = field(
-        default="auto",
+        default=NodeSettings.lora_sync,
         metadata={
-            "help": "What a sync sends of a model with LoRA adapters: only the 'adapter', all weights 'merged', or "
+            "help": "Weights that a sync of a model with LoRA sends: the 'adapter', all weights 'merged', or "
             "'auto': the adapter if vLLM can serve it."
         },
     )
     rollout_seed: int | None = field(
-        default=None, metadata={"help": "Makes rollouts independent of how rows are spread over ranks and nodes."}
+        default=None,
+        metadata={"help": "Base seed of rollouts; with it they do not depend on the layout of ranks and nodes."},
     )
     max_staleness: int = field(
-        default=0,
+        default=NodeSettings.max_staleness,
         metadata={
             "help": "Generation rounds by which completions may lag behind the weights they train: 0 or 1. With 1 the "
             "engines generate the next round while the ranks train."
@@ -179,16 +161,18 @@ class NodeFields(_Arguments):
     )
     micro_batch_tokens: int | None = field(
         default=None,
-        metadata={"help": "Most rows x padded length of a balanced micro-batch. Default: TRL's micro-batches."},
+        metadata={"help": "Maximum of rows x padded length per balanced micro-batch. Default: TRL's micro-batches."},
     )
     balance_across: str = field(
-        default="node", metadata={"help": "Rows move between the ranks of a 'node', or of the 'world'."}
+        default=NodeSettings.balance_across,
+        metadata={"help": "Ranks between which rows may move: those of a 'node', or of the 'world'."},
     )
     hub_push_must_succeed: bool = field(
-        default=False, metadata={"help": "Whether a push to the Hub that failed ends the run. Else it is reported."}
+        default=NodeSettings.hub_push_must_succeed,
+        metadata={"help": "Whether a failed push to the Hub ends the run. Otherwise it is only reported."},
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._VALID_DICT_FIELDS: list[str] = [*super()._VALID_DICT_FIELDS, "engine_kwargs"]
         if self.vllm_mode != "node" and self.vllm_gpu_memory_utilization is None:
             self.vllm_gpu_memory_utilization = trls_default(type(self), "vllm_gpu_memory_utilization")
@@ -198,7 +182,7 @@ class NodeFields(_Arguments):
             if "divisible by num_generations" in str(error):
                 raise ConfigurationError(f"{error} {self._batches_that_work()}") from error
             raise
-        check_fields(self)
+        check_settings(self)
 
     def _batches_that_work(self) -> str:
         """List batch sizes that hold whole groups; with 7 ranks per node there are few."""
@@ -218,78 +202,3 @@ def trls_default(config: type, name: str) -> Any:
     """Return the default of a field in the TRL config that `config` extends."""
     order = config.__mro__
     return order[order.index(NodeFields) + 1].__dataclass_fields__[name].default  # type: ignore[attr-defined]
-
-
-def check_fields(args: GRPOConfig) -> None:
-    """Run the checks that need only the fields of a config; a plain TRL config passes through them too.
-
-    Raises:
-        `ConfigurationError`: if a value cannot work; the message names field, value and cure.
-    """
-    for name, reason in getattr(args, "_not_for", {}).items():
-        if getattr(args, name) != (default := NodeFields.__dataclass_fields__[name].default):
-            raise ConfigurationError(
-                f"`{name}` must stay {default} in a {type(args).__name__}, got {getattr(args, name)}: {reason}"
-            )
-    for key, reason in REFUSED_GENERATION_KEYS.items():
-        if key in (getattr(args, "generation_kwargs", None) or {}) and is_node_mode(args):
-            raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
-    further = field_or_default(args, "engine_kwargs") or {}
-    for key in REFUSED_ENGINE_KEYS.keys() & (json.loads(further) if isinstance(further, str) else further).keys():
-        raise ConfigurationError(f"`engine_kwargs` may not contain {key!r}: {REFUSED_ENGINE_KEYS[key]}.")
-    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"):
-        if getattr(args, name, 1) <= 0:
-            raise ConfigurationError(f"`{name}` must be positive, got {getattr(args, name)}.")
-    for name in ("num_engines", "vllm_tensor_parallel_size"):
-        if (value := getattr(args, name, None)) is not None and value < 1:
-            raise ConfigurationError(f"`{name}` must be at least 1, got {value}.")
-    if field_or_default(args, "engine_dtype") not in ENGINE_DTYPES:
-        raise ConfigurationError(f"`engine_dtype` must be one of {ENGINE_DTYPES}, got {args.engine_dtype!r}.")
-    if (transport := field_or_default(args, "weight_transport")) not in WEIGHT_TRANSPORTS:
-        raise ConfigurationError(f"`weight_transport` must be one of {WEIGHT_TRANSPORTS}, got {transport!r}.")
-    if (wish := field_or_default(args, "lora_sync")) not in LORA_SYNCS:
-        raise ConfigurationError(f"`lora_sync` must be one of {LORA_SYNCS}, got {wish!r}.")
-    if (field_or_default(args, "logprob_divergence_limit") or 0.0) < 0.0:
-        raise ConfigurationError(
-            f"`logprob_divergence_limit` must not be negative, got {args.logprob_divergence_limit}; 0 turns it off."
-        )
-    check_staleness(args)
-    check_balance(args)
-    if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
-        raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
-
-
-def check_balance(args: GRPOConfig) -> None:
-    """Raise `ConfigurationError` if a setting of docs/balance.md cannot work."""
-    if (across := field_or_default(args, "balance_across")) not in ("node", "world"):
-        raise ConfigurationError(f"`balance_across` must be 'node' or 'world', got {across!r}.")
-    cap, longest = field_or_default(args, "micro_batch_tokens"), args.max_completion_length
-    if cap is not None and cap < (longest or 0) + 1:
-        raise ConfigurationError(
-            f"`micro_batch_tokens` must hold the longest row: a prompt and `max_completion_length` {longest} tokens, "
-            f"got {cap}. Raise it to {longest} + the longest prompt at least; 4 times that is a good start."
-        )
-
-
-def check_staleness(args: GRPOConfig) -> None:
-    """Raise `ConfigurationError` if `max_staleness` is not 0 or 1, or if the other settings do not allow 1."""
-    staleness = field_or_default(args, "max_staleness")
-    if staleness not in (0, 1):
-        raise ConfigurationError(f"`max_staleness` must be 0 or 1, got {staleness}.")
-    if staleness and not is_node_mode(args):
-        raise ConfigurationError("`max_staleness=1` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
-    if staleness and not args.vllm_importance_sampling_correction:
-        raise ConfigurationError(
-            "`max_staleness=1` needs `vllm_importance_sampling_correction=True` (TRL's default): it corrects for "
-            "completions that older weights made. Set it, or `max_staleness=0`."
-        )
-
-
-def is_node_mode(args: GRPOConfig) -> bool:
-    """Return `True` if this library runs the engines."""
-    return args.use_vllm and args.vllm_mode == "node"
-
-
-def field_or_default(args: GRPOConfig, name: str) -> Any:
-    """Return a field of [`NodeFields`]; for a plain TRL config, its default."""
-    return getattr(args, name, NodeFields.__dataclass_fields__[name].default)

@@ -3,14 +3,14 @@
     MultiNodeError (RuntimeError)
     ├── ConfigurationError (also ValueError)   found before a weights file is opened
     ├── EngineError
-    │   ├── EngineStartError                   did not start, or not in time
+    │   ├── EngineStartError                   did not start, or was not ready in time
     │   ├── EngineDiedError                    a process of the engine ended
     │   ├── EngineStalledError                 no token for `engine_stall_timeout` seconds while it had work
     │   ├── EngineRefusedError                 a request that the engine cannot serve
     │   └── PromptTooLongError (also ValueError)
     ├── WeightSyncError                        an update failed; the engine must not serve
     │   ├── WeightVersionError                 a reply came from other weights than expected
-    │   └── LogprobDivergenceError             engine and trainer disagree: some weights are stale
+    │   └── LogprobDivergenceError             log-probs of engine and trainer differ: stale weights
     ├── SavedWeightsError                      saved weights are not the trained model; nothing is pushed
     ├── HubPushError                           a push failed; raised if `hub_push_must_succeed`
     └── PeerFailureError                       another rank, launcher or node failed first
@@ -24,7 +24,7 @@ class MultiNodeError(RuntimeError):
 
 
 class ConfigurationError(MultiNodeError, ValueError):
-    """A setting, or the way the run was launched, does not work."""
+    """The run cannot work with one of its settings, or with the way it was launched."""
 
 
 class EngineError(MultiNodeError):
@@ -32,7 +32,7 @@ class EngineError(MultiNodeError):
 
 
 class EngineStartError(EngineError):
-    """The engine did not start, or not within `engine_start_timeout`."""
+    """The engine did not start, or was not ready within `engine_start_timeout`."""
 
 
 class EngineDiedError(EngineError):

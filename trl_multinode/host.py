@@ -5,34 +5,30 @@ read the folder of the engines' sockets from the run's rendezvous store.
 """
 
 import atexit
-import os
-import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
-from . import faults
-from .blackboard import connect_store
-from .config import field_or_default
+from .engine.fleet import EngineFleet
 from .engine.node_engines import NodeEngines
-from .engine.process import EngineProcess, RunFolder, wait_until_ready
-from .engine.protocol import Await, Done, WeightVersion
-from .engine.settings import EngineSettings, check_vllm, engine_dtype, save_without_weights
+from .engine.settings import EngineSettings, check_vllm, engine_dtype
 from .errors import ConfigurationError, EngineError
-from .phases import Phases
-from .topology import EngineDevices, Topology, assign_engines
-from .watch import Watch
-from .weights.peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
+from .node_settings import NodeSettings
+from .run.phases import Phases
+from .run.reporter import report
+from .run.store import connect_store
+from .run.topology import EngineDevices, Topology, assign_engines
+from .run.watchdog import Watchdog
+from .transports.opening import TRANSPORTS
+from .weights.building import build_sync, checked_with_engines, plan_sync
 from .weights.probe import probe_engines
 from .weights.shards import ShardGather
-from .weights.source import ModuleSource, keep_head_during_backward
+from .weights.source import keep_head_during_backward
 from .weights.sync import SyncTimings, WeightSync
-from .weights.transports import Transport, choose, machine_of
-
-STOP_TIMEOUT_S = 10.0
+from .weights.transport import Transport, choose, machine_of
+from .wire.messages import Await, Done, WeightVersion
 
 
 class NodeHost:
@@ -41,46 +37,46 @@ class NodeHost:
     Args:
         args ([`~trl.GRPOConfig`]):
             Config with the settings of [`NodeFields`], or a plain TRL config.
-        say (`Callable[[str], None]`):
-            Function that prints a line of progress; only local main processes call it.
 
     Raises:
         `ConfigurationError`: before any weights file is opened, if the launch, the GPUs or a setting cannot work.
     """
 
-    def __init__(self, args, say: Callable[[str], None] = print):
+    def __init__(self, args: Any):
         self.args = args
+        self.settings = NodeSettings.of(args)
         self.topology = Topology.from_environment()
         folder = Path(args.output_dir) / "_multinode"  # the underscore keeps it out of pushes to the Hub
         self.phases = Phases(folder / "phases" / f"rank{self.topology.rank}.jsonl")
-        self.watch = Watch(self.topology, lambda: self.phases.current)
+        self.watch = Watchdog(self.topology, lambda: self.phases.current)
         self.step: Callable[[], int] = lambda: 0
-        self._say = lambda text: say(f"[trl_multinode] node {self.topology.node}: {text}")
-        self._logs = folder / "logs" / f"node{self.topology.node}"
-        self._processes: list[EngineProcess] = []
-        self._folder: RunFolder | None = None
         self._sync: WeightSync | None = None
         self.engines: NodeEngines | None = None
         self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
         self.engine_clocks: list[tuple[float, float]] = []  # per engine, at the last sync: busy seconds, total seconds
         with self.watch.guard():
-            self._store = connect_store(self.topology, self.watch.run)
+            store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
-            self.transport = choose(field_or_default(args, "weight_transport"), machine_of(self.devices))
-            if self._store is not None:
-                self.watch.watch_local_ranks(self._store)
+            self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
+            if store is not None:
+                self.watch.watch_local_ranks(store)
+        logs = folder / "logs" / f"node{self.topology.node}"
+        self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
         atexit.register(self.close)
-
-    @property
-    def rollout_seed(self) -> int | None:
-        return field_or_default(self.args, "rollout_seed")
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the engines' weights; defined once `start_engines` is called."""
-        return self._settings.dtype
+        return self._dtype
 
-    # ---- checks before the model ------------------------------------------------------------------------------------
+    @property
+    def _engines_see_sender(self) -> bool:
+        return TRANSPORTS[self.transport[0]].engines_see_sender
+
+    def _report(self, text: str) -> None:
+        report(f"node {self.topology.node}: {text}")
+
+    # ---- pre-flight checks ------------------------------------------------------------------------------------------
 
     def _check(self) -> EngineDevices:
         self.topology.check()
@@ -89,9 +85,9 @@ class NodeHost:
         return assign_engines(
             self.topology,
             num_gpus,
-            field_or_default(self.args, "vllm_devices"),
-            field_or_default(self.args, "num_engines"),
-            self.args.vllm_tensor_parallel_size,
+            self.settings.vllm_devices,
+            self.settings.num_engines,
+            self.settings.vllm_tensor_parallel_size,
         )
 
     def check_context(self, max_positions: int) -> None:
@@ -109,125 +105,48 @@ class NodeHost:
 
     # ---- engines ----------------------------------------------------------------------------------------------------
 
-    def start_engines(self, model, processing_class, keywords: dict) -> NodeEngines:
+    def start_engines(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> NodeEngines:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
-        self._model = model  # with its adapter: FSDP2 shards this module, and its forward gathers the shards
-        self._has_adapters = hasattr(model, "peft_config")
-        base = self._base = model.get_base_model() if self._has_adapters else model
-        dtype = engine_dtype(self.args, base)
-        rank = lora_rank(base) if self._has_adapters and self._serves_adapter(base, dtype) else 0
-        self._settings = EngineSettings(self.args, self.topology, self.devices, dtype, keywords, rank)
+        self._model = model  # including its adapter: FSDP2 shards this module, and its forward gathers the shards
+        has_adapters = hasattr(model, "peft_config")
+        self._base = model.get_base_model() if has_adapters else model
+        self._dtype = engine_dtype(self.settings, self._base)
+        count, lora_sync = len(self.devices.per_engine), self.settings.lora_sync
+        plan = plan_sync(self._base, has_adapters, lora_sync, self.dtype, on_gpu=bool(self.devices.per_engine[0]))
+        settings = EngineSettings(
+            self.settings, self.topology, self.devices, self.dtype, keywords, plan.lora_rank, self._engines_see_sender
+        )
         with self.watch.guard():
             if self.topology.is_local_main:
-                self._launch(base, processing_class)
-            folder = self._exchange_folder()
-            self.engines = self._connect(folder)
-            if field_or_default(self.args, "max_staleness"):
-                self.ahead_engines = self._connect(folder)
-            self._build_sync(base, separate_adapter=rank > 0)
+                self._fleet.start(settings, count, self._base, processing_class)
+            self.engines = self._fleet.connect(count, settings.window)
+            if self.settings.max_staleness:
+                self.ahead_engines = self._fleet.connect(count, settings.window)
+            gather = ShardGather(self.topology.ranks_per_node, self.args.device)
+            plan = checked_with_engines(plan, self._base, self.engines, lora_sync, gather)
+            if plan.reason and self.topology.rank == 0:
+                self._report(plan.reason)
+            bucket_bytes = int(self.settings.sync_bucket_mb * 2**20)
+            self._sync = build_sync(
+                plan, self._base, self.dtype, gather, self.engines, bucket_bytes, self._transport(), self.topology
+            )
         return self.engines
 
-    def _serves_adapter(self, model, dtype: torch.dtype) -> bool:
-        """Return `True` if syncs should send only the adapter, as far as is known before the engines run."""
-        if field_or_default(self.args, "lora_sync") == "merged":
-            return False
-        obstacle = adapter_obstacle(model, dtype, on_gpu=bool(self.devices.per_engine[0]))
-        return obstacle is None or self._must_merge(obstacle)
-
-    def _must_merge(self, reason: str) -> Literal[False]:
-        if field_or_default(self.args, "lora_sync") == "adapter":
-            raise ConfigurationError(f"`lora_sync='adapter'`, but {reason}. Use 'merged' or 'auto'.")
-        if self.topology.rank == 0:
-            self._say(f"every weight sync sends all weights, with the LoRA adapter merged into them: {reason}")
-        return False
-
-    def _connect(self, folder: Path) -> NodeEngines:
-        return NodeEngines(
-            [folder / f"engine{index}.sock" for index in range(len(self.devices.per_engine))],
-            self.topology.node,
-            self.topology.rank,
-            folder / "load",
-            field_or_default(self.args, "engine_stall_timeout"),
-            window=self._settings.window,
-            log_folder=self._logs,
-        )
-
-    def _launch(self, model, processing_class) -> None:
-        self._folder = RunFolder(self.topology.node)
-        model_folder = self._folder.path / "model"
-        save_without_weights(model, processing_class, model_folder)
-        count = len(self.devices.per_engine)
-        self._say(f"starting {count} engine(s); logs in {self._logs}")
-        for index in range(count):
-            process = EngineProcess(
-                index,
-                self.topology.node,
-                self._folder,
-                self._logs / f"engine{index}.log",
-                self._settings.arguments(model_folder, index),
-                self._settings.environment(index, self.transport[0]),
-                module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine.main"),
-                delay_s=faults.delay_of_engine(index),
-            )
-            self._processes.append(process)
-            self.watch.add_process(process.pid, lambda p=process: f"{p.name} ended: {p.why_ended()}")  # type: ignore
-        self.watch.add_cleanup(self._kill_engines)
-        wait_until_ready(self._processes, field_or_default(self.args, "engine_start_timeout"), self._say)
-
-    def _exchange_folder(self) -> Path:
-        """Return the node's run folder; the other ranks wait until the local main process has started the engines."""
-        if self._store is None:
-            assert self._folder is not None
-            return self._folder.path
-        key = f"folder/{self.topology.node}"
-        if self._folder is not None:
-            self._store.set(key, str(self._folder.path))
-        from datetime import timedelta
-
-        seconds = field_or_default(self.args, "engine_start_timeout")
-        try:
-            self._store.wait([key], timedelta(seconds=seconds + 30))
-        except Exception as error:
-            raise EngineError(
-                f"Rank {self.topology.rank} (node {self.topology.node}) did not hear from its local main process "
-                f"within {seconds + 30:.0f} s: {error}. See {self._logs}, or raise `engine_start_timeout`."
-            ) from error
-        return Path(self._store.get(key).decode())
-
-    # ---- weights ----------------------------------------------------------------------------------------------------
-
-    def _build_sync(self, model, separate_adapter: bool) -> None:
-        assert self.engines is not None
-        limit = int(field_or_default(self.args, "sync_bucket_mb") * 2**20)
-        gather = ShardGather(self.topology.ranks_per_node, self.args.device)
-        served = all(ready.serves_lora for ready in self.engines.ready)
-        # One node without LoRA decides for all, because all nodes must send the same tensors.
-        if separate_adapter and gather.extremes(served)[0] == 0:
-            separate_adapter = self._must_merge(f"vLLM has no LoRA for a {type(model).__name__}")
-        merges = PeftSource if self._has_adapters else ModuleSource
-        source = (AdapterSource if separate_adapter else merges)(model, self.dtype, gather)
-        sender = self.engines if self.topology.is_local_main else None
-        self._sync = WeightSync(source, sender, limit, self._transport())
-        lowest, highest = gather.extremes(self._sync.plan_crc)
-        if lowest != highest:
-            raise ConfigurationError(
-                f"{self.topology}: the ranks would send different weights (names, shapes or dtypes differ), so their "
-                "models are not the same. Use the same model, config and library versions on every node."
-            )
-
     def _transport(self) -> Transport:
-        count, with_sender = len(self.devices.per_engine), self.transport[0] == "ipc"
+        count, with_sender = len(self.devices.per_engine), self._engines_see_sender
         seen = [self.devices.seen_by(index, with_sender) for index in range(count)]
         return Transport(
             self.transport[0],
             self.args.device,
             pin=self.devices.sender is not None,
-            timeout_s=field_or_default(self.args, "engine_stall_timeout"),
+            timeout_s=self.settings.engine_stall_timeout,
             seen_as=[gpus.index(self.devices.sender) for gpus in seen] if with_sender else [],
-            workers=[self.args.vllm_tensor_parallel_size] * count,
-            folder=self._folder.path if self._folder else Path(),
-            say=self._say,
+            workers=[self.settings.vllm_tensor_parallel_size] * count,
+            folder=self._fleet.folder if self.topology.is_local_main else Path(),
+            report=self._report,
         )
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
     def sync(self, version: WeightVersion) -> SyncTimings:
         """Send the weights; after the first update, verify that no dummy weight remains. A collective of all ranks."""
@@ -236,13 +155,13 @@ class NodeHost:
                 f"{self.topology}: `trainer.close()` ended this trainer's engines. Build another trainer."
             )
         if version.update == 1:
-            keep_head_during_backward(self._base)  # DeepSpeed has not sharded the model before this point
+            keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
-            limit = field_or_default(self.args, "logprob_divergence_limit")
+            limit = self.settings.logprob_divergence_limit
             probe_engines(self._model, engines, self.dtype, self.topology, limit)
         return timings
 
@@ -253,28 +172,14 @@ class NodeHost:
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
-    def _kill_engines(self) -> None:
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):  # the remaining engines must still be killed
-                process.kill()
-        if self._folder is not None:
-            self._folder.remove()
-
     def close(self) -> None:
         """Shut the engines down cleanly. `atexit` calls this; a script may call it earlier, and more than once."""
         self.watch.close()
         self.watch.forget_processes()
-        asked = self.engines is not None
-        if self._processes:
-            if self.engines is not None:
-                self.engines.shutdown(STOP_TIMEOUT_S)
-            for process in self._processes:
-                process.stop(STOP_TIMEOUT_S if asked else 0.0)
-            self._kill_engines()
-            self._processes.clear()
-        self._let_go()
+        self._fleet.close(self.engines)
+        self._drop_large_objects()
 
-    def _let_go(self) -> None:
+    def _drop_large_objects(self) -> None:
         """Drop all large objects: a script's next trainer needs the memory, and `atexit` would keep them alive."""
         for engines in filter(None, (self.engines, self.ahead_engines)):
             engines.close()

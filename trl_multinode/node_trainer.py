@@ -6,23 +6,25 @@ object and adds what a run on many nodes needs; a trainer uses it in a few lines
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 
 from .call_checks import check_call
-from .config import NodeFields, field_or_default, is_node_mode
+from .config import NodeFields
 from .host import NodeHost
-from .reporting import StepReport, announce
+from .libraries import replaced
+from .node_settings import is_node_mode
+from .reporting import StepReport, report_start
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
+from .run.reporter import report
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
 from .saving.resume import Resume
@@ -49,10 +51,9 @@ class NodeTrainer(HubTrainer):
 
     _trl: ClassVar[type]  # the TRL trainer that this class extends
     _config: ClassVar[type]  # this library's config for it
-    _builds_in: ClassVar[ModuleType | None] = (
-        None  # the module in which TRL looks up `VLLMGeneration`; default: that of `_trl`
-    )
-    _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute for the step of vLLM's weights
+    # the module in which TRL looks up `VLLMGeneration`; default: that of `_trl`
+    _builds_in: ClassVar[ModuleType | None] = None
+    _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute with the step at which vLLM last got weights
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -65,23 +66,22 @@ class NodeTrainer(HubTrainer):
         self.host = None
         settings = call["args"] = call.get("args") or self._default_args(call["model"])
         if not is_node_mode(settings):
-            self._say_off(settings)
+            self._report_off(settings)
             super().__init__(**call)
             return
         self.host = NodeHost(settings)
-        with self.host.watch.guard():
-            with self._ending_alone(self.host):
-                check_call(self.host, settings, call)
-                if self.host.topology.rank == 0:
-                    announce(settings, self.host)
-                with self._replacing(self.host):
-                    super().__init__(**call)
-                self._wire(self.host)
+        with self.host.watch.guard(), self._closed_on_failure(self.host):
+            check_call(self.host, settings, call)
+            if self.host.topology.rank == 0:
+                report_start(settings, self.host)
+            with self._replacing(self.host):
+                super().__init__(**call)
+            self._wire(self.host)
 
     @staticmethod
     @contextmanager
-    def _ending_alone(host: NodeHost):
-        """Close the host if a single process fails: it may go on (in a notebook) and has no trainer to close."""
+    def _closed_on_failure(host: NodeHost) -> Iterator[None]:
+        """Close the host if a run of one process fails: the process may live on (in a notebook), without a trainer."""
         try:
             yield
         except BaseException:
@@ -89,21 +89,23 @@ class NodeTrainer(HubTrainer):
                 host.close()
             raise
 
-    def _default_args(self, model):
+    def _default_args(self, model: Any) -> Any:
         name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
         return self._config(f"{name.split('/')[-1]}-{self._name}")
 
-    def _say_off(self, args) -> None:
+    def _report_off(self, args: Any) -> None:
         if not isinstance(args, NodeFields) and args.process_index == 0:
             name = self._config.__name__.removeprefix("MultiNode")
-            print(f"[trl_multinode] node mode is off: a plain trl.{name} is taken literally. For node mode use "
-                  f"trl_multinode.{name}, or use_vllm=True, vllm_mode='node'.", flush=True)  # fmt: skip
+            report(
+                f"node mode is off: a plain trl.{name} has TRL's defaults. For node mode use trl_multinode.{name}, or "
+                "use_vllm=True, vllm_mode='node'."
+            )
 
     @contextmanager
-    def _replacing(self, host: NodeHost):
+    def _replacing(self, host: NodeHost) -> Iterator[None]:
         """Replace TRL's `VLLMGeneration` with [`NodeGeneration`] while TRL's `__init__` runs."""
         module = self._builds_in or sys.modules[self._trl.__module__]
-        with mock.patch.object(module, "VLLMGeneration", partial(self._build_generation, host)):
+        with replaced(module, "VLLMGeneration", partial(self._build_generation, host)):
             yield
 
     @staticmethod
@@ -125,7 +127,7 @@ class NodeTrainer(HubTrainer):
 
     @property
     def max_staleness(self) -> int:
-        return field_or_default(self.args, "max_staleness") if self.host is not None else 0
+        return self.host.settings.max_staleness if self.host is not None else 0
 
     def last_checkpoint(self) -> str | None:
         """
@@ -158,7 +160,7 @@ class NodeTrainer(HubTrainer):
             self.vllm_generation.begin_round("eval", self._eval_rounds)
             self._eval_rounds += 1
         if getattr(self, "vllm_sync_frequency", 1) > 1 and self.vllm_generation.must_sync:
-            self.vllm_generation.sync_weights()  # TRL would wait for the next multiple, also after a resume
+            self.vllm_generation.sync_weights()  # TRL would wait for the next multiple of it, even after a resume
 
     def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
         """Run `make`, TRL's method that generates one round, and return its output."""
@@ -180,50 +182,48 @@ class NodeTrainer(HubTrainer):
 
     # ---- seams ------------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         with self._guarded():
             if self.host is not None:
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
                 self.weights_changed()
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def evaluate(self, *args: Any, **kwargs: Any):
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._eval_rounds = 0  # every evaluation uses the same seeds, wherever a run was resumed
         with self._guarded(), self.host.phases.uncounted() if self.host is not None else nullcontext():
             return super().evaluate(*args, **kwargs)
 
     @contextmanager
-    def _guarded(self):
+    def _guarded(self) -> Iterator[None]:
         if self.host is None:
             yield
         else:
             with self.host.watch.guard():
                 yield
 
-    def _get_train_sampler(self, dataset=None):
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)
         return sampler if self.host is None else fast_forward(sampler, self._resume.epochs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.host is None:
             return super().training_step(*args, **kwargs)
-        self._resume.place()
+        self._resume.restore_position()
         self.host.phases.step = self.state.global_step
         with self.host.phases("train"):
             return super().training_step(*args, **kwargs)
 
-    def _save_checkpoint(self, model, trial):
-        if self.host is None:
-            return super()._save_checkpoint(model, trial)
-        with self._resume.saving():
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        with self._resume.saving() if self.host is not None else nullcontext():
             super()._save_checkpoint(model, trial)
 
-    def _load_best_model(self):
+    def _load_best_model(self) -> None:
         super()._load_best_model()
         self.weights_changed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.host is not None and "loss" in logs:  # all ranks log `loss`; a script may log others on one rank
+        if self.host is not None and "loss" in logs:  # all ranks log `loss`; a script may log other values on one rank
             logs |= self._report.metrics(self.vllm_generation.last_sync)
         super().log(logs, start_time)
 
@@ -247,7 +247,9 @@ class RewardedNodeTrainer(NodeTrainer):
         if self.host is None or self.args.log_completions:
             super()._log_completion_extra(column, values)
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: list, completions: list, completion_ids_list: list[list[int]]
+    ) -> torch.Tensor:
         if self.host is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._texts.remember(prompts, completions)

@@ -1,20 +1,24 @@
-"""Reports of a run: its set-up, its seconds per phase, and a better split of the GPUs."""
+"""Reports of a run: its set-up, its seconds per phase, and advice on the split of the GPUs."""
+
+from typing import Any
 
 import torch
 
-from .config import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, field_or_default
-from .phases import PHASES, split_advice, summarize
+from .node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING
+from .rollouts.generation import NodeGeneration
 from .rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
+from .run.phases import PHASES, split_advice, summarize
+from .run.reporter import report
 from .weights.sync import STAGES, SyncTimings, sync_metrics
 
 ADVICE_AT_STEP = 5
 
 
-def announce(args, host) -> None:
+def report_start(args: Any, host: Any) -> None:
     """Print the set-up of node mode, including the changed defaults. Rank 0 calls it."""
-    topology, share = host.topology, args.vllm_gpu_memory_utilization
+    topology, share = host.topology, host.settings.vllm_gpu_memory_utilization
     where = "CPU" if not host.devices.per_engine[0] else f"GPUs {list(host.devices.per_engine)}"
-    seed = field_or_default(args, "rollout_seed")
+    seed = host.settings.rollout_seed
     by_kind = f"{GPU_SHARE_OF_RESERVED} on a reserved GPU, else {GPU_SHARE_OF_TRAINING}"
     lines = [
         f"{topology.num_nodes} node(s) x {topology.ranks_per_node} training ranks, "
@@ -29,26 +33,26 @@ def announce(args, host) -> None:
             f"warning: vllm_gpu_memory_utilization={share} leaves most of a reserved GPU idle; unset, it is "
             f"{GPU_SHARE_OF_RESERVED}"
         )
-    if field_or_default(args, "max_staleness"):
-        lines.append("max_staleness=1: completions are made one generation round before they train")
+    if host.settings.max_staleness:
+        lines.append("max_staleness=1: completions are generated one round before the ranks train on them")
         if args.vllm_importance_sampling_mode == "sequence_mask":
             lines.append(
                 "warning: vllm_importance_sampling_mode='sequence_mask' drops whole completions that older weights "
                 "made; recommended: 'token_truncate' with vllm_importance_sampling_clip_max=2.0"
             )
     for line in lines:
-        print(f"[trl_multinode] {line}", flush=True)
+        report(line)
 
 
 class StepReport:
-    """Phase and sync seconds, staleness and busy shares for `Trainer.log`, and, once, the better split of the GPUs.
+    """Metrics for `Trainer.log` (seconds of phases and syncs, staleness, busy shares), and advice on the GPU split.
 
     Args:
         host ([`NodeHost`]), accelerator (`Accelerator`), meter ([`StalenessMeter`]), generation ([`NodeGeneration`]):
             Objects of the calling rank.
     """
 
-    def __init__(self, host, accelerator, meter: StalenessMeter, generation):
+    def __init__(self, host: Any, accelerator: Any, meter: StalenessMeter, generation: NodeGeneration):
         self._host = host
         self._accelerator = accelerator
         self._meter = meter
@@ -77,8 +81,8 @@ class StepReport:
         host, per_engine = self._host, self._host.devices.per_engine
         steps, self._logged_step = max(1, host.step() - self._logged_step), host.step()
         seconds = {name: max(row[i] for row in phases) / steps for i, name in enumerate(PHASES)}
-        overlapped = bool(field_or_default(host.args, "max_staleness"))
-        if overlapped:  # ranks measure only their waits; the engines' clocks measure it all
+        overlapped = bool(host.settings.max_staleness)
+        if overlapped:  # a rank measures only its waits; the engines' clocks measure all generation
             seconds["generate"] = max(row.engine_busy_s for row in sums) / len(per_engine) / steps
         self._intervals.append(seconds)
         if host.step() < ADVICE_AT_STEP or len(self._intervals) < 2 or host.devices.shared_with_training:
@@ -88,4 +92,4 @@ class StepReport:
         reserved = sum(map(len, per_engine)) or len(per_engine)  # on a CPU, an engine counts as one device
         if host.topology.rank == 0:
             advice = split_advice(generate_s, train_s, host.topology.ranks_per_node, reserved, overlapped)
-            print(f"[trl_multinode] {advice}", flush=True)
+            report(advice)

@@ -1,17 +1,20 @@
 """`MultiNodeGRPOTrainer`: TRL's `GRPOTrainer` on the engines of every node, with rounds generated ahead."""
 
 import copy
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
+import torch
 from trl import GRPOTrainer
 
 from .batches.microbatches import BalancedGRPOTrainer
 from .config import MultiNodeGRPOConfig
 from .host import NodeHost
+from .images import check_images, with_lists_of_images
 from .node_trainer import RewardedNodeTrainer
-from .pictures import check_pictures, with_lists_of_pictures
 from .rollouts.generation import Prompts
-from .rollouts.look_ahead import UpcomingBatches
+from .rollouts.look_ahead import Batch, UpcomingBatches
 from .rollouts.monitor import DivergenceMonitor
 
 
@@ -47,19 +50,21 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         self._monitor = DivergenceMonitor(host, self.args, self.model, self.vllm_generation)
         self._upcoming: UpcomingBatches | None = None
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | int | None]:
         if self.max_staleness:
             if self._upcoming is None or self._upcoming.source is not epoch_iterator:
                 self._upcoming = UpcomingBatches(epoch_iterator, self.steps_per_round)
             epoch_iterator = self._upcoming.open_window()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs: Batch) -> dict[str, Any]:
         if self.host is None:
             return super()._generate_and_score_completions(inputs)
         if self._is_vlm:
-            check_pictures(self.accelerator, inputs)
-        make = partial(super()._generate_and_score_completions, with_lists_of_pictures(inputs))
+            check_images(self.accelerator, inputs)
+        make = partial(super()._generate_and_score_completions, with_lists_of_images(inputs))
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
         if self.vllm_generation.generated:  # a `rollout_func` may take its log-probs from elsewhere
             self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
@@ -67,15 +72,15 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self._meter.add_weights(output)
         return output
 
-    def _tokenize_prompts(self, prompts):
+    def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:
         """Replace `None`, which TRL 1.16 returns for a prompt without images, with an empty list: processors reject
         `None` when the batch is scored."""
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         if self.host is not None and images is not None:
-            images = [pictures or [] for pictures in images]
+            images = [row or [] for row in images]
         return prompt_ids, images, fields
 
-    def _prompts_after(self, inputs) -> Prompts | None:
+    def _prompts_after(self, inputs: Batch) -> Prompts | None:
         """Return the prompts of the next round as token ids; `None` if no round follows or its prompts are unknown."""
         if self._upcoming is None:
             return None

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from trl import DistillationConfig, DistillationTrainer, RLOOConfig, RLOOTrainer
@@ -32,13 +33,13 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
         super()._wire(host)
         self._monitor = DivergenceMonitor(host, self.args, self.model, self.vllm_generation)
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         if self._scores is not None:
             self._scores.append(found[0])
         return found
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._scores = [] if self.host is not None else None
         output = self._one_round(partial(super()._generate_and_score_completions, inputs))
         if self._scores:
@@ -69,5 +70,5 @@ class MultiNodeDistillationTrainer(NodeTrainer, DistillationTrainer):
     def steps_per_round(self) -> int:
         return self.args.gradient_accumulation_steps
 
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         return self._one_round(partial(super()._generate_and_score_completions, inputs))

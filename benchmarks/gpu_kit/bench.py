@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from trl_multinode.testing.engines import Trainer, running_engines
-from trl_multinode.weights.transports import Transport
+from trl_multinode.testing.engines import SyncDriver, running_engines
+from trl_multinode.weights.transport import Transport
 
 from . import rows as comparing
 from .machine import Machine, build_model, perturb
@@ -24,14 +24,14 @@ def bucket_bytes(machine: Machine) -> int:
 class Bench:
     """An engine, the model whose weights it gets, and the settings of both."""
 
-    def __init__(self, machine: Machine, trainer: Trainer, dtype: str, log_folder: Path):
+    def __init__(self, machine: Machine, trainer: SyncDriver, dtype: str, log_folder: Path):
         self.machine, self.trainer, self.dtype, self.log_folder = machine, trainer, dtype, log_folder
         self.model, self.engines = trainer.model, trainer.engines
 
     @property
     def runner(self) -> str:
         """Name of vLLM's model runner, as the engine reports it."""
-        return self.engines.ready[0].model_runner
+        return self.engines[0].ready.model_runner
 
     def rows(self) -> comparing.Rows:
         """Sample 16 rows of 64 tokens (a rehearsal: 4 of 24) with the engine's current weights."""
@@ -87,6 +87,6 @@ def bench(
     module = machine.engine_module
     with running_engines(model, folder, module, stall_timeout_s=120.0, environment=environment, **args) as engines:
         transport = Transport(kind, machine.device, pin=not machine.rehearsal, seen_as=[0], folder=folder)
-        trainer = Trainer(model, engines, bucket_bytes(machine), transport=transport)
+        trainer = SyncDriver(model, engines, bucket_bytes(machine), transport=transport)
         trainer.send()
         yield Bench(machine, trainer, dtype, folder)

@@ -3,7 +3,8 @@
 Without running requests an update takes the library's own path; only stage d updates while requests run.
 """
 
-from trl_multinode.engine.main import VllmBackend, main
+from trl_multinode.engine_process.main import main
+from trl_multinode.engine_process.vllm_backend import VllmBackend
 
 
 class FreezingBackend(VllmBackend):

@@ -7,10 +7,10 @@ import os
 
 import torch
 
-from trl_multinode.engine.main import main
-from trl_multinode.engine.protocol import OpenSlots, Ready, WeightVersion
-from trl_multinode.engine.receiving import OpenedSlots
-from trl_multinode.engine.server import Backend, EngineSpec
+from trl_multinode.engine_process.backend import Backend
+from trl_multinode.engine_process.main import main
+from trl_multinode.transports.opening import open_slots
+from trl_multinode.wire.messages import EngineSpec, OpenSlots, Ready, WeightVersion
 
 
 class HolderBackend(Backend):
@@ -36,7 +36,7 @@ class HolderBackend(Backend):
 
     async def open_slots(self, request: OpenSlots) -> None:
         self._buckets = request.buckets
-        self._slots = OpenedSlots(request.memory, request.slot_bytes, self._device)
+        self._slots = open_slots(request, self._device)
 
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return [self._slots.crc(slot, num_bytes)]

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from trl_multinode.engine.node_engines import NodeEngines, PromptRequest, Rollout
+from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.node_engines import NodeEngines
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 PROMPT_TOKENS = 24
@@ -53,7 +55,7 @@ def score_difference(engines: NodeEngines, model: PreTrainedModel, rows: Rows) -
     """Return the mean |engine - trainer| of the first row's prompt log-probs; vLLM computes them in other code."""
     prompt, row = rows[0]
     tokens = row.tokens.tolist()
-    got = torch.from_numpy(engines.score([*prompt, *tokens], 0).logprobs[len(prompt) - 1 :].copy())
+    got = torch.from_numpy(engines[0].score([*prompt, *tokens]).logprobs[len(prompt) - 1 :].copy())
     return (got - trainer_logprobs(model, rows[:1])[0]).abs().mean().item()
 
 

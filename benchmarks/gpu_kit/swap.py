@@ -20,7 +20,7 @@ def swap_in_flight(found: Bench, figures: dict) -> None:
     """Run stage d: send a whole update while requests are frozen; each token must fit the weights that sampled it."""
     asked = comparing.prompts(found.model.config.vocab_size, 2)
     other = NodeEngines(
-        [connection._socket_path for connection in found.engines.connections], 0, 1,
+        [engine._connection._socket_path for engine in found.engines], 0, 1,
         found.log_folder / "load", 120.0, 64, found.log_folder,
     )  # fmt: skip
     try:

@@ -1,10 +1,10 @@
-"""Table of `docs/gpu.md` and GPU column of the README's evidence table, from `gpu.json` alone."""
+"""Table of `docs/gpu.md` and GPU column of `docs/executed.md`, from `gpu.json` alone."""
 
 from .record import FAILED, PASSED
 
 BEGIN, END = "<!-- table from benchmarks/results/gpu.json: begin -->", "<!-- table: end -->"
 NEVER = "No run on a GPU is recorded. `make gpu` makes one."
-# First cell of a row of the evidence table -> the stages that must all have passed for a tick
+# First cell of a row of docs/executed.md -> the stages that must all have passed for a tick
 EVIDENCE = {
     "engine start, generation, TP 2, several engines": ("a", "j"),
     "weights through host shared memory (`host`)": ("b",),
@@ -60,9 +60,9 @@ def shows(stages: list[dict]) -> bool:
     return PASSED in found and FAILED not in found
 
 
-def with_evidence(readme: str, found: dict) -> str:
-    """Return `readme` with new cells in the GPU column of the rows in `EVIDENCE`."""
-    lines = readme.split("\n")
+def with_evidence(page: str, found: dict) -> str:
+    """Return `page`, the evidence page, with new cells in the GPU column of the rows in `EVIDENCE`."""
+    lines = page.split("\n")
     for index, text in enumerate(lines):
         cells = text.split("|")
         if len(cells) > 3 and (row := cells[1].strip()) in EVIDENCE:

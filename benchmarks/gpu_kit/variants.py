@@ -8,9 +8,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from trl_multinode.engine.settings import lora_arguments
-from trl_multinode.testing.engines import Trainer, running_engines
+from trl_multinode.testing.engines import SyncDriver, running_engines
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
-from trl_multinode.weights.transports import Transport
+from trl_multinode.weights.transport import Transport
 
 from . import rows as comparing
 from .bench import FLOOR_FACTOR, LIMITS, STALE_FACTOR, bench, bucket_bytes
@@ -31,7 +31,7 @@ def move_adapter(model) -> None:
 
 
 @contextmanager
-def adapted(machine: Machine, folder: Path, separate: bool) -> Iterator[Trainer]:
+def adapted(machine: Machine, folder: Path, separate: bool) -> Iterator[SyncDriver]:
     """Start an engine and a model with a LoRA adapter, which is sent separately or merged into the weights."""
     torch.manual_seed(0)
     config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=TARGETS)
@@ -43,7 +43,7 @@ def adapted(machine: Machine, folder: Path, separate: bool) -> Iterator[Trainer]
     ) as engines:  # fmt: skip
         source = (AdapterSource if separate else PeftSource)(model.get_base_model(), machine.dtype("bf16"))
         transport = Transport("host", machine.device, pin=not machine.rehearsal)
-        yield Trainer(model, engines, bucket_bytes(machine), source, transport)
+        yield SyncDriver(model, engines, bucket_bytes(machine), source, transport)
 
 
 def adapter(machine: Machine, figures: dict, folder: Path) -> None:

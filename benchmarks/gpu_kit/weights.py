@@ -8,9 +8,9 @@ from statistics import median
 
 import torch
 
-from trl_multinode.testing.engines import Trainer, running_engines
-from trl_multinode.weights.source import slot_bytes
-from trl_multinode.weights.transports import Transport
+from trl_multinode.testing.engines import SyncDriver, running_engines
+from trl_multinode.weights.buckets import slot_bytes
+from trl_multinode.weights.transport import Transport
 
 from . import rows as comparing
 from .bench import STALE_FACTOR, Bench, bench, bucket_bytes
@@ -50,7 +50,7 @@ def transport(kind: str, found: Bench, figures: dict, repeats: int = 5) -> None:
     with running_engines(
         found.model, found.log_folder / "holder", "gpu_kit.holder", environment=environment
     ) as engines:  # fmt: skip
-        other = Trainer(found.model, engines, bucket_bytes(machine))
+        other = SyncDriver(found.model, engines, bucket_bytes(machine))
         alone = timed_syncs(other, kind, machine, found.log_folder, repeats)
     figures |= alone | {"copy_gb_per_s": copy_gb_per_s(machine, kind)}
     with_vllm = timed_syncs(found.trainer, kind, machine, found.log_folder, repeats)
@@ -62,12 +62,12 @@ def transport(kind: str, found: Bench, figures: dict, repeats: int = 5) -> None:
     require(figures["fresh"] <= found.limit(rows)[0], f"log-probs differ by {figures['fresh']:.2g} after {kind}")
 
 
-def timed_syncs(trainer: Trainer, kind: str, machine: Machine, folder: Path, repeats: int) -> dict:
+def timed_syncs(trainer: SyncDriver, kind: str, machine: Machine, folder: Path, repeats: int) -> dict:
     """Return the median GB/s of whole syncs, of the copies into slots and of the loads, after a warm-up sync."""
     sync, warnings = trainer.sync, []
     opened = Transport(
-        kind, machine.device, pin=not machine.rehearsal, seen_as=[0], folder=folder, say=warnings.append
-    ).open(trainer.engines, slot_bytes(sync.buckets), sync._places)
+        kind, machine.device, pin=not machine.rehearsal, seen_as=[0], folder=folder, report=warnings.append
+    ).open(trainer.engines, slot_bytes(sync.buckets), sync._layouts)
     sync.close()
     sync._slots = opened
     require(opened.kind == kind and not warnings, f"{kind}: {warnings}")

@@ -104,7 +104,7 @@ class Report:
         """Return the number of completion tokens that were trained on, without padding."""
         return sum(entry["completions/mean_length"] for entry in self.steps) * self.run["rows_per_step"]
 
-    # ---- what is written --------------------------------------------------------------------------------------------
+    # ---- output -----------------------------------------------------------------------------------------------------
 
     def summary(self) -> dict:
         """Return the figures in the documented schema; one that was not measured is `None`, with a reason."""
@@ -164,9 +164,9 @@ class Report:
         """Write summary, rows and evaluations to `record`.json, the plot to `record`.png."""
         kept = {"summary": self.summary(), "eval_reward": rounded(self.evals), "rows": rounded(self.rows())}
         record.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
-        self.picture(record.with_suffix(".png"))
+        self.plot(record.with_suffix(".png"))
 
-    def picture(self, path: Path) -> None:
+    def plot(self, path: Path) -> None:
         """Plot the reward over the steps, held-out prompts before and after, and the best constant answer."""
         import matplotlib
 
@@ -189,7 +189,7 @@ class Report:
     def write(self) -> dict:
         """Write `summary.json` and `reward.png`, and return the summary."""
         summary = self.summary()
-        self.picture(self.folder / "reward.png")
+        self.plot(self.folder / "reward.png")
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         return summary
 

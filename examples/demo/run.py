@@ -87,14 +87,14 @@ class Launch:
         Raises:
             `DemoError`: a node failed, or the time was up.
         """
-        start = said = time.monotonic()
+        start = reported = time.monotonic()
         while None in (codes := [launcher.poll() for launcher in self._launchers]) and not any(codes):
             now = time.monotonic()
             if now - start > timeout_s:
                 raise DemoError(f"The demo did not end within {timeout_s:.0f} s.\n{self._tails()}")
-            if now - said >= PROGRESS_EVERY_S:
-                said = now
-                self._look()
+            if now - reported >= PROGRESS_EVERY_S:
+                reported = now
+                self._remember_processes()
                 print(f"[demo] {now - start:4.0f} s: {self._progress()}", flush=True)
             time.sleep(POLL_S)
         if any(codes):
@@ -120,7 +120,7 @@ class Launch:
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _remember_processes(self) -> None:
         """Remember all descendants of the launchers, because ranks and engines run in sessions of their own."""
         for launcher in self._launchers:
             with suppress(psutil.NoSuchProcess):
@@ -137,7 +137,7 @@ class Launch:
 
     def _end(self) -> None:
         """Send SIGTERM to the launchers, which pass it on; after the grace period, kill the remaining processes."""
-        self._look()
+        self._remember_processes()
         for launcher in self._launchers:
             if launcher.poll() is None:
                 launcher.terminate()
@@ -207,10 +207,10 @@ def unpack_model(folder: Path) -> None:
 
 
 def announce(demo: Demo) -> None:
-    print(f"[demo] download: {DOWNLOAD_MB} MB; prompts are made on the spot", flush=True)
+    print(f"[demo] this run downloads {DOWNLOAD_MB} MB; it generates its own prompts", flush=True)
     print(f"[demo] (installing the locked packages downloads about {INSTALL_MB} MB, once)", flush=True)
     if demo is REAL:
-        print(f"[demo] (and those of this mode {REAL_INSTALL_MB} MB, once, with the model)", flush=True)
+        print(f"[demo] (installing those of this mode and the model downloads {REAL_INSTALL_MB} MB more)", flush=True)
     print(f"[demo] expected: about {demo.minutes} minutes on 2 cores", flush=True)
 
 

@@ -8,6 +8,7 @@
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from task import ANSWER_LENGTH, best_constant_score, make_datasets, make_model, 
 from transformers import PrinterCallback, TrainerCallback
 
 from trl_multinode import GRPOConfig, GRPOTrainer
+from trl_multinode.testing.faults import Faults
 
 NUM_GENERATIONS = 8
 ROWS_PER_RANK = 64  # 32 prompts a step on 4 ranks; with 16, one seed in three got stuck at a reward below 0.7
@@ -33,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def suppress_sync() -> None:
     """Make the engines load nothing from the second update on and still report success. For tests only."""
-    os.environ["TRL_MULTINODE_FAULT"] = "skip_load_silently@2"
+    os.environ |= Faults().lie_about_load(2, sys.maxsize).environment()
 
 
 def make_config(options: argparse.Namespace) -> GRPOConfig:

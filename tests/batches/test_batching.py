@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from trl_multinode.batches.batching import plan
+from trl_multinode.batches.batching import plan_micro_steps
 from trl_multinode.testing.replay import log_normal_length
 
 CAP, LINEAR = 4 * 768, 6 * 64
@@ -28,7 +28,7 @@ SHAPES = [(1, 1, 8), (1, 1, 1), (2, 2, 32), (4, 4, 64), (4, 2, 16), (4, 1, 16), 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_row_once_within_the_cap_on_its_node_and_as_many_bins_on_every_rank(ranks, per_node, rows, cap, seed):
     lengths = rollouts(ranks, rows, seed)
-    found = plan(lengths, nodes(ranks, per_node), cap, LINEAR)
+    found = plan_micro_steps(lengths, nodes(ranks, per_node), cap, LINEAR)
     assert sorted(row for bins in found.bins for numbers in bins for row in numbers) == list(range(ranks * rows))
     assert {len(bins) for bins in found.bins} == {found.micro_steps}
     assert all(numbers for bins in found.bins for numbers in bins), "an empty bin would break the lock-step"
@@ -39,14 +39,14 @@ def test_every_row_once_within_the_cap_on_its_node_and_as_many_bins_on_every_ran
 
 @pytest.mark.parametrize("length", [1, 100, 768])
 def test_equal_lengths_and_extreme_ones(length):
-    found = plan([[length] * 16] * 2, nodes(2, 2), 768, LINEAR)
+    found = plan_micro_steps([[length] * 16] * 2, nodes(2, 2), 768, LINEAR)
     assert found.slots().max() <= 768 and found.lock_step_efficiency() > 0.99
-    one_long = plan([[768] + [1] * 15, [1] * 16], nodes(2, 2), 768, LINEAR)
+    one_long = plan_micro_steps([[768] + [1] * 15, [1] * 16], nodes(2, 2), 768, LINEAR)
     assert one_long.slots().max() <= 768 and sum(len(numbers) for numbers in one_long.bins[0]) < 16 + 8
 
 
 def test_nodes_with_unlike_rows_still_have_as_many_bins():
-    found = plan([[700] * 8, [700] * 8, [10] * 8, [10] * 8], nodes(4, 2), 768, LINEAR)
+    found = plan_micro_steps([[700] * 8, [700] * 8, [10] * 8, [10] * 8], nodes(4, 2), 768, LINEAR)
     assert {len(bins) for bins in found.bins} == {8}
 
 
@@ -55,7 +55,7 @@ def test_worth(ranks, rows, share, lock_step):
     """256 rows a step: design goal 0.85 real tokens a slot with 4 rows a micro-batch, lock-step included."""
     for seed in range(5):
         lengths = rollouts(ranks, rows, seed)
-        found = plan(lengths, nodes(ranks, ranks), CAP, LINEAR)
+        found = plan_micro_steps(lengths, nodes(ranks, ranks), CAP, LINEAR)
         tokens = sum(map(sum, lengths))
         assert tokens / found.slots().sum() > share
         assert tokens / (ranks * found.slots().max(axis=0).sum()) > 0.85
@@ -64,11 +64,11 @@ def test_worth(ranks, rows, share, lock_step):
 
 def test_the_most_expensive_micro_steps_come_first_on_every_node():
     """So that nodes, which plan alone, are in step with each other, and memory runs out at once or never."""
-    costs = plan(rollouts(4, 64), nodes(4, 2), CAP, LINEAR).costs()
+    costs = plan_micro_steps(rollouts(4, 64), nodes(4, 2), CAP, LINEAR).costs()
     for node in (costs[:2], costs[2:]):
         assert (np.diff(node.max(axis=0)) <= 0).all()
 
 
 def test_the_plan_is_the_same_for_everyone_who_makes_it():
-    first, second = (plan(rollouts(4, 32), nodes(4, 2), CAP, LINEAR).bins for _ in range(2))
+    first, second = (plan_micro_steps(rollouts(4, 32), nodes(4, 2), CAP, LINEAR).bins for _ in range(2))
     assert first == second

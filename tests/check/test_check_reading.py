@@ -17,7 +17,7 @@ quiet_machine, write = check_kit.quiet_machine, check_kit.write
 # ---- the shipped configs ----
 
 
-@pytest.mark.parametrize("name, nodes", NODES.items())
+@pytest.mark.parametrize(("name", "nodes"), NODES.items())
 def test_shipped_gpu_config_trains_on_seven_gpus_of_every_node_and_leaves_the_last(name, nodes):
     for node in range(nodes):
         flags = ["--machine_rank", str(node), "--main_process_ip", "node0"] if nodes > 1 else []
@@ -55,7 +55,7 @@ def test_forgotten_rank_is_an_error_with_every_shipped_config_of_several_nodes(n
     assert "`machine_rank` is missing" in problem.what and "--machine_rank K" in problem.cure
 
 
-@pytest.mark.parametrize("total, reserved", [(24, ["6", "7"]), (16, ["4", "5", "6", "7"])])
+@pytest.mark.parametrize(("total", "reserved"), [(24, ["6", "7"]), (16, ["4", "5", "6", "7"])])
 def test_other_splits_are_a_change_of_num_processes_only(total, reserved):
     flags = ["--machine_rank", "1", "--main_process_ip", "node0", "--num_processes", str(total)]
     launch = launched(CONFIGS / "4node.yaml", *flags)
@@ -71,7 +71,7 @@ def test_flags_win_over_the_file(write):
     assert (launch.started, launch.args.machine_rank, launch.endpoint) == (6, 1, "c10d, node0:29500")
 
 
-@pytest.mark.parametrize("kind, section", [("FSDP", {"fsdp_config": {"fsdp_version": 2}}), ("MULTI_GPU", {})])
+@pytest.mark.parametrize(("kind", "section"), [("FSDP", {"fsdp_config": {"fsdp_version": 2}}), ("MULTI_GPU", {})])
 def test_other_strategies_run_under_torchrun_too(write, kind, section):
     launch = launched(write(distributed_type=kind, deepspeed_config=None, **section))
     assert (launch.launcher, launch.started, launch.endpoint) == ("multi_gpu_launcher", 7, "static, node0:29500")
@@ -110,7 +110,7 @@ def test_command_says_what_may_surprise(capsys, write):
     out = capsys.readouterr().out
     assert "the script needs its own `--use_cpu true`" in out and "must be this one machine" in out
     assert main([write()]) == 0
-    assert "`machine_rank` 1 is the file's" in capsys.readouterr().out
+    assert "`machine_rank` 1 comes from the file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [None, "", "a: [", "- 1"])
@@ -123,7 +123,7 @@ def test_unreadable_file_is_one_problem(tmp_path, capsys, content):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    ("flags", "message"),
     [
         (["--machine_rnk", "1"], "did you mean --machine_rank?"),
         (["--num_processes", "many"], "invalid int value: 'many'"),

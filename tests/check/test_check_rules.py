@@ -66,7 +66,7 @@ RULES = {
     ),
     "MULTI_CPU": (
         {"distributed_type": "MULTI_CPU", "num_processes": 4, "deepspeed_config": None},
-        "`distributed_type: MULTI_CPU` starts one process a node and says nothing (got 1, expected 2)",
+        "`distributed_type: MULTI_CPU` starts one process per node without a warning (got 1, expected 2)",
         "`distributed_type: DEEPSPEED`",
     ),
     "Megatron": (
@@ -74,12 +74,12 @@ RULES = {
         "got MEGATRON_LM, expected DEEPSPEED, FSDP or MULTI_GPU",
         "`distributed_type: DEEPSPEED`",
     ),
-    "unknown type": ({"distributed_type": "DEEPSPED"}, "'DEEPSPED' is not a valid", "follow that sentence"),
-    "no count": ({"num_processes": None}, "manually pass in `--num_processes`", "follow that sentence"),
+    "unknown type": ({"distributed_type": "DEEPSPED"}, "'DEEPSPED' is not a valid", "follow that message"),
+    "no count": ({"num_processes": None}, "manually pass in `--num_processes`", "follow that message"),
 }
 
 
-@pytest.mark.parametrize("changes, what, cure", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize(("changes", "what", "cure"), RULES.values(), ids=RULES.keys())
 def test_rule_names_what_and_cure(write, changes, what, cure):
     problem = only_problem(write(**changes))
     assert what in problem.what
@@ -92,7 +92,7 @@ def test_the_file_that_the_rules_break_is_valid(write):
 
 def test_cpu_flag_starts_one_process_whatever_the_file_says(write):
     problem = only_problem(write(use_cpu=True), "--cpu")
-    assert "`--cpu` starts one process a node" in problem.what and "leave `--cpu` out" in problem.cure
+    assert "`--cpu` starts one process per node" in problem.what and "leave `--cpu` out" in problem.cure
 
 
 def test_all_problems_are_reported_not_only_the_first(write):

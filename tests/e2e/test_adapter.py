@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(500)]
 
 def test_an_adapter_that_did_not_arrive_stops_the_run(tmp_path, request):
     script = request.path.parent / "scripts" / "adapter.py"
-    env = {"TRL_MULTINODE_ENGINE_MODULE": FAKE} | Faults().lie_about_load(3).environment()
-    with Nodes(1, 2, folder=tmp_path, env=env, deepspeed=ZERO3) as nodes:
+    env = Faults().lie_about_load(3).environment(FAKE)
+    with Nodes(1, 2, folder=tmp_path, env=env, deepspeed=ZERO3, forked=True) as nodes:
         nodes.launch(script, str(tmp_path), "adapter")
         assert nodes.wait(timeout_s=200) != [0]
         assert "LogprobDivergenceError" in nodes.rank_log(0)
@@ -23,10 +23,10 @@ def test_an_adapter_that_did_not_arrive_stops_the_run(tmp_path, request):
 
 def test_adapter_and_merged_syncs_train_alike_and_the_adapters_bytes_are_small(tmp_path, request):
     script = request.path.parent / "scripts" / "adapter.py"
-    found = {}
+    found, env = {}, {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
     for lora_sync in ("auto", "merged"):
         folder = tmp_path / lora_sync
-        with Nodes(1, 2, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, deepspeed=ZERO3) as nodes:
+        with Nodes(1, 2, folder=folder, env=env, deepspeed=ZERO3, forked=True) as nodes:
             nodes.launch(script, str(folder), lora_sync)
             assert nodes.wait(timeout_s=200) == [0], nodes.rank_log(0)[-3000:]
         found[lora_sync] = json.loads((folder / "result_rank0.json").read_text())

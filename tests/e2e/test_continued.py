@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder):
     """Uninterrupted runs, and two that resume from one of their checkpoints; 1 node x 2 ranks."""
-    with Nodes(1, 2, folder=folder / "whole", env=ENVIRONMENT) as nodes:
+    with Nodes(1, 2, folder=folder / "whole", env=ENVIRONMENT, forked=True) as nodes:
         codes = launch(
             nodes,
             folder,
@@ -57,7 +57,7 @@ def whole(folder):
 def killed(folder, whole):
     """Killed after a checkpoint, continued, killed inside another one, continued; 2 nodes x 1 rank."""
     job = {"output": "killed", "max_staleness": 1}
-    with Nodes(2, 1, folder=folder / "nodes", env=ENVIRONMENT) as nodes:
+    with Nodes(2, 1, folder=folder / "nodes", env=ENVIRONMENT, forked=True) as nodes:
         assert 0 not in launch(nodes, folder, job | {"name": "first", "kill_at": INSIDE})
         assert 0 not in launch(nodes, folder, job | {"name": "second", "resume": True, "kill_inside": LAST - 1})
         assert launch(nodes, folder, job | {"name": "third", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
@@ -139,7 +139,7 @@ APART = {"output": "apart/node{node}", "save_on_each_node": True, "max_staleness
 @pytest.fixture(scope="module")
 def apart(folder, whole):
     """Two nodes that do not share `output_dir`: killed after a checkpoint, then continued."""
-    with Nodes(2, 1, folder=folder / "apart_nodes", env=ENVIRONMENT) as nodes:
+    with Nodes(2, 1, folder=folder / "apart_nodes", env=ENVIRONMENT, forked=True) as nodes:
         assert 0 not in launch(nodes, folder, APART | {"name": "apart1", "kill_at": INSIDE})
         assert launch(nodes, folder, APART | {"name": "apart2", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
 
@@ -160,7 +160,7 @@ def test_nodes_that_do_not_share_it_go_on_too(folder, apart):
 
 @pytest.mark.feature("Resume", "another number of nodes, ZeRO", refused=True)
 def test_another_number_of_nodes_is_refused_in_plain_words(folder, apart, record_property):
-    with Nodes(1, 1, folder=folder / "one_node", env=ENVIRONMENT) as nodes:
+    with Nodes(1, 1, folder=folder / "one_node", env=ENVIRONMENT, forked=True) as nodes:
         assert launch(nodes, folder, APART | {"name": "alone", "resume": True}) != [0]
         told = re.search("ConfigurationError: (.* was written by 2 ranks, this launch has 1: .*)", nodes.rank_log(0))
         assert told, nodes.rank_log(0)[-3000:]

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trl_multinode.testing.faults import FORKED
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
 
@@ -80,13 +81,24 @@ ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
         {3},
     ),
 }
+# Ordinary launches with vLLM's own process tree. The others end ranks or launchers: their ranks and vLLM's processes
+# are forked, which `test_forked.py` and `test_conformance.py` hold to be the same, and save 100 s of a core each.
+DECIDING = {
+    "engine killed",
+    "vLLM's core killed",
+    "vLLM's worker killed",
+    "SIGKILL of the launcher of node 1",
+    "a rank stopped, then the other node's engine killed",
+}
 
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path):
     end, expected, silent = ENDINGS[name]
     failing = 3 if name.startswith("reward") else -1
-    with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES) as nodes:
+    forked = name not in DECIDING
+    env = {"TRL_MULTINODE_ENGINE_MODULE": FORKED} if forked else {}
+    with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=forked, env=env) as nodes:
         nodes.launch(SCRIPT, str(tmp_path), str(failing))
         for rank in range(4):
             nodes.wait_for(rank, "RUNNING", timeout_s=300)

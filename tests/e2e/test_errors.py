@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(300)]
 
 def end_of_run(folder: Path, case: str, first_rank_says: str) -> tuple[set[str], float]:
     """The last lines of all ranks, and the seconds from the first rank's word to the end of all launchers."""
-    with Nodes(2, 2, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}) as nodes:
+    with Nodes(2, 2, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
         nodes.launch(SCRIPT, str(folder), case)
         nodes.wait_for(2, first_rank_says, timeout_s=200)
         start = time.monotonic()

@@ -168,7 +168,7 @@ def test_nothing_of_this_machine_is_pushed(run):
 
 
 def test_an_unknown_argument_is_an_error_that_names_the_nearest_known_one():
-    known = "--model_name_or_path m --dataset_name d --reward_funcs accuracy_reward".split()
+    known = ["--model_name_or_path", "m", "--dataset_name", "d", "--reward_funcs", "accuracy_reward"]
     result = python(str(EXAMPLE), *known, "--learning_rat", "1e-5")
     assert result.returncode == 2
     assert "--learning_rat is unknown, did you mean --learning_rate?" in result.stderr

@@ -4,6 +4,7 @@ One launch; `scripts/scenarios.py` has what is trained, `scripts/both_arms.py` h
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def launched(folder: Path, names, **how) -> Path:
     """The scenarios, one after another, on two nodes of one rank."""
     tiny_qwen2(seed=1).save_pretrained(folder / "reference")
     env = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRACKIO_DIR": str(folder / "trackio")}
-    with Nodes(2, 1, folder=folder, env=env, **how) as nodes:
+    with Nodes(2, 1, folder=folder, env=env, forked=True, **how) as nodes:
         nodes.launch(SCRIPT, str(folder), ",".join(names))
         nodes.wait(timeout_s=1200)
         print(nodes.rank_log(0)[-4000:])
@@ -97,10 +98,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(request, tmp_path_factory) -> Path:
-    """Of one of `ELSEWHERE`."""
-    kind = request.param
-    return launched(tmp_path_factory.mktemp(kind), ELSEWHERE[kind], **LAUNCHES[kind])
+def elsewhere(tmp_path_factory):
+    """Function that launches one of `ELSEWHERE`, once; pytest would set up a parametrised fixture several times."""
+    return cache(lambda kind: launched(tmp_path_factory.mktemp(kind), ELSEWHERE[kind], **LAUNCHES[kind]))
 
 
 def results(folder: Path, name: str) -> list[dict]:
@@ -129,13 +129,11 @@ def test_metrics_gradients_and_weights_are_trls(name, folder):
 
 
 @pytest.mark.parametrize(
-    ("elsewhere", "name"),
+    ("kind", "name"),
     [pytest.param(kind, *case.values, marks=case.marks) for kind in ELSEWHERE for case in marked(ELSEWHERE[kind])],
-    indirect=["elsewhere"],
-    scope="module",
 )
-def test_and_without_zero_3(name, elsewhere):
-    for found in results(elsewhere, name):
+def test_and_without_zero_3(kind, name, elsewhere):
+    for found in results(elsewhere(kind), name):
         check(found, name)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ OFFLOAD = ZERO3 | {
     | {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
 }
+SETTINGS = {"ZERO3": ZERO3, "ZERO2": ZERO2, "OFFLOAD": OFFLOAD}
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
 pytestmark = [pytest.mark.two_node, pytest.mark.timeout(300)]
 
@@ -46,28 +48,31 @@ def owned(path: Path) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in owners)
 
 
-def test_balanced_micro_batches_give_the_same_gradients_in_a_real_launch(tmp_path):
-    found = {}
-    for config in ("ours", "balanced"):
-        folder = tmp_path / config
-        with Nodes(1, 2, folder=folder, env=ENVIRONMENT, deepspeed=ZERO3) as nodes:
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Function that returns the result of one launch of two ranks; each setting is launched once."""
+
+    @cache
+    def run(config: str, settings: str = "ZERO3") -> dict:
+        folder = tmp_path_factory.mktemp(config)
+        with Nodes(1, 2, folder=folder, env=ENVIRONMENT, deepspeed=SETTINGS[settings], forked=True) as nodes:
             nodes.launch(SCRIPT, str(folder), config)
             assert nodes.wait(timeout_s=200) == [0], nodes.rank_log(0)[-3000:]
-        found[config] = result(folder)
-    assert found["balanced"]["world"] == 2 and found["ours"]["micro_steps"] == []
-    assert len(found["balanced"]["micro_steps"]) == 2 and min(found["balanced"]["micro_steps"]) > 1
-    assert found["balanced"]["losses"][0] == pytest.approx(found["ours"]["losses"][0], rel=1e-4)
+        return result(folder)
+
+    return run
 
 
-def test_zero_2_and_zero_3_with_and_without_offload_give_the_same_gradients_with_an_untied_head(tmp_path):
+def test_balanced_micro_batches_give_the_same_gradients_in_a_real_launch(launched):
+    ours, balanced = launched("ours"), launched("balanced")
+    assert balanced["world"] == 2 and ours["micro_steps"] == []
+    assert len(balanced["micro_steps"]) == 2 and min(balanced["micro_steps"]) > 1
+    assert balanced["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-4)
+
+
+def test_zero_2_and_zero_3_with_and_without_offload_give_the_same_gradients_with_an_untied_head(launched):
     """TRL 1.16 alone fails here under ZeRO-3: see docs/notes.md."""
-    found = []
-    for name, deepspeed in [("zero3", ZERO3), ("zero2", ZERO2), ("offload", OFFLOAD)]:
-        folder = tmp_path / name
-        with Nodes(1, 2, folder=folder, env=ENVIRONMENT, deepspeed=deepspeed) as nodes:
-            nodes.launch(SCRIPT, str(folder), "ours")
-            assert nodes.wait(timeout_s=200) == [0], nodes.rank_log(0)[-3000:]
-        found.append(result(folder))
+    found = [launched("ours", settings) for settings in ("ZERO3", "ZERO2", "OFFLOAD")]
     assert all(run["world"] == 2 and run["difference"] < 1e-3 for run in found)
     for other in found[1:]:
         assert found[0]["losses"][0] == pytest.approx(other["losses"][0], rel=1e-4)

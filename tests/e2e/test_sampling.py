@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trl_multinode.testing.faults import FORKED
 from trl_multinode.testing.launch_files import ZERO3
 from trl_multinode.testing.nodes import Nodes
 
@@ -18,7 +19,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.two_node, pytest.mark.zero3, pytes
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("sampling")
-    with Nodes(2, 1, folder=folder, deepspeed=ZERO3) as nodes:
+    env = {"TRL_MULTINODE_ENGINE_MODULE": FORKED}
+    with Nodes(2, 1, folder=folder, deepspeed=ZERO3, env=env, forked=True) as nodes:
         nodes.launch(SCRIPT, str(folder), ",".join(NAMES))
         nodes.wait(timeout_s=800)  # whose results are there; six trainers in a process once ended it with SIGABRT
         print(nodes.rank_log(0)[-3000:])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_multinode.testing.engines import REAL
+from trl_multinode.testing.engines import FORKED
 from trl_multinode.testing.nodes import Nodes
 from trl_multinode.testing.sources import KINDS
 
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytes
 def found(tmp_path_factory) -> list[dict]:
     """One launch of two nodes x two ranks, a real vLLM on each, every kind in turn."""
     folder = tmp_path_factory.mktemp("sources")
-    with Nodes(2, 2, folder=folder) as nodes:
-        nodes.launch(SCRIPT, str(folder), REAL)
+    with Nodes(2, 2, folder=folder, forked=True) as nodes:
+        nodes.launch(SCRIPT, str(folder), FORKED)
         assert nodes.wait(timeout_s=500) == [0, 0], nodes.rank_log(0)[-3000:]
     return [json.loads((folder / f"result_rank{rank}.json").read_text()) for rank in range(4)]
 

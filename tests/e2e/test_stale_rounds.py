@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trl_multinode.testing.faults import Faults
+from trl_multinode.testing.faults import FORKED, Faults
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "stale.py"
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytes
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stale")
-    with Nodes(2, 1, folder=folder, env=Faults().lie_about_load(6).environment()) as nodes:
+    with Nodes(2, 1, folder=folder, env=Faults().lie_about_load(6).environment(FORKED), forked=True) as nodes:
         nodes.launch(SCRIPT, str(folder))
         codes = nodes.wait(timeout_s=400)
         logs = [nodes.rank_log(rank) for rank in range(2)]

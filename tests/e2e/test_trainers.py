@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 def found(folder, request):
     """What both ranks wrote about every trainer."""
     script = request.path.parent / "scripts" / "trainers.py"
-    with Nodes(2, 1, folder=folder, env=ENVIRONMENT, deepspeed=ZERO3) as nodes:
+    with Nodes(2, 1, folder=folder, env=ENVIRONMENT, deepspeed=ZERO3, forked=True) as nodes:
         nodes.launch(script, str(folder), *TRAINERS)
         assert nodes.wait(timeout_s=800) == [0, 0], nodes.rank_log(0)[-4000:]
     return {
@@ -115,8 +115,8 @@ def test_log_probs_are_returned_to_the_trainer_that_reads_them(found):
 
 
 def test_weights_that_rloos_engine_did_not_load_stop_the_run(folder, request):
-    env = ENVIRONMENT | Faults().lie_about_load(2).environment()
-    with Nodes(2, 1, folder=folder / "lie", env=env, deepspeed=ZERO3) as nodes:
+    env = ENVIRONMENT | Faults().lie_about_load(2).environment(FAKE)
+    with Nodes(2, 1, folder=folder / "lie", env=env, deepspeed=ZERO3, forked=True) as nodes:
         nodes.launch(request.path.parent / "scripts" / "trainers.py", str(folder), "RLOO")
         assert nodes.wait(timeout_s=200) == [1, 1]
         assert all("LogprobDivergenceError" in nodes.rank_log(rank) for rank in range(2))

@@ -5,16 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_multinode.engine import server as engine_server
-from trl_multinode.engine.protocol import Await, Generate, WeightVersion, pack_ids
-from trl_multinode.engine.server import BusyClock, EngineServer, Generated
+from trl_multinode.engine_process import gate
+from trl_multinode.engine_process.backend import CompletionBuffer
+from trl_multinode.engine_process.gate import BusyClock
+from trl_multinode.engine_process.server import EngineServer
+from trl_multinode.wire.messages import Await, Generate, WeightVersion, pack_ids
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that a test moves by hand."""
     clock = SimpleNamespace(now=50.0)
-    monkeypatch.setattr(engine_server.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(gate.time, "perf_counter", lambda: clock.now)
     return clock
 
 
@@ -42,9 +44,9 @@ def test_a_request_under_way_counts_up_to_now(clock):
 
 def test_a_request_that_fails_ends_the_busy_time(clock):
     busy = BusyClock()
-    with pytest.raises(ValueError), busy.request():
+    with pytest.raises(ValueError, match="refused"), busy.request():  # noqa: PT012
         clock.now += 2
-        raise ValueError
+        raise ValueError("refused")
     clock.now += 5
     assert busy.read() == (2.0, 7.0)
 
@@ -55,10 +57,10 @@ def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_i
 
         async def generate(self, *_):
             clock.now += 3
-            return [Generated([1], [-0.5])]
+            return [CompletionBuffer([1], [-0.5])]
 
     async def story():
-        server = EngineServer(SimpleNamespace(delay_s=0.0), Backend())
+        server = EngineServer(SimpleNamespace(), Backend())
         request = Generate(prompt=pack_ids([5]), num_completions=1, max_tokens=1, sampling={}, min_update=1)
         waiting = asyncio.create_task(server._serve_one(request, clock.now))
         await asyncio.sleep(0)

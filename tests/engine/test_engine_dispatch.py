@@ -11,9 +11,10 @@ import psutil
 import pytest
 from forks import forked
 
-from trl_multinode.engine.node_engines import LoadBoard, NodeEngines, PromptRequest
+from trl_multinode.engine.dispatch import EngineLoad, PromptRequest
+from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.errors import EngineDiedError, EngineStalledError
-from trl_multinode.testing.engines import Trainer, running_engines
+from trl_multinode.testing.engines import FAKE, SyncDriver, running_engines
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
 
@@ -24,14 +25,14 @@ SLOW_S = 0.4  # what engine 1 takes more per request; 4 tokens take some millise
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     """Two engines with weights, the second one slow, as rank 0 of the node sees them."""
-    model, logs = tiny_qwen2(), tmp_path_factory.mktemp("log")
-    with running_engines(model, logs, num_engines=2, faults=Faults().slow_engine(1, SLOW_S), window=2) as engines:
-        Trainer(model, engines).send()
+    model, logs, module = tiny_qwen2(), tmp_path_factory.mktemp("log"), Faults().slow_engine(1, SLOW_S).engine(FAKE)
+    with running_engines(model, logs, module, num_engines=2, window=2) as engines:
+        SyncDriver(model, engines).send()
         yield engines
 
 
 def sockets(engines: NodeEngines) -> list[Path]:
-    return [Path(connection._socket.getpeername()) for connection in engines.connections]
+    return [Path(engine._connection._socket.getpeername()) for engine in engines]
 
 
 def board(engines: NodeEngines) -> Path:
@@ -40,7 +41,7 @@ def board(engines: NodeEngines) -> Path:
 
 @contextmanager
 def another_rank(engines: NodeEngines, stall_timeout_s: float = 60.0, window: int = 1000):
-    logs = engines.connections[0].log_path.parent
+    logs = engines[0]._connection.log_path.parent
     other = NodeEngines(sockets(engines), 0, 1, board(engines), stall_timeout_s, window, logs)
     yield other
     other.close()
@@ -59,7 +60,7 @@ def places(groups) -> list[int]:
 
 def test_ranks_that_decide_at_once_spread_their_requests_evenly_and_give_all_back(tmp_path):
     def rank(index: int) -> None:
-        own = LoadBoard(tmp_path / "board", 3)
+        own = EngineLoad(tmp_path / "board", 3)
         taken = [(own.take(tokens, range(3)), tokens) for tokens in [1 + index, 7, 3] * 200]
         (tmp_path / f"taken{index}").touch()
         while not (tmp_path / "go").exists():
@@ -82,7 +83,7 @@ def test_ranks_that_decide_at_once_spread_their_requests_evenly_and_give_all_bac
 
 
 def test_the_fewest_tokens_win_among_the_engines_with_room(tmp_path):
-    mine, neighbour = LoadBoard(tmp_path / "board", 3), LoadBoard(tmp_path / "board", 3)
+    mine, neighbour = EngineLoad(tmp_path / "board", 3), EngineLoad(tmp_path / "board", 3)
     assert [mine.take(100, [0, 1, 2]), neighbour.take(10, [0, 1, 2]), mine.take(50, [0, 1])] == [0, 1, 1]
     assert neighbour.take(1, [0, 1]) == 1 and neighbour.take(1, [0, 1, 2]) == 2
     neighbour.give_back(0, 100)
@@ -102,7 +103,7 @@ def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens(engines):
 
 
 def test_what_another_rank_has_outstanding_counts(engines):
-    neighbour = LoadBoard(board(engines), 2)
+    neighbour = EngineLoad(board(engines), 2)
     neighbour.take(1000, [0])
     with another_rank(engines) as rank:
         assert places(rank.generate(requests(4), 4, SAMPLING, 1)) == [1] * 4
@@ -129,7 +130,7 @@ def test_answers_come_in_the_order_of_the_requests_from_whichever_engine(engines
 
 
 def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken_for_an_answer(engines):
-    limit_s, pid = 1.5, engines.ready[1].pid
+    limit_s, pid = 1.5, engines[1].ready.pid
     with another_rank(engines, stall_timeout_s=limit_s) as rank:
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -161,8 +162,8 @@ def test_a_long_generation_that_makes_tokens_is_no_stall(engines):
 def test_a_killed_engine_is_named_and_a_normal_end_of_the_other_leaves_nothing(tmp_path):
     model = tiny_qwen2()
     with running_engines(model, tmp_path, num_engines=2) as engines:
-        Trainer(model, engines).send()
-        pids, folder = [ready.pid for ready in engines.ready], board(engines).parent
+        SyncDriver(model, engines).send()
+        pids, folder = [engine.ready.pid for engine in engines], board(engines).parent
         assert folder.stat().st_mode & 0o777 == 0o700
         assert [path.stat().st_mode & 0o777 for path in sockets(engines)] == [0o600] * 2
         os.kill(pids[0], signal.SIGKILL)

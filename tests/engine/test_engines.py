@@ -3,8 +3,8 @@
 import pytest
 from test_conformance import PROMPTS, SAMPLING
 
-from trl_multinode.engine.node_engines import PromptRequest
-from trl_multinode.testing.engines import REAL, Trainer, running_engines, worst_difference
+from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.testing.engines import FORKED, REAL, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
 
@@ -16,11 +16,11 @@ def generate(engines, num_requests: int = 2):
     return engines.generate(requests, 8, SAMPLING, 0)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(tied, tmp_path):
+@pytest.mark.parametrize(("module", "tied"), [(REAL, True), (FORKED, False)], ids=["tied", "untied"])
+def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(module, tied, tmp_path):
     model = tiny_qwen2(300, tied)
-    with running_engines(model, tmp_path, REAL, tensor_parallel_size=2) as engines:
-        trainer = Trainer(model, engines)
+    with running_engines(model, tmp_path, module, tensor_parallel_size=2) as engines:
+        trainer = SyncDriver(model, engines)
         for _ in range(2):
             trainer.perturb()
             trainer.send()
@@ -31,14 +31,13 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(tied,
 
 def test_two_engines_both_hold_the_weights_and_the_slow_one_gets_less(tmp_path):
     model = tiny_qwen2(300)
-    with running_engines(
-        model, tmp_path, REAL, num_engines=2, faults=Faults().slow_engine(1, 1.0), window=2
-    ) as engines:
-        trainer = Trainer(model, engines)
+    module = Faults().slow_engine(1, 1.0).engine(FORKED)
+    with running_engines(model, tmp_path, module, num_engines=2, window=2) as engines:
+        trainer = SyncDriver(model, engines)
         trainer.perturb()
         trainer.send()
         for engine in (0, 1):
-            scored = engines.score([5, 6, 7, 299], engine).logprobs
+            scored = engines[engine].score([5, 6, 7, 299]).logprobs
             assert scored == pytest.approx(trainer.logprobs([5], [6, 7, 299]).numpy(), abs=1e-3)
         rows = [row for group in generate(engines, 40) for row in group]
         assert {row.engine for row in rows} == {0, 1}

@@ -12,42 +12,50 @@ import msgspec
 import numpy as np
 import pytest
 
-from trl_multinode.engine import protocol
-from trl_multinode.engine.protocol import (
+from trl_multinode.errors import EngineDiedError, EngineError, EngineStalledError
+from trl_multinode.transports.broadcast import Broadcast
+from trl_multinode.transports.cuda_ipc import DeviceMemory
+from trl_multinode.transports.host_memory import HostMemory
+from trl_multinode.wire import messages
+from trl_multinode.wire.connection import LENGTH, Connection, frame, read_request
+from trl_multinode.wire.messages import (
     Await,
     BeginUpdate,
-    Broadcast,
     CheckSlot,
     CommitUpdate,
     Completions,
-    Connection,
-    DeviceMemory,
     Digest,
     Digests,
     Done,
+    EngineDied,
     Failure,
     Generate,
     Hello,
-    HostMemory,
     Image,
     LoadBucket,
     OpenSlots,
     Progress,
     Ready,
+    RequestRefused,
     Score,
     Shutdown,
+    SyncFailed,
     TensorSpec,
     WeightVersion,
-    frame,
     pack_ids,
     unpack_floats,
     unpack_ids,
 )
-from trl_multinode.errors import EngineDiedError, EngineError, EngineStalledError
 
 LOG = Path("logs/node1/engine0.log")
 VERSION = WeightVersion(3, 21)
 SPEC = TensorSpec("model.layers.0.weight", "bfloat16", (2, 3), 64, 12)
+
+
+def memory(transport: str, message: msgspec.Struct) -> dict:
+    return {"transport": transport, "memory": msgspec.Raw(msgspec.msgpack.encode(message))}
+
+
 REQUESTS = [
     Hello(request_id=1, rank=5),
     Generate(
@@ -58,9 +66,11 @@ REQUESTS = [
     Generate(request_id=3, prompt=b"", num_completions=1, max_tokens=1, sampling={}),
     Await(request_id=4, min_update=7),
     Score(request_id=5, prompt=pack_ids([4, 5])),
-    OpenSlots(request_id=6, memory=HostMemory(("/dev/a", "b")), slot_bytes=2**40, buckets=((SPEC,), (SPEC, SPEC))),
-    OpenSlots(request_id=12, memory=DeviceMemory(((b"\0h", 3, True),), 1), slot_bytes=1, buckets=()),
-    OpenSlots(request_id=13, memory=Broadcast("nccl", "/run/store", 5, 3, 30.0), slot_bytes=1, buckets=()),
+    OpenSlots(
+        request_id=6, **memory("host", HostMemory(("/dev/a", "b"))), slot_bytes=2**40, buckets=((SPEC,), (SPEC, SPEC)),
+    ),
+    OpenSlots(request_id=12, **memory("ipc", DeviceMemory(((b"\0h", 3, True),), 1)), slot_bytes=1, buckets=()),
+    OpenSlots(request_id=13, **memory("nccl", Broadcast("nccl", "/run/store", 5, 3, 30.0)), slot_bytes=1, buckets=()),
     CheckSlot(request_id=14, slot=1, num_bytes=2**20, crc=2**32 - 1),
     BeginUpdate(request_id=7, version=VERSION, first_bucket=3),
     LoadBucket(request_id=8, bucket=2, slot=0),
@@ -77,7 +87,7 @@ REPLIES = [
     ),
     Done(request_id=3, version=VERSION, seconds=1.5),
     Digests(request_id=5, workers=("ab", "cd")),
-    Failure(request_id=4, error="PromptTooLongError", message="über 256"),
+    *(failure(request_id=4, message="über 256") for failure in (Failure, EngineDied, RequestRefused, SyncFailed)),
 ]  # fmt: skip
 
 
@@ -113,8 +123,8 @@ def members(union) -> set[type]:
 
 
 def test_the_samples_here_are_all_messages_that_exist():
-    assert {type(message) for message in REQUESTS} == members(protocol.Request)
-    assert {type(message) for message in REPLIES} == members(protocol.Reply)
+    assert {type(message) for message in REQUESTS} == members(messages.Request)
+    assert {type(message) for message in REPLIES} == members(messages.Reply)
 
 
 def read_all(data: bytes) -> list:
@@ -123,7 +133,7 @@ def read_all(data: bytes) -> list:
         reader.feed_data(data)
         reader.feed_eof()
         messages = []
-        while (message := await protocol.read_request(reader)) is not None:
+        while (message := await read_request(reader)) is not None:
             messages.append(message)
         return messages
 
@@ -186,14 +196,14 @@ def test_silence_is_a_stall_within_the_deadline(pair, piece):
     connection, engine = pair
     engine.sendall(piece)
     start = time.monotonic()
-    with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 said nothing for .* Log: {LOG}"):
+    with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 sent nothing for .* Log: {LOG}"):
         connection.receive(0.2)
     assert 0.15 < time.monotonic() - start < 2.0
 
 
 def test_an_engine_that_does_not_read_is_a_stall(pair):
     connection, _ = pair
-    with pytest.raises(EngineStalledError, match=f"did not take a message .* Log: {LOG}"):
+    with pytest.raises(EngineStalledError, match=f"did not read a message .* Log: {LOG}"):
         connection.send(Score(prompt=bytes(8 << 20)), 0.2)
 
 
@@ -208,7 +218,7 @@ def test_a_corrupt_length_is_an_error_and_not_an_allocation(pair):
 
 def test_a_body_that_is_no_message_is_an_error_of_the_engine(pair):
     connection, engine = pair
-    engine.sendall(protocol.LENGTH.pack(3) + b"\x93\x01\x02")
+    engine.sendall(LENGTH.pack(3) + b"\x93\x01\x02")
     with pytest.raises(EngineError, match="engine 0 of node 1"):
         connection.receive(1.0)
 
@@ -227,4 +237,4 @@ def test_messages_are_frozen_and_refuse_wrong_types():
         REQUESTS[0].rank = 3
     body = msgspec.msgpack.encode({"type": "Hello", "rank": "x"})
     with pytest.raises(msgspec.ValidationError):
-        read_all(protocol.LENGTH.pack(len(body)) + body)
+        read_all(LENGTH.pack(len(body)) + body)

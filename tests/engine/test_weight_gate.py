@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_multinode.engine import main
-from trl_multinode.engine.main import VllmBackend
-from trl_multinode.engine.protocol import WeightVersion
-from trl_multinode.engine.server import WeightGate
+from trl_multinode.engine_process import vllm_backend
+from trl_multinode.engine_process.gate import WeightGate
+from trl_multinode.engine_process.vllm_backend import VllmBackend
+from trl_multinode.wire.messages import WeightVersion
 
 
 @pytest.mark.parametrize("drains", [True, False])
@@ -30,7 +30,7 @@ def test_an_update_waits_for_running_requests_unless_the_backend_freezes_them(dr
 
 @pytest.mark.parametrize("was_reset", [True, False])
 def test_a_prefix_cache_that_vllm_keeps_is_an_error(was_reset, monkeypatch):
-    monkeypatch.setattr(main, "in_memory_adapter", lambda number: None)  # it imports vLLM, which takes 10 s
+    monkeypatch.setattr(vllm_backend, "in_memory_adapter", lambda number: None)  # it imports vLLM, which takes 10 s
 
     async def answer(value, *_, **__):
         return value

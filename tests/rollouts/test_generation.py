@@ -5,9 +5,9 @@ from contextlib import contextmanager
 import pytest
 from stubs import A, B, C, asked, build
 
-from trl_multinode.engine.protocol import WeightVersion
 from trl_multinode.errors import ConfigurationError, PromptTooLongError, WeightVersionError
 from trl_multinode.rollouts.rows import RowSeeds
+from trl_multinode.wire.messages import WeightVersion
 
 # ---- requests
 

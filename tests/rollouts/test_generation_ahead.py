@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from stubs import A, B, C, StubEngines, build
 
-from trl_multinode.engine.protocol import WeightVersion
 from trl_multinode.errors import PromptTooLongError, WeightVersionError
+from trl_multinode.wire.messages import WeightVersion
 
 
 class Ahead:
@@ -116,8 +116,8 @@ def test_rows_of_another_version_in_the_look_ahead_are_an_error_where_the_rank_w
     ahead = Ahead()
     ahead.host.ahead_engines.version = WeightVersion(7, 3)
     ahead.round(0, [A], following=[B])
+    ahead.generation.weights_changed()
     with pytest.raises(WeightVersionError, match="has the weights of update 7 .* expected update 1"):
-        ahead.generation.weights_changed()
         ahead.generation.sync_weights()
     assert ahead.events == ["barrier"]  # the second sync did not begin
 

@@ -6,10 +6,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from trl_multinode.engine.node_engines import Rollout
-from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import EngineStalledError
-from trl_multinode.rollouts.look_ahead import LookAhead, UpcomingBatches, pack, unpack
+from trl_multinode.rollouts.look_ahead import LookAhead, UpcomingBatches, from_arrays, to_arrays
+from trl_multinode.wire.messages import WeightVersion
 
 VERSION = WeightVersion(3, 12)
 PROMPTS = [[5, 6], [5, 6], [7]]
@@ -45,7 +45,7 @@ def test_what_was_submitted_is_returned_for_its_round_and_prompts():
     assert ahead.take_seconds() == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("number, prompts", [(5, PROMPTS), (4, PROMPTS[:2]), (4, [[5, 6], [5, 6], [8]])])
+@pytest.mark.parametrize(("number", "prompts"), [(5, PROMPTS), (4, PROMPTS[:2]), (4, [[5, 6], [5, 6], [8]])])
 def test_other_prompts_than_foreseen_are_not_served_and_that_is_said_once(number, prompts, caplog):
     ahead = LookAhead("Rank 1")
     for _ in range(2):
@@ -73,7 +73,7 @@ def test_a_checkpoint_brings_back_every_token_and_log_prob():
     ahead.submit(4, PROMPTS, VERSION, rows)
     ahead.wait()
     again = LookAhead("rank 1")
-    again.restore(unpack(*pack(ahead.made)))
+    again.restore(from_arrays(*to_arrays(ahead.made)))
     made = again.take(4, PROMPTS)
     assert made.version == WeightVersion(0, 12)  # the numbers of updates begin anew, the optimizer step stays
     for row, was in zip(made.rows, rows(), strict=True):
@@ -104,7 +104,7 @@ def next_blocks(num_batches: int, accumulation: int, block: int) -> list[tuple[i
     return found
 
 
-@pytest.mark.parametrize("accumulation, block", product([1, 2, 3, 4], [1, 2, 4, 6]))
+@pytest.mark.parametrize(("accumulation", "block"), product([1, 2, 3, 4], [1, 2, 4, 6]))
 def test_the_next_blocks_first_batch_is_known_when_a_block_begins(accumulation, block):
     starts = range(0, 12, block)
     expected = [(start, start + block if start + block < 12 else None, 0) for start in starts]

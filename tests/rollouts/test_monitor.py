@@ -1,6 +1,7 @@
 """The alarm on log-probs: what it compares, what it leaves out, when it trips, when it is off."""
 
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +10,13 @@ import torch
 from trl import GRPOConfig
 
 from trl_multinode.config import MultiNodeGRPOConfig
-from trl_multinode.engine.node_engines import Rollout
-from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import LogprobDivergenceError
-from trl_multinode.rollouts.look_ahead import Rollouts
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.rollouts.look_ahead import RoundRollouts
 from trl_multinode.rollouts.monitor import DivergenceMonitor, comparable
 from trl_multinode.weights.probe import divergence_limit
+from trl_multinode.wire.messages import WeightVersion
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def config(tmp_path):
 
 
 def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
-    host = SimpleNamespace(topology="node 1, rank 3", dtype=dtype)
+    host = SimpleNamespace(topology="node 1, rank 3", dtype=dtype, settings=NodeSettings.of(args))
     generation = SimpleNamespace(version=WeightVersion(4, 12))
     return DivergenceMonitor(host, args, SimpleNamespace(dtype=dtype), generation)
 
@@ -137,12 +139,17 @@ class Engines:
     max_model_len = 16
 
     def __init__(self, logprob: float = -1.0):
-        self.connections = [None, None]
         self.logprob = logprob
         self.asked: list[tuple[list[int], int]] = []
         self.answered: set[int] = set()
 
-    def post_score(self, tokens, engine: int) -> int:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, engine: int) -> SimpleNamespace:
+        return SimpleNamespace(post_score=partial(self.post_score, engine), scored=partial(self.scored, engine))
+
+    def post_score(self, engine: int, tokens) -> int:
         self.asked.append((list(tokens), engine))
         return len(self.asked) - 1
 
@@ -162,10 +169,10 @@ OLD = [[-3.0, -3.0, 0.0, 0.0], [-3.0] * 4]  # the older weights'
 MASK = [[1, 1, 0, 0], [1] * 4]
 
 
-def made(prompt=PROMPT) -> Rollouts:
+def made(prompt=PROMPT) -> RoundRollouts:
     old = WeightVersion(3, 11)
     rows = [Rollout(np.arange(10, 10 + n, dtype=np.int32), np.full(n, -3.0, np.float32), old, 0) for n in LENGTHS]
-    return Rollouts(2, [prompt] * 2, rows, old)
+    return RoundRollouts(2, [prompt] * 2, rows, old)
 
 
 def stale_monitor(args, engines: Engines) -> DivergenceMonitor:

@@ -89,7 +89,7 @@ def test_an_exception_while_scoring_restores_the_gather():
     trl = ModuleType("trl")
     trl.gather_object = real = lambda value: ["real"]
     texts = TextLogging(trl, keep=False)
-    with pytest.raises(ZeroDivisionError), texts.during_scoring():
+    with pytest.raises(ZeroDivisionError), texts.during_scoring():  # noqa: PT012
         texts.remember(["p"], ["c"])
         raise ZeroDivisionError
     assert trl.gather_object is real

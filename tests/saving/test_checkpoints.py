@@ -24,7 +24,7 @@ from trl_multinode.saving.checkpoints import (
 # ---- where a run is
 
 
-@pytest.mark.parametrize("steps_in_epoch, accumulation", [(8, 1), (8, 2), (6, 4), (5, 3), (2, 8)])
+@pytest.mark.parametrize(("steps_in_epoch", "accumulation"), [(8, 1), (8, 2), (6, 4), (5, 3), (2, 8)])
 def test_the_position_is_the_one_of_a_run_that_did_not_stop(steps_in_epoch, accumulation):
     position, steps = 0, 0
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_a_rank_did_not_finish_is_unfinished_although_the_main
     log = CheckpointLog(tmp_path, accelerator([2, 4]))
     with log.saving(2) as folder:
         finish(folder)
-    with pytest.raises(OSError, match="disk full"), log.saving(4) as folder:
+    with pytest.raises(OSError, match="disk full"), log.saving(4) as folder:  # noqa: PT012
         finish(folder)
         raise OSError("disk full")
     assert log.last_whole() == tmp_path / "checkpoint-2"

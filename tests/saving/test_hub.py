@@ -13,10 +13,10 @@ from transformers import TrainingArguments
 from transformers.utils import hub as transformers_hub
 
 from trl_multinode.errors import ConfigurationError, HubPushError, SavedWeightsError
+from trl_multinode.run.topology import EngineDevices, Topology
 from trl_multinode.saving import pushing
 from trl_multinode.saving.hub import HubTrainer, check_push
 from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.topology import EngineDevices, Topology
 
 TOKEN = "hf_SecretOfTheTest"
 COMMIT = "/commit/"

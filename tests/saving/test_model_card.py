@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trl_multinode.run.topology import EngineDevices, Topology
 from trl_multinode.saving.model_card import BEFORE, add_section, installed, run_section, throughput
-from trl_multinode.topology import EngineDevices, Topology
 
 TWO_NODES = Topology(rank=0, world_size=14, local_rank=0, ranks_per_node=7, node=0, num_nodes=2, launched=True)
 ON_CPU = EngineDevices(((),), shared_with_training=False)
@@ -57,7 +57,7 @@ def test_throughput_leaves_the_warm_up_out_and_weighs_intervals_by_their_steps()
 
 
 @pytest.mark.parametrize(
-    "logs, said", [([], "not logged yet"), (LOGS[:2], "5.0 tokens/s"), (LOGS[1:2], "not logged yet")]
+    ("logs", "said"), [([], "not logged yet"), (LOGS[:2], "5.0 tokens/s"), (LOGS[1:2], "not logged yet")]
 )
 def test_with_fewer_logs_throughput_is_what_they_say(logs, said):
     assert throughput(logs, 1).startswith(said)

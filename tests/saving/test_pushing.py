@@ -56,11 +56,11 @@ def test_a_push_without_a_fault_arrives_and_says_nothing(hub, folder, capsys):
 
 
 @pytest.mark.parametrize(
-    "fault, tries, said",
+    ("fault", "tries", "said"),
     [
         (lambda hub: hub.fail(401, on=COMMIT), 1, "hf auth login"),
         (lambda hub: hub.fail(403, on=COMMIT), 1, "a token that may write to this repository"),
-        (lambda hub: hub.fail(409, on=COMMIT), 4, "Something else commits"),
+        (lambda hub: hub.fail(409, on=COMMIT), 4, "Another process commits"),
         (lambda hub: hub.fail(500, on=COMMIT), 4, "500 Internal Server Error"),
         (lambda hub: hub.fail(500, on=UPLOAD), 4, "500 Internal Server Error"),
         (lambda hub: hub.cut_connection(on=COMMIT), 4, "Error: "),

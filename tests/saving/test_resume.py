@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trl_multinode.engine.node_engines import Rollout
-from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.rollouts.look_ahead import LookAhead
 from trl_multinode.saving.checkpoints import (
@@ -22,6 +21,7 @@ from trl_multinode.saving.checkpoints import (
     save_rollouts,
 )
 from trl_multinode.saving.resume import Resume
+from trl_multinode.wire.messages import WeightVersion
 
 PROMPTS = [[5, 6], [7]]
 VERSION = WeightVersion(3, 4)
@@ -101,8 +101,8 @@ def resumed(trainer, folder):
     trainer._step, trainer._buffered_inputs = 0, None
     resume = Resume(trainer)
     resume.choose(str(folder))
-    resume.place()
-    resume.place()
+    resume.restore_position()
+    resume.restore_position()
     return trainer
 
 
@@ -147,7 +147,7 @@ def test_a_run_that_begins_anew_has_nothing_left_of_the_last_one(tmp_path):
     trainer.vllm_generation.look_ahead.wait()
     resume, trainer.state.global_step = Resume(trainer), 0
     assert resume.choose(None) is None
-    resume.place()
+    resume.restore_position()
     assert (trainer._step, trainer._buffered_inputs, trainer.vllm_generation.look_ahead.made) == (0, None, None)
 
 
@@ -164,7 +164,7 @@ def test_a_missing_file_is_logged_with_rank_and_folder(tmp_path, caplog):
     rollouts_file(folder, 0).unlink()
     trainer = resumed(trainer_at(3, tmp_path), folder)
     assert trainer._buffered_inputs is None and trainer._step == 3
-    assert "Rank 0: " in caplog.text and str(folder) in caplog.text and "generated afresh" in caplog.text
+    assert "Rank 0: " in caplog.text and str(folder) in caplog.text and "generate them again" in caplog.text
 
 
 def test_a_rank_whose_neighbour_has_no_file_generates_afresh_with_it(tmp_path):
@@ -185,7 +185,7 @@ def test_a_stream_has_no_length_and_its_position_counts_from_its_beginning(tmp_p
     trainer = trainer_at(0, tmp_path, loader=Stream())
     resume = Resume(trainer)
     resume.choose(None)
-    resume.place()
+    resume.restore_position()
     assert trainer._step == 0
     assert resumed(trainer_at(5, tmp_path, loader=Stream()), saved_at(5, tmp_path))._step == 5
 

@@ -10,17 +10,16 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from trl_multinode.config import MultiNodeGRPOConfig
-from trl_multinode.engine.node_engines import PromptRequest
-from trl_multinode.engine.protocol import BeginUpdate, CommitUpdate, Digest, WeightVersion
+from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
 from trl_multinode.errors import ConfigurationError, WeightSyncError, WeightVersionError
-from trl_multinode.host import NodeHost
-from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines, worst_difference
+from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.topology import EngineDevices
+from trl_multinode.weights.buckets import plan_buckets, slot_layout
+from trl_multinode.weights.building import SyncPlan, checked_with_engines, plan_sync
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
-from trl_multinode.weights.source import place, plan_buckets
+from trl_multinode.wire.messages import BeginUpdate, CommitUpdate, Digest, WeightVersion
 
 PROMPTS = [[5, 6, 7], [290, 8, 7, 299]]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -69,7 +68,7 @@ def test_frozen_weights_share_no_bucket_with_the_adapter_and_padding_is_small():
     buckets = plan_buckets(AdapterSource(model.get_base_model(), torch.float32).metadata(), 1 << 30)
     assert [{meta.frozen for meta in bucket} for bucket in buckets] == [{True}, {False}]
     adapter = sum(p.numel() * 4 for name, p in model.named_parameters() if "lora_" in name)
-    last = place(buckets[1])[-1]
+    last = slot_layout(buckets[1])[-1]
     assert (last.offset + last.num_bytes) / adapter <= 1.05
 
 
@@ -160,33 +159,32 @@ def test_ranks_are_rounded_up_to_what_vllm_takes():
     assert lora_arguments(0) == {}
 
 
-@dataclass
-class Said:
-    lines: list[str]
-
-    def __call__(self, text: str) -> None:
-        self.lines.append(text)
+def decide(wish: str, model: PeftModel) -> SyncPlan:
+    """What a rank decides before its engines start."""
+    return plan_sync(model.get_base_model(), True, wish, torch.float32, on_gpu=False)
 
 
-def decide(tmp_path, wish: str, model: PeftModel) -> tuple[bool, list[str]]:
-    """What a host decides before its engines start, and what it says of it."""
-    args = MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, lora_sync=wish)
-    host = NodeHost.__new__(NodeHost)
-    host.args, host._say = args, Said([])
-    host.devices, host.topology = EngineDevices(((),), False), SimpleNamespace(rank=0)
-    return host._serves_adapter(model.get_base_model(), torch.float32), host._say.lines
-
-
-def test_auto_falls_back_with_one_line_and_adapter_refuses(tmp_path):
-    good, bad = adapted(), adapted(bias="all")
-    assert decide(tmp_path, "auto", good) == (True, [])
-    assert decide(tmp_path, "merged", good) == (False, [])
-    served, lines = decide(tmp_path, "auto", bad)
-    assert not served and len(lines) == 1 and "merged" in lines[0] and "bias is trained besides" in lines[0]
+def test_auto_falls_back_with_a_reason_and_adapter_refuses(tmp_path):
+    good, bad = adapted(r=8), adapted(bias="all")
+    assert decide("auto", good) == decide("adapter", good) == SyncPlan(AdapterSource, lora_rank=8)
+    assert decide("merged", good) == SyncPlan(PeftSource)
+    plan = decide("auto", bad)
+    assert plan.source is PeftSource and not plan.serves_adapter
+    assert "merged" in plan.reason and "bias is trained besides" in plan.reason
     with pytest.raises(ConfigurationError, match=r"lora_sync='adapter'.*bias is trained besides.*'merged' or 'auto'"):
-        decide(tmp_path, "adapter", bad)
+        decide("adapter", bad)
     with pytest.raises(ConfigurationError, match="`lora_sync` must be one of"):
-        decide(tmp_path, "always", good)
+        MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, lora_sync="always")
+
+
+@pytest.mark.parametrize("other_node_serves", [True, False])
+def test_engines_without_lora_on_any_node_merge_on_all(other_node_serves):
+    base = adapted().get_base_model()
+    engines = [SimpleNamespace(ready=SimpleNamespace(serves_lora=True))]
+    gather = SimpleNamespace(extremes=lambda mine: (int(mine and other_node_serves), int(mine)))
+    plan = checked_with_engines(decide("auto", adapted()), base, engines, "auto", gather)
+    assert plan.serves_adapter == other_node_serves
+    assert other_node_serves or "vLLM has no LoRA for a Qwen2ForCausalLM" in plan.reason
 
 
 # ---- a running engine: the fake one and vLLM
@@ -195,7 +193,7 @@ def test_auto_falls_back_with_one_line_and_adapter_refuses(tmp_path):
 @dataclass
 class Run:
     model: PeftModel
-    trainer: Trainer
+    trainer: SyncDriver
 
     def difference(self) -> float:
         requests = [PromptRequest(prompt, 2, seed=i) for i, prompt in enumerate(PROMPTS)]
@@ -208,7 +206,7 @@ class Run:
             return self.difference()
 
     def digest(self) -> tuple[str, ...]:
-        return self.trainer.engines.ask(0, Digest()).workers
+        return self.trainer.engines[0].ask(Digest()).workers
 
     def send_until(self, update: int) -> None:
         while self.trainer.version.update < update:
@@ -221,8 +219,10 @@ class Run:
     params=[
         pytest.param((FAKE, True, {}), id="fake-lora"),
         pytest.param((FAKE, False, {"r": 12, "use_rslora": True}), id="fake-rslora"),
-        pytest.param((REAL, True, {}), id="vllm-lora", marks=pytest.mark.engine),
-        pytest.param((REAL, False, {"r": 12, "use_rslora": True}, 2), id="vllm-rslora-tp2", marks=pytest.mark.engine),
+        pytest.param((FORKED, True, {}), id="vllm-lora", marks=pytest.mark.engine),
+        pytest.param(
+            (FORKED, False, {"r": 12, "use_rslora": True}, 2), id="vllm-rslora-tp2", marks=pytest.mark.engine
+        ),
     ],
 )
 def run(request, tmp_path_factory):
@@ -230,16 +230,16 @@ def run(request, tmp_path_factory):
     torch.manual_seed(0)
     model = adapted(tied, **settings)
     base = model.get_base_model()
-    faults = Faults().lose_load(LOST).lie_about_load(LIED)
+    module = Faults().lose_load(LOST).lie_about_load(LIED).engine(module)
     logs = tmp_path_factory.mktemp("log")
     lora = lora_arguments(lora_rank(base))
-    with running_engines(base, logs, module, tensor_parallel_size=workers, faults=faults, **lora) as engines:
-        yield Run(model, Trainer(base, engines, source=AdapterSource(base, torch.float32)))
+    with running_engines(base, logs, module, tensor_parallel_size=workers, **lora) as engines:
+        yield Run(model, SyncDriver(base, engines, source=AdapterSource(base, torch.float32)))
 
 
 def test_an_adapter_needs_the_weights_first(run):
     run.trainer.sync._first = sum(bucket[0].frozen for bucket in run.trainer.sync.buckets)
-    with pytest.raises(WeightSyncError, match="before a whole one"):
+    with pytest.raises(WeightSyncError, match="before a full update"):
         run.trainer.sync.run(WeightVersion(1))
     run.trainer.sync._first = 0
 
@@ -260,7 +260,8 @@ def test_after_the_first_sync_only_the_adapter_travels_and_the_weights_stay_bit_
     before = run.digest()
     first = run.trainer.sync._first
     assert first == sum(bucket[0].frozen for bucket in run.trainer.sync.buckets) > 0
-    sent = sum(place(bucket)[-1].offset + place(bucket)[-1].num_bytes for bucket in run.trainer.sync.buckets[first:])
+    last = [slot_layout(bucket)[-1] for bucket in run.trainer.sync.buckets[first:]]
+    sent = sum(spec.offset + spec.num_bytes for spec in last)
     adapter = sum(p.numel() * 4 for name, p in run.model.named_parameters() if "lora_" in name)
     assert sent / adapter <= 1.05
     run.send_until(51)
@@ -303,12 +304,12 @@ def test_a_digest_sees_one_bit_of_one_weight_and_a_whole_update_leaves_it_alone(
 
 def test_half_an_adapter_makes_the_engine_refuse(run):
     engines, first = run.trainer.engines, run.trainer.sync._first
-    engines.ask(0, BeginUpdate(version=WeightVersion(90), first_bucket=first))
+    engines[0].ask(BeginUpdate(version=WeightVersion(90), first_bucket=first))
     with pytest.raises(Exception, match="buckets came"):
-        engines.ask(0, CommitUpdate())
+        engines[0].ask(CommitUpdate())
     with pytest.raises(WeightSyncError, match="mixed weights"):
         run.difference()
-    with pytest.raises(WeightSyncError, match="before a whole one"):  # nor does another adapter make it whole
+    with pytest.raises(WeightSyncError, match="before a full update"):  # nor does another adapter make it whole
         run.trainer.send()
 
 
@@ -320,9 +321,9 @@ def test_an_architecture_without_lora_in_vllm_is_said_and_served_merged(tmp_path
     model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=4, target_modules=["c_proj"]))
     move_adapter(model, 0.5)
     base = model.get_base_model().eval()
-    with running_engines(base, tmp_path, REAL, **lora_arguments(4)) as engines:
-        assert not engines.ready[0].serves_lora
-        trainer = Trainer(base, engines, source=PeftSource(base, torch.float32))
+    with running_engines(base, tmp_path, FORKED, **lora_arguments(4)) as engines:
+        assert not engines[0].ready.serves_lora
+        trainer = SyncDriver(base, engines, source=PeftSource(base, torch.float32))
         trainer.send()
-        scored = torch.from_numpy(engines.score([5, 6, 7, 290, 299], 0).logprobs.copy())
+        scored = torch.from_numpy(engines[0].score([5, 6, 7, 290, 299]).logprobs.copy())
         assert torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=1e-3)

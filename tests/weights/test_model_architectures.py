@@ -6,11 +6,11 @@ import pytest
 import torch
 from PIL import Image
 
-from trl_multinode.engine.node_engines import PromptRequest
+from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import EngineError
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.testing.architectures import model_for
-from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines, worst_difference
+from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines, worst_difference
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 
@@ -29,28 +29,28 @@ ROWS = {
 
 
 def case(name: str, module: str):
-    marks = [pytest.mark.engine, pytest.mark.feature("Architectures", ROWS[name])] if module == REAL else []
-    return pytest.param((name, module), id=f"{name}-{'vllm' if module == REAL else 'fake'}", marks=marks)
+    marks = [pytest.mark.engine, pytest.mark.feature("Architectures", ROWS[name])] if module == FORKED else []
+    return pytest.param((name, module), id=f"{name}-{'vllm' if module == FORKED else 'fake'}", marks=marks)
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        *(case(name, REAL) for name in REAL_ONES),
+        *(case(name, FORKED) for name in REAL_ONES),
         *(case(name, FAKE) for name in FAKED),
     ],
 )
 def running(request, tmp_path_factory):
     """An engine with dummy weights, and its trainer."""
     name, module = request.param
-    found = model_for(name, engine=module == REAL)
+    found = model_for(name, engine=module == FORKED)
     keywords = {"trust_remote_code": True} if name == "idefics3" else {}
     folder = tmp_path_factory.mktemp("log")
     with running_engines(found.model, folder, module, processing_class=found.processing_class, **keywords) as engines:
         yield (Illustrated if name == "idefics3" else Written)(name, found, engines)
 
 
-class Written(Trainer):
+class Written(SyncDriver):
     """Two prompts of text."""
 
     incomplete = {
@@ -70,7 +70,7 @@ class Written(Trainer):
         return worst_difference(self, groups, PROMPTS[::-1] if to_other_prompts else PROMPTS)
 
 
-class Illustrated(Trainer):
+class Illustrated(SyncDriver):
     """Four prompts, with a picture, without, with another one, with both, as a rank's rows: two of each."""
 
     incomplete = {

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from served import Keeper, serving
 
-from trl_multinode.engine import page_lock
-from trl_multinode.engine.protocol import HostMemory
-from trl_multinode.engine.receiving import OpenedSlots
-from trl_multinode.weights.shards import Pieces
-from trl_multinode.weights.slots import SHARED_MEMORY, HostSlots, without_expandable_segments
-from trl_multinode.weights.source import WeightMeta, place
-from trl_multinode.weights.transports import Transport
+from trl_multinode.transports import page_lock
+from trl_multinode.transports.cuda_ipc import without_expandable_segments
+from trl_multinode.transports.host_memory import SHARED_MEMORY, HostMemory, HostSlots, OpenedHostSlots
+from trl_multinode.transports.pieces import Pieces
+from trl_multinode.weights.buckets import WeightMeta, slot_layout
+from trl_multinode.weights.transport import Transport
 
 CUDA = torch.device("cuda")
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -53,7 +53,7 @@ def cudart(monkeypatch):
 def test_both_ends_register_their_mapping_and_unregister_it_on_close(cudart):
     runtime = cudart()
     slots = HostSlots(256, pin=True)
-    opened = OpenedSlots(HostMemory(tuple(slots.paths)), 256, CUDA)
+    opened = OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 256, CUDA, worker=0)
     slots.opened()
     assert len(runtime.registered) == 4
     opened.close()
@@ -64,25 +64,25 @@ def test_both_ends_register_their_mapping_and_unregister_it_on_close(cudart):
     assert not runtime.registered
 
 
-def test_slots_that_cannot_be_page_locked_are_slower_and_the_user_is_told(cudart):
+def test_slots_that_cannot_be_page_locked_are_slower_and_the_user_is_told(cudart, tmp_path):
     runtime = cudart(fails_at=2)
     warnings: list[str] = []
-    slots = Transport("host", pin=True, say=warnings.append)._host(1 << 20)
-    (warning,) = warnings
-    assert "CUDA error 2 for 1 MiB" in warning and "ulimit -l" in warning
-    assert not runtime.registered, "half a lock has no use"
-    specs = place((WeightMeta("w", torch.float32, (2, 3)),))
-    opened = OpenedSlots(slots.open_for(0), 1 << 20, torch.device("cpu"))
-    slots.write(0, specs, [Pieces.whole(torch.ones(2, 3))])
-    assert torch.equal(dict(opened.take(0, specs))["w"], torch.ones(2, 3))
-    slots.close()
+    specs = slot_layout((WeightMeta("w", torch.float32, (2, 3)),))
+    with serving(engine := Keeper(), folder=tmp_path) as engines:
+        slots = Transport("host", pin=True, report=warnings.append).open(engines, 1 << 20, [specs])
+        (warning,) = warnings
+        assert "CUDA error 2 for 1 MiB" in warning and "ulimit -l" in warning
+        assert not runtime.registered, "half a lock has no use"
+        slots.write(0, specs, [Pieces.whole(torch.ones(2, 3))])
+        assert torch.equal(dict(engine.opened.take(0, specs))["w"], torch.ones(2, 3))
+        slots.close()
 
 
 def test_a_worker_that_cannot_page_lock_says_so_in_its_log(cudart, caplog):
     cudart(fails_at=1)
     slots = HostSlots(256, pin=False)
     with caplog.at_level(logging.WARNING):
-        OpenedSlots(HostMemory(tuple(slots.paths)), 256, CUDA).close()
+        OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 256, CUDA, worker=0).close()
     slots.close()
     assert "not page-locked" in caplog.text and "CUDA error 2" in caplog.text
 
@@ -100,8 +100,8 @@ def test_no_file_is_left_when_page_locking_raises(monkeypatch):
 
 def test_a_bucket_is_copied_once_and_its_tensors_are_views_of_the_copy():
     slots = HostSlots(1024, pin=False)
-    specs = place((WeightMeta("a", torch.bfloat16, (3,)), WeightMeta("b", torch.float32, (2, 2))))
-    opened = OpenedSlots(slots.open_for(0), 1024, torch.device("cpu"))
+    specs = slot_layout((WeightMeta("a", torch.bfloat16, (3,)), WeightMeta("b", torch.float32, (2, 2))))
+    opened = OpenedHostSlots.open(slots.open_for(0), 1024, torch.device("cpu"), worker=0)
     slots.write(0, specs, [Pieces.whole(torch.arange(3.0)), Pieces.whole(torch.eye(2))])
     taken = dict(opened.take(0, specs))
     slots.write(0, specs, [Pieces.whole(torch.zeros(3)), Pieces.whole(torch.zeros(2, 2))])

@@ -5,10 +5,10 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines
+from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
 from trl_multinode.testing.models import renamed_llava, tiny_qwen2
+from trl_multinode.weights.buckets import plan_buckets
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
-from trl_multinode.weights.source import plan_buckets
 
 
 def adapted(**settings):
@@ -45,8 +45,8 @@ def test_other_adapters_are_refused_with_the_way_out(record_property):
     with pytest.raises(ConfigurationError, match="ALoraLinearVariant.*colocate") as refused:
         PeftSource(adapted(alora_invocation_tokens=[5, 6]).get_base_model(), torch.float32)
     record_property("message", str(refused.value))
+    model = get_peft_model(tiny_qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(ConfigurationError, match="ia3.*colocate"):
-        model = get_peft_model(tiny_qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
         PeftSource(model.get_base_model(), torch.float32)
 
 
@@ -89,17 +89,17 @@ class Experts(torch.nn.Module):
 def test_an_adapter_on_a_bare_parameter_is_refused_instead_of_left_out():
     config = LoraConfig(r=2, target_modules=[], target_parameters=["0.gate_up"])
     model = get_peft_model(torch.nn.Sequential(Experts()), config)
-    with pytest.raises(ConfigurationError, match="adapter of 0 is not one of a layer"):
+    with pytest.raises(ConfigurationError, match="adapter of 0 does not belong to a layer"):
         PeftSource(model.get_base_model(), torch.float32)
 
 
-@pytest.mark.parametrize("module", [FAKE, pytest.param(REAL, marks=pytest.mark.engine)], ids=["fake", "vllm"])
+@pytest.mark.parametrize("module", [FAKE, pytest.param(FORKED, marks=pytest.mark.engine)], ids=["fake", "vllm"])
 def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, tmp_path):
     model = adapted()
     with running_engines(model.get_base_model(), tmp_path, module) as engines:
-        trainer = Trainer(model, engines, source=PeftSource(model.get_base_model(), torch.float32))
+        trainer = SyncDriver(model, engines, source=PeftSource(model.get_base_model(), torch.float32))
         trainer.send()
-        scored = torch.from_numpy(engines.score([5, 6, 7, 290, 299], 0).logprobs.copy())
+        scored = torch.from_numpy(engines[0].score([5, 6, 7, 290, 299]).logprobs.copy())
         assert torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=1e-3)
         with model.disable_adapter():
             assert not torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=0.1)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from trl_multinode.weights.shards import Pieces, Shard, ShardGather, shard_of
+from trl_multinode.transports.pieces import Pieces
+from trl_multinode.weights.shards import Shard, ShardGather, shard_of
 from trl_multinode.weights.source import ModuleSource
 
 SHAPES = [(7, 3), (5,), (1,), (64, 2), (2, 3, 4)]  # most do not divide by the number of ranks

@@ -6,18 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from file_transport import FileSlots, OpenedFileSlots
+from served import Keeper, digest, serving
 
-from trl_multinode.engine.process_group import within
-from trl_multinode.engine.protocol import Broadcast, DeviceMemory, HostMemory
-from trl_multinode.engine.receiving import OpenedSlots
 from trl_multinode.errors import ConfigurationError, WeightSyncError
-from trl_multinode.testing.engines import FAKE, REAL, Trainer, running_engines
+from trl_multinode.node_settings import WEIGHT_TRANSPORTS
+from trl_multinode.run.topology import EngineDevices
+from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
 from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.topology import EngineDevices
-from trl_multinode.weights.shards import Pieces
-from trl_multinode.weights.slots import BroadcastSlots, HostSlots, Slots
-from trl_multinode.weights.source import WeightMeta, place
-from trl_multinode.weights.transports import Machine, Transport, choose, machine_of
+from trl_multinode.transports.base import Machine, OpenedSlots, call_with_timeout
+from trl_multinode.transports.broadcast import Broadcast, BroadcastSlots
+from trl_multinode.transports.host_memory import HostSlots
+from trl_multinode.transports.opening import TRANSPORTS
+from trl_multinode.transports.pieces import Pieces
+from trl_multinode.weights.buckets import WeightMeta, slot_layout
+from trl_multinode.weights.transport import Transport, choose, machine_of
 
 CPU = torch.device("cpu")
 BUCKET = (WeightMeta("w", torch.bfloat16, (2, 3)), WeightMeta("b", torch.float32, (2,)))
@@ -33,23 +36,23 @@ def slots(request, tmp_path):
 
 def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(slots):
     weights, bias = torch.randn(2, 3), torch.randn(2)
-    opened = OpenedSlots(slots.open_for(0), 256, CPU)
+    opened = slots.opened_as.open(slots.open_for(0), 256, CPU, worker=0)
     slots.opened()
-    specs = place(BUCKET)
+    specs = slot_layout(BUCKET)
     for _ in range(2):  # the first broadcast also joins the group
         weights += 1
         slots.write(1, specs, [Pieces.whole(weights), Pieces.whole(bias)])
         with ThreadPoolExecutor(1) as receiver:
             taken = receiver.submit(opened.take, 1, specs)
-            slots.announce(1, 72)
+            slots.transmit(1, 72)
         slots.write(1, specs, [Pieces.whole(torch.zeros(2, 3)), Pieces.whole(torch.zeros(2))])
         got = dict(taken.result())
         assert torch.equal(got["w"], weights.bfloat16()) and torch.equal(got["b"], bias)
 
 
-def test_a_tensor_of_another_shape_is_never_written():
+def test_a_tensor_of_another_shape_is_never_written(slots):
     with pytest.raises(WeightSyncError, match=r"w was gathered with shape \(3, 2\), expected \(2, 3\)"):
-        Slots([torch.zeros(256, dtype=torch.uint8)]).write(0, place(BUCKET[:1]), [Pieces.whole(torch.zeros(3, 2))])
+        slots.write(0, slot_layout(BUCKET[:1]), [Pieces.whole(torch.zeros(3, 2))])
 
 
 def test_a_full_shared_memory_is_named_with_the_cure():
@@ -115,19 +118,34 @@ def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
     assert told == [Broadcast("gloo", str(tmp_path / "store"), 5, first, 5.0) for first in (1, 3)]
 
 
-def test_an_opened_transport_says_which_kind_of_memory():
-    assert {HostMemory, DeviceMemory, Broadcast} == set(OpenedSlots.__init__.__annotations__["memory"].__args__)
+def test_every_transport_is_one_file_with_its_message_and_both_ends():
+    assert set(WEIGHT_TRANSPORTS) == {"auto", *TRANSPORTS}
+    for kind, slots in TRANSPORTS.items():
+        assert slots.kind == kind and issubclass(slots.opened_as, OpenedSlots)
+        assert {slots.__module__} == {slots.opened_as.__module__, slots.opened_as.memory_type.__module__}
+
+
+def test_a_new_transport_is_one_file_and_its_name(monkeypatch, tmp_path):
+    monkeypatch.setitem(TRANSPORTS, "file", FileSlots)
+    model = tiny_qwen2()
+    with serving(engine := Keeper(), folder=tmp_path / "node") as engines:
+        trainer = SyncDriver(model, engines, transport=Transport("file", folder=tmp_path, report=pytest.fail))
+        for _ in range(2):
+            trainer.perturb()
+            trainer.send()
+            assert trainer.sync._slots.kind == "file" and isinstance(engine.opened, OpenedFileSlots)
+            assert digest(engine.tensors) == digest(dict(model.named_parameters()))
 
 
 # ---- with an engine
 
 
-@pytest.mark.parametrize("module", [FAKE, pytest.param(REAL, marks=pytest.mark.engine)], ids=["fake", "vllm"])
+@pytest.mark.parametrize("module", [FAKE, pytest.param(FORKED, marks=pytest.mark.engine)], ids=["fake", "vllm"])
 def test_the_engine_agrees_after_broadcast_syncs_and_disagrees_before(module, tmp_path):
     model = tiny_qwen2(tied=False)
     with running_engines(model, tmp_path, module) as engines:
-        transport = Transport("nccl", folder=tmp_path, say=pytest.fail)
-        trainer = Trainer(model, engines, transport=transport)
+        transport = Transport("nccl", folder=tmp_path, report=pytest.fail)
+        trainer = SyncDriver(model, engines, transport=transport)
         for sync in range(3):
             trainer.perturb()
             if sync:
@@ -138,22 +156,22 @@ def test_the_engine_agrees_after_broadcast_syncs_and_disagrees_before(module, tm
 
 
 def distance(trainer) -> float:
-    scored = torch.from_numpy(trainer.engines.score([5, 6, 7, 290, 299], 0).logprobs.copy())
+    scored = torch.from_numpy(trainer.engines[0].score([5, 6, 7, 290, 299]).logprobs.copy())
     return (scored - trainer.logprobs([5], [6, 7, 290, 299])).abs().max().item()
 
 
 class Garbling(BroadcastSlots):
     """Loses a byte on the way."""
 
-    def announce(self, slot: int, num_bytes: int) -> None:
+    def transmit(self, slot: int, num_bytes: int) -> None:
         self.memory[slot][num_bytes // 2] += 1
-        super().announce(slot, num_bytes)
+        super().transmit(slot, num_bytes)
 
 
 class Silent(BroadcastSlots):
     """Fails before anything is sent: the workers wait for nothing."""
 
-    def announce(self, slot: int, num_bytes: int) -> None:
+    def transmit(self, slot: int, num_bytes: int) -> None:
         raise RuntimeError("no communicator")
 
 
@@ -163,11 +181,13 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, sai
     warnings: list[str] = []
 
     class Failing(Transport):
-        def _make(self, num_bytes):
+        def _make(self, kind, num_bytes):
+            if kind != "nccl":
+                return super()._make(kind, num_bytes)
             return broken(num_bytes, CPU, tmp_path / "store", [1], 3.0)
 
     with running_engines(model, tmp_path, FAKE) as engines:
-        trainer = Trainer(model, engines, transport=Failing("nccl", say=warnings.append))
+        trainer = SyncDriver(model, engines, transport=Failing("nccl", report=warnings.append))
         trainer.perturb()
         trainer.send()
         assert trainer.sync._slots.kind == "host" and distance(trainer) < 1e-3
@@ -178,8 +198,8 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, sai
 def test_a_call_that_hangs_is_left_behind():
     forever = threading.Event()
     with pytest.raises(TimeoutError):
-        within(0.05, forever.wait)
+        call_with_timeout(0.05, forever.wait)
     forever.set()
-    assert within(5.0, lambda: 3) == 3
+    assert call_with_timeout(5.0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        within(5.0, lambda: 1 / 0)
+        call_with_timeout(5.0, lambda: 1 / 0)

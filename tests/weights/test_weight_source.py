@@ -6,16 +6,9 @@ from torch import nn
 from transformers.core_model_loading import WeightRenaming
 
 from trl_multinode.testing.models import renamed_llava, tiny_qwen2
-from trl_multinode.weights.source import (
-    ALIGNMENT,
-    ModuleSource,
-    WeightMeta,
-    checkpoint_names,
-    layer_key,
-    place,
-    plan_buckets,
-    slot_bytes,
-)
+from trl_multinode.weights.buckets import ALIGNMENT, WeightMeta, layer_key, plan_buckets, slot_bytes, slot_layout
+from trl_multinode.weights.names import checkpoint_names
+from trl_multinode.weights.source import ModuleSource
 
 
 class Router(nn.Module):
@@ -174,7 +167,7 @@ def test_the_padding_between_tensors_counts_against_the_limit():
 
 def test_tensors_of_a_bucket_lie_aligned_and_apart():
     bucket = (float_meta("a", 3), WeightMeta("b", torch.bfloat16, (5, 7)), WeightMeta("c", torch.int64, ()))
-    specs = place(bucket)
+    specs = slot_layout(bucket)
     assert [(spec.name, spec.dtype, spec.shape, spec.offset, spec.num_bytes) for spec in specs] == [
         ("a", "float32", (3,), 0, 12),
         ("b", "bfloat16", (5, 7), 64, 70),

@@ -7,16 +7,19 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from checkpoint_source import CheckpointSource
 from forks import on_gloo_ranks
 from served import Keeper, digest, serving
 from torch import nn
 
-from trl_multinode.engine.protocol import Await, BeginUpdate, Digest, WeightVersion
 from trl_multinode.errors import EngineDiedError, EngineError, WeightSyncError
-from trl_multinode.weights.shards import Pieces, ShardGather
-from trl_multinode.weights.source import ModuleSource, WeightMeta, WeightSource
+from trl_multinode.transports.pieces import Pieces
+from trl_multinode.weights.buckets import WeightMeta
+from trl_multinode.weights.shards import ShardGather
+from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import STAGES, SyncTimings, WeightSync, sync_metrics
-from trl_multinode.weights.transports import Transport
+from trl_multinode.weights.transport import Transport
+from trl_multinode.wire.messages import Await, BeginUpdate, Digest, WeightVersion
 
 CPU = torch.device("cpu")
 # Name, shape, dtype in the trainer: odd sizes, sizes below the number of ranks, one that divides
@@ -107,12 +110,12 @@ def test_every_bit_arrives_in_every_engine_of_every_node_whatever_the_buckets(
         for number, limit in enumerate(LIMITS):
             folder = tmp_path / f"store{node}.{number}"
             folder.mkdir(exist_ok=True)
-            said = Transport(transport, workers=[1, 1], folder=folder, say=pytest.fail)
+            said = Transport(transport, workers=[1, 1], folder=folder, report=pytest.fail)
             sync = WeightSync(source, engines, limit, said)
             for _ in range(2):
                 update += 1
                 model.move_to(update)
-                stale = engines is None or engines.ask(0, Digest()).workers != (digest(as_sent(update, dtype)),)
+                stale = engines is None or engines[0].ask(Digest()).workers != (digest(as_sent(update, dtype)),)
                 sync.run(WeightVersion(update, update))
                 found = [] if engines is None else [reply.workers for reply in engines.ask_all(Digest())]
                 yield stale and set(found) <= {(digest(as_sent(update, dtype)),)}
@@ -148,7 +151,14 @@ class Counting(WeightSource):
         self.released += 1
 
 
-def couriers() -> list[str]:
+def test_a_new_source_is_one_file(tmp_path):
+    state = {"embed": torch.randn(37, 5), "layers.0.w": torch.randn(6, 9).t(), "layers.0.steps": torch.tensor(3)}
+    with serving(engine := Keeper(), folder=tmp_path) as engines:
+        timings = WeightSync(CheckpointSource(state), engines, limit_bytes=800).run(WeightVersion(1, 0))
+    assert timings.num_buckets == 2 and digest(engine.tensors) == digest(state)
+
+
+def sender_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("weight sync")]
 
 
@@ -156,7 +166,7 @@ def test_at_most_three_buckets_are_open_and_none_is_left(tmp_path):
     source = Counting()
     with serving(Keeper(lambda update, bucket: time.sleep(0.01)), folder=tmp_path) as engines:
         timings = WeightSync(source, engines, 256).run(WeightVersion(1, 0))
-    assert (source.open, source.most, source.released) == (0, 3, 1) and couriers() == []
+    assert (source.open, source.most, source.released) == (0, 3, 1) and sender_threads() == []
     assert (timings.num_buckets, timings.collectives, timings.num_bytes) == (8, (8, 16), 8 * 256)
     assert timings.load_s >= 8 * 0.01 and timings.total_s >= timings.stream_s >= timings.load_s
 
@@ -173,31 +183,31 @@ def test_a_bucket_that_does_not_load_is_the_error_of_the_sync_and_leaves_nothing
         sync.run(WeightVersion(1, 0))
         with pytest.raises(EngineError, match=r"Rank 0 \(node 0\): engine 1 of node 0: .*no kernel for this shape"):
             sync.run(WeightVersion(2, 1))
-        assert (source.open, source.released) == (0, 2) and couriers() == []
+        assert (source.open, source.released) == (0, 2) and sender_threads() == []
         with pytest.raises(WeightSyncError, match="mixed weights, because .*no kernel for this shape"):
-            engines.score([1, 2], 1)
+            engines[1].score([1, 2])
     assert torch.is_grad_enabled()
 
 
 def test_an_engine_that_is_gone_is_told_by_name(tmp_path):
     def leave(update: int, bucket: int) -> None:
         if bucket == 2:
-            engines.connections[0]._socket.shutdown(2)  # as the engine's end of the stream would
+            engines[0]._connection._socket.shutdown(2)  # as the engine's end of the stream would
 
     source = Counting()
     with serving(Keeper(leave), folder=tmp_path) as engines:
         with pytest.raises(EngineDiedError, match="engine 0 of node 0"):
             WeightSync(source, engines, 256).run(WeightVersion(1, 0))
-        assert source.open == 0 and couriers() == []
+        assert source.open == 0 and sender_threads() == []
 
 
 def test_an_engine_that_does_not_answer_is_waited_for_no_longer_than_its_deadline(tmp_path):
     go = threading.Event()
     with serving(Keeper(lambda update, bucket: go.wait(20)), folder=tmp_path, stall_timeout_s=0.5) as engines:
         start = time.monotonic()
-        with pytest.raises(EngineError, match="said nothing for"):
+        with pytest.raises(EngineError, match="sent nothing for"):
             WeightSync(Counting(), engines, 256).run(WeightVersion(1, 0))
-        assert time.monotonic() - start < 5 and couriers() == []
+        assert time.monotonic() - start < 5 and sender_threads() == []
         go.set()
 
 
@@ -221,6 +231,6 @@ def test_a_run_without_a_sync_logs_no_rate():
 
 def test_a_refused_beginning_is_heard_by_the_ranks_that_wait_for_it(tmp_path):
     with serving(Keeper(), folder=tmp_path, stall_timeout_s=5.0) as engines:
-        with pytest.raises(WeightSyncError, match="before a whole one"):
-            engines.ask(0, BeginUpdate(version=WeightVersion(1, 0), first_bucket=1))
-        engines.ask(0, Await(min_update=1))
+        with pytest.raises(WeightSyncError, match="before a full update"):
+            engines[0].ask(BeginUpdate(version=WeightVersion(1, 0), first_bucket=1))
+        engines[0].ask(Await(min_update=1))

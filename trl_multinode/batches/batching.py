@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Plan:
         return float(costs.sum() / (len(costs) * costs.max(axis=0).sum()))
 
 
-def cost(rows, width, linear: int):
+def cost(rows: int, width: int | np.ndarray, linear: int) -> Any:
     """Return the work of a micro-batch, up to a constant factor: `rows * width * (linear + width)`.
 
     A transformer layer takes `24 s h^2 + 4 s^2 h` operations per sequence of s tokens (Narayanan et al. 2021,
@@ -67,7 +68,7 @@ def cost(rows, width, linear: int):
     return rows * width * (linear + width)
 
 
-def plan(lengths: Sequence[Sequence[int]], pools: Sequence[Sequence[int]], cap: int, linear: int) -> Plan:
+def plan_micro_steps(lengths: Sequence[Sequence[int]], pools: Sequence[Sequence[int]], cap: int, linear: int) -> Plan:
     """Put every row into one bin of at most `cap` slots. No bin is empty, and every rank has the same number of bins.
 
     Args:
@@ -89,9 +90,8 @@ def plan(lengths: Sequence[Sequence[int]], pools: Sequence[Sequence[int]], cap: 
     cuts = [Cuts(flat[order], len(pool), cap, linear) for order, pool in zip(orders, pools, strict=True)]
     count, slowest = best_count(cuts, cap * linear // OVERHEAD)
     plans = []
-    for least in sorted(
-        {0, 0 if len(pools) == 1 else slowest // count}
-    ):  # pools wait for each other, so also try a lower bound: see `curve`
+    # Pools wait for each other, so also try a lower bound on the cost of a micro-step: see `curve`.
+    for least in sorted({0, 0 if len(pools) == 1 else slowest // count}):
         bins: list[list[list[int]]] = [[] for _ in lengths]
         for order, pool, cut in zip(orders, pools, cuts, strict=True):
             for edges in cut.steps(count, least):
@@ -125,7 +125,7 @@ class Cuts:
         ranks (`int`):
             Number of ranks in the pool.
         cap (`int`), linear (`int`):
-            Arguments `cap` and `linear` of [`plan`].
+            Arguments `cap` and `linear` of [`plan_micro_steps`].
     """
 
     def __init__(self, lengths: np.ndarray, ranks: int, cap: int, linear: int):

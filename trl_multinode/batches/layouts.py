@@ -85,14 +85,14 @@ def _one_column(values: torch.Tensor, fill: float) -> torch.Tensor:
     return values if values.shape[1] else values.new_full((len(values), 1), fill)
 
 
-def pack(row: Row) -> torch.Tensor:
+def row_to_record(row: Row) -> torch.Tensor:
     """Pack a row into one int32 vector; floats keep their float32 bits."""
     flat = [value.reshape(-1) for value in row.values()]
     return torch.cat([v.float().view(torch.int32) if v.is_floating_point() else v.to(torch.int32) for v in flat])
 
 
-def unpack(record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: frozenset[str]) -> Row:
-    """Unpack a row: the inverse of [`pack`].
+def record_to_row(record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: frozenset[str]) -> Row:
+    """Unpack a row: the inverse of [`row_to_record`].
 
     Args:
         record (`torch.Tensor`):

@@ -6,11 +6,13 @@ maximum over all its rows, as TRL logs them for a step of a single micro-batch.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
+from trl import GRPOTrainer
+
+from ..libraries import replaced
 
 EXTREMES = ("min", "max")  # suffixes of the metrics that are extremes over rows
 
@@ -23,12 +25,12 @@ class LocalMetrics:
         self._reduced: torch.Tensor | None = None  # the (sum, count) of the value that TRL appends next
 
     @contextmanager
-    def kept_local(self, trainer) -> Iterator[None]:
+    def kept_local(self, trainer: GRPOTrainer) -> Iterator[None]:
         """Make TRL's collectives return the rank's own part while TRL computes the loss of one micro-batch."""
         with (
-            mock.patch.object(trainer.accelerator, "reduce", self._reduce),
-            mock.patch.object(trainer.accelerator, "gather", lambda tensor: tensor),
-            mock.patch.dict(trainer._metrics, {"train": _Lists(self._append)}),
+            replaced(trainer.accelerator, "reduce", self._reduce),
+            replaced(trainer.accelerator, "gather", lambda tensor: tensor),
+            replaced(trainer, "_metrics", trainer._metrics | {"train": _Lists(self._append)}),
         ):
             yield
 
@@ -44,7 +46,7 @@ class LocalMetrics:
             pair = torch.tensor([value, 1.0], dtype=torch.float64)
         self._values[name].append(pair)
 
-    def finish(self, trainer) -> None:
+    def finish(self, trainer: GRPOTrainer) -> None:
         """Add the step to TRL's metrics. A collective of all training ranks: one gather of two numbers per metric."""
         if not self._values:
             return
@@ -70,7 +72,7 @@ def _combine(name: str, pairs: torch.Tensor) -> torch.Tensor:
 class _Lists(dict):
     """Replacement of `trainer._metrics["train"]` in which every key has an `append`."""
 
-    def __init__(self, append):
+    def __init__(self, append: Callable[[str, float], None]):
         super().__init__()
         self._append = append
 
@@ -79,7 +81,7 @@ class _Lists(dict):
 
 
 class _List:
-    def __init__(self, name: str, append):
+    def __init__(self, name: str, append: Callable[[str, float], None]):
         self._name, self._append = name, append
 
     def append(self, value: float) -> None:

@@ -1,7 +1,8 @@
 """`micro_batch_tokens` in TRL's trainer: balanced micro-batches of the rows of an optimizer step.
 
 The accumulating calls of `training_step` only collect TRL's slices; the last call runs all micro-steps through
-transformers' own `training_step`. The gradient equals TRL's: `docs/balance.md` has the formula.
+transformers' own `training_step`. TRL's `training_step` calls both, and counts steps and seconds. The gradient equals
+TRL's: `docs/balance.md` has the formula.
 """
 
 import contextlib
@@ -14,19 +15,21 @@ import torch
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from ..config import field_or_default
 from ..errors import ConfigurationError
-from ..topology import Topology
-from .batching import Plan, plan
-from .layouts import PER_TOKEN, Compact, Row, cut_rows, join_rows, lengths, pack, unpack
+from ..node_settings import NodeSettings
+from ..run.reporter import report
+from ..run.topology import Topology
+from .batching import Plan, plan_micro_steps
+from .layouts import PER_TOKEN, Compact, Row, cut_rows, join_rows, lengths, record_to_row, row_to_record
 from .local_metrics import LocalMetrics
 from .row_exchange import RowExchange
 
 MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # the loss of a micro-batch is a mean over its rows
-SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")  # it is a sum, divided by the tokens of the generation block
+SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")  # the loss is a sum, divided by the tokens of the generation block
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 Tensors = dict[str, torch.Tensor]
+Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
 
 
 def reason_against(trainer: GRPOTrainer) -> str | None:
@@ -51,7 +54,25 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-class BalancedGRPOTrainer(GRPOTrainer):
+class MicroSteps(Trainer):
+    """Link between TRL's trainer and transformers': the `super().training_step` of TRL's trainer is the one below."""
+
+    _balance: "Balance | None" = None
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        if self._balance is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()  # first, as in transformers, because `_prepare_inputs` depends on the mode
+        self._balance.slices.append(self._prepare_inputs(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        micro_step = super().training_step
+        return self._balance.train(model, lambda batch: micro_step(model, batch, num_items_in_batch))
+
+
+class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
     """
     TRL's [`~trl.GRPOTrainer`] with `micro_batch_tokens`; without it every method is TRL's.
 
@@ -64,41 +85,28 @@ class BalancedGRPOTrainer(GRPOTrainer):
         `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`.
     """
 
-    _balance: "Balance | None" = None
-    _current_train_step_time: float  # set by TRL
-
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if field_or_default(self.args, "micro_batch_tokens") is None:
+        if NodeSettings.of(self.args).micro_batch_tokens is None:
             return
         if reason := reason_against(self):
             if self.accelerator.is_main_process:
-                print(f"[trl_multinode] micro_batch_tokens is off, the micro-batches are TRL's: {reason}", flush=True)
+                report(f"micro_batch_tokens is off, the micro-batches are TRL's: {reason}")
             return
         self._balance = Balance(self)
 
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        if self._balance is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        start = time.perf_counter()
-        model.train()  # transformers does so first too, because `_prepare_inputs` depends on the mode
-        self._balance.slices.append(self._prepare_inputs(inputs))
-        loss = torch.zeros((), device=self.args.device)
-        if self.accelerator.sync_gradients:
-            loss = self._balance.train(model, num_items_in_batch)
-        self._step += 1
-        self._current_train_step_time += time.perf_counter() - start
-        if self.accelerator.sync_gradients:
-            self._metrics["train"]["step_time"].append(self._current_train_step_time)
-            self._current_train_step_time = 0.0
-        return loss
-
-    def _prepare_inputs(self, generation_batch):
+    def _prepare_inputs(self, generation_batch: Any) -> Tensors:
         if self._balance is not None and self._balance.inside:
             return generation_batch  # transformers' `training_step` passes a finished micro-batch
         return super()._prepare_inputs(generation_batch)
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: Tensors,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
         if self._balance is None or not self._balance.inside:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         with self._balance.metrics.kept_local(self):
@@ -106,13 +114,19 @@ class BalancedGRPOTrainer(GRPOTrainer):
         return loss * self._balance.scale(len(inputs["prompt_ids"]))
 
     def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
-    ):
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Scores:
         score = super()._get_per_token_logps_and_entropies
         if self._balance is None or not self.model.training:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs)
 
-        def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int):
+        def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Scores:
             layout = Compact(mask, keep, self.pad_to_multiple_of or 1)
             found = score(model, layout.ids(ids), layout.attention_mask, layout.logits_to_keep, **kwargs)
             return layout.restore(found[0]), layout.restore(found[1]), found[2]
@@ -127,13 +141,16 @@ class Balance:
 
     Args:
         trainer ([`BalancedGRPOTrainer`]):
-            Trainer of this rank. All ranks build their `Balance` at the same point, because it creates process groups.
+            Trainer of this rank, with `micro_batch_tokens`. All ranks build their `Balance` at the same point, because
+            it creates process groups.
     """
 
     def __init__(self, trainer: BalancedGRPOTrainer):
-        self._trainer, self._args = trainer, trainer.args
+        settings = NodeSettings.of(trainer.args)
+        assert settings.micro_batch_tokens is not None
+        self._trainer, self._args, self._cap = trainer, trainer.args, settings.micro_batch_tokens
         self._topology = Topology.from_environment()
-        self._exchange = RowExchange(self._topology, self._args.balance_across, trainer.accelerator.device)
+        self._exchange = RowExchange(self._topology, settings.balance_across, trainer.accelerator.device)
         self._linear = 6 * trainer.model.config.get_text_config().hidden_size
         self._multiple = trainer.pad_to_multiple_of or 1
         per_sequence = trainer.vllm_importance_sampling_mode.startswith("sequence_")
@@ -148,7 +165,7 @@ class Balance:
         """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/balance.md."""
         return rows / self._slice_rows if self._trainer.loss_type in MEAN_OVER_ROWS else 1.0
 
-    def train(self, model, num_items_in_batch) -> torch.Tensor:
+    def train(self, model: torch.nn.Module, micro_step: Callable[[Tensors], torch.Tensor]) -> torch.Tensor:
         """Run all micro-steps of an optimizer step; return this rank's loss, scaled like the sum over TRL's calls."""
         slices, self.slices = self.slices, []
         self._slice_rows = len(slices[0]["prompt_ids"])
@@ -160,7 +177,7 @@ class Balance:
             for index, (scalars, rows) in enumerate(batches):
                 batch = self._join(rows) | scalars
                 with self._synchronized(model, last=index == len(batches) - 1):
-                    loss += Trainer.training_step(self._trainer, model, batch, num_items_in_batch)
+                    loss += micro_step(batch)
         finally:
             self.inside = False
         self._log(shares, time.perf_counter() - start)
@@ -176,7 +193,7 @@ class Balance:
         return list(blocks.values())
 
     @contextlib.contextmanager
-    def _synchronized(self, model, last: bool) -> Iterator[None]:
+    def _synchronized(self, model: torch.nn.Module, last: bool) -> Iterator[None]:
         """Let only the last micro-step reduce the gradients, as in transformers' own loop."""
         accelerator = self._trainer.accelerator
         accelerator.gradient_state._set_sync_gradients(last)
@@ -188,7 +205,13 @@ class Balance:
                 yield
 
     @torch.no_grad()
-    def score(self, compact: Callable, input_ids: torch.Tensor, mask: torch.Tensor, keep: int) -> torch.Tensor:
+    def score(
+        self,
+        compact: Callable[[torch.Tensor, torch.Tensor, int], Scores],
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        keep: int,
+    ) -> torch.Tensor:
         """Return the completions' per-token log-probs, shape `(rows, keep)`, equal to those of TRL's fixed chunks."""
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         columns = (slice(None, -keep), slice(-keep, None))
@@ -201,7 +224,7 @@ class Balance:
             logps = compact(ids, masks, batch["completion_ids"].shape[1])[0]
             found |= {n: row[: share.sizes[n, 1]] for n, row in zip(rows, logps, strict=True)}
         guests = [number for number in found if share.plan.owners[number] != self._exchange.rank]
-        records = {number: pack({"logps": found[number]}) for number in guests}
+        records = {number: row_to_record({"logps": found[number]}) for number in guests}
         back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.plan.owners)
         self._count(share.sizes[:, 1], share)
         result = logps.new_zeros(len(input_ids), keep)
@@ -215,17 +238,18 @@ class Balance:
         table = self._exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
         padded = -(-table.sum(2) // self._multiple) * self._multiple
         self._check(padded)
-        cut = plan(padded, self._exchange.pools, self._args.micro_batch_tokens, self._linear)
+        cut = plan_micro_steps(padded, self._exchange.pools, self._cap, self._linear)
         share = Share(cut, table.reshape(-1, 2), self._exchange.rank, inputs[0])
         mine = dict(zip(share.own, (row for part in inputs for row in cut_rows(part, self._per_token)), strict=True))
         like = next(iter(mine.values()))
         in_row = [name for name in like if name in self._per_token]
         others = sum(value.numel() for name, value in like.items() if name not in (*in_row, "prompt_ids"))
         record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
-        leaving = {number: pack(row) for number, row in mine.items() if share.targets[number] != self._exchange.rank}
+        away = {number: row for number, row in mine.items() if share.targets[number] != self._exchange.rank}
+        leaving = {number: row_to_record(row) for number, row in away.items()}
         arrived = self._exchange.move(leaving, record_sizes, cut.owners, share.targets)
         self._count(record_sizes, share)
-        mine |= {n: unpack(record, like, share.sizes[n], self._per_token) for n, record in arrived.items()}
+        mine |= {n: record_to_row(record, like, share.sizes[n], self._per_token) for n, record in arrived.items()}
         share.steps = [{number: mine[number] for number in numbers} for numbers in cut.bins[self._exchange.rank]]
         return share
 
@@ -240,12 +264,11 @@ class Balance:
 
     def _check(self, padded: np.ndarray) -> None:
         """Raise on every rank if any row is too long; every rank has all lengths."""
-        cap = self._args.micro_batch_tokens
-        if padded.max() > cap:
+        if padded.max() > self._cap:
             rank = int(padded.max(axis=1).argmax())
             raise ConfigurationError(
                 f"{self._topology}: a row of rank {rank} has {padded.max()} tokens with its prompt, more than "
-                f"`micro_batch_tokens` {cap}. Raise `micro_batch_tokens` to at least the longest prompt + "
+                f"`micro_batch_tokens` {self._cap}. Raise `micro_batch_tokens` to at least the longest prompt + "
                 f"`max_completion_length` {self._args.max_completion_length}, or shorten prompts."
             )
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..topology import Topology
+from ..run.topology import Topology
 
 
 class RowExchange:

@@ -37,12 +37,12 @@ class Launch:
     """One node's share of a launch, as accelerate reads file and flags."""
 
     args: argparse.Namespace  # flags merged with the file, prepared for torchrun
-    file: dict[str, Any]  # keys and values, mended so that accelerate accepts them
+    file: dict[str, Any]  # keys and values, corrected so that accelerate accepts them
     launcher: str  # name of accelerate's launcher function
     num_nodes: int
     ranks_per_node: int  # rounded down, as accelerate does
     started: int  # processes that the launcher starts on this node
-    visible: list[str] | None  # GPUs that these processes see, by the node's numbers; `None` on CPU
+    visible: list[str] | None  # GPUs that these processes see, as numbered on the node; `None` on CPU
     port: int | None  # requested port, before accelerate chooses one
     endpoint: str | None = None  # rendezvous backend, host and port; `None` without torchrun
 

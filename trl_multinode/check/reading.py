@@ -2,24 +2,28 @@
 
 import argparse
 import difflib
+import logging
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch.distributed.run as torchrun
 import yaml
 from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import _filter_args, prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from accelerate.utils import launch as prepare
 
+from ..libraries import replaced
 from .launch import Launch, Problem
 
 # Accelerate's launchers that end in torchrun, each with the function that prepares its arguments.
 PREPARE = {"deepspeed_launcher": prepare_deepspeed_cmd_env, "multi_gpu_launcher": prepare_multi_gpu_env}
 # Keys that the config loader accepts: its fields, and two older spellings that it converts.
 FILE_KEYS = {*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend"}
+SILENT = logging.Logger("silent", logging.CRITICAL + 1)
 
 
 def _launch_parser() -> argparse.ArgumentParser:
@@ -30,10 +34,12 @@ def _launch_parser() -> argparse.ArgumentParser:
 
 
 def flag_names() -> set[str]:
+    """Return the names of all flags of `accelerate launch`."""
     return set(vars(_launch_parser().parse_args(["script"])))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the most similar known word as the end of a message, or an empty string."""
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f", did you mean {close[0]}?" if close else ""
 
@@ -93,16 +99,17 @@ def merge(args: argparse.Namespace) -> str:
     """
     called: list[str] = []
     names = [name for name in vars(accelerate_launch) if name.endswith("_launcher")]
-    fakes: dict[str, Any] = {name: lambda *_, name=name: called.append(name) for name in names}
-    # For `--mixed_precision bf16` accelerate checks the GPU, and a login node may have none.
-    fakes["is_bf16_available"] = lambda *_: True
-    fakes["logger"] = mock.Mock()  # the real one logs default thread counts
-    with mock.patch.multiple(accelerate_launch, **fakes):
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced(accelerate_launch, name, lambda *_, name=name: called.append(name)))
+        # For `--mixed_precision bf16` accelerate checks the GPU, and a login node may have none.
+        stack.enter_context(replaced(accelerate_launch, "is_bf16_available", lambda *_: True))
+        stack.enter_context(replaced(accelerate_launch, "logger", SILENT))  # accelerate logs default thread counts
         accelerate_launch.launch_command(args)
     return called[0]
 
 
-def plan(path: str, flags: list[str], gpus_per_node: int) -> tuple[Launch | None, list[Problem]]:
+def read_launch(path: str, flags: list[str], gpus_per_node: int) -> tuple[Launch | None, list[Problem]]:
     """Determine the launch that `accelerate launch --config_file path *flags` would run on this node.
 
     Returns:
@@ -126,7 +133,7 @@ def plan(path: str, flags: list[str], gpus_per_node: int) -> tuple[Launch | None
         launch = _launch(args, file, launcher, gpus_per_node)
     except Exception as error:  # accelerate raises ValueError, AssertionError, AttributeError, TypeError and more
         what = f"accelerate refuses this launch ({type(error).__name__}: {error})"
-        return None, [*problems, Problem(what, "follow that sentence; the other rules could not be looked at")]
+        return None, [*problems, Problem(what, "follow that message; the other rules could not run")]
     return launch, problems
 
 
@@ -141,7 +148,7 @@ def _launch(args: argparse.Namespace, file: dict[str, Any], launcher: str, gpus_
 
 def _endpoint(args: argparse.Namespace, launcher: str) -> str:
     # Accelerate would raise for a port in use; `rank_problems` reports it instead.
-    with mock.patch("accelerate.utils.launch.is_port_in_use", lambda port: False):
+    with replaced(prepare, "is_port_in_use", lambda port: False):
         PREPARE[launcher](args)
     # Torchrun fills in the options that accelerate leaves open, from its defaults and `PET_*` variables.
     run = _filter_args(args, torchrun.get_args_parser(), ["--training_script", "script"])

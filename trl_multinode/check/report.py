@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .launch import Batch, Launch, Problem
-from .reading import plan
+from .reading import read_launch
 from .rules import count_problems, device_problems, launcher_problems, rank_problems
 from .rules_batch import batch_problems, deepspeed_problems
 from .rules_keys import key_problems
@@ -37,7 +37,7 @@ def check(
     Raises:
         `SystemExit`: with status 2, for a flag that `accelerate launch` does not have, or for two config files.
     """
-    launch, problems = plan(path, flags, gpus_per_node)
+    launch, problems = read_launch(path, flags, gpus_per_node)
     if launch is not None:
         problems += launcher_problems(launch)
         problems += count_problems(launch, gpus_per_node)
@@ -60,7 +60,7 @@ def notes(launch: Launch) -> Iterator[str]:
     if launch.num_nodes > 1 and args.main_process_ip in ("127.0.0.1", "localhost", "::1"):
         yield f"`main_process_ip` {args.main_process_ip}: all {launch.num_nodes} nodes must be this one machine"
     if launch.num_nodes > 1 and launch.rank_in_file:
-        yield f"`machine_rank` {args.machine_rank} is the file's: every node that uses this file has that rank"
+        yield f"`machine_rank` {args.machine_rank} comes from the file: every node that uses this file has that rank"
 
 
 def table(launch: Launch, batch: Batch | None) -> Table:
@@ -86,7 +86,7 @@ def table(launch: Launch, batch: Batch | None) -> Table:
 def parse(argv: list[str] | None) -> tuple[str, list[str], Batch | None, int]:
     """Split the command line into the file, flags of `accelerate launch`, and this module's own arguments."""
     parser = argparse.ArgumentParser("python -m trl_multinode.check", allow_abbrev=False)
-    parser.description = "What `accelerate launch` would really run on this node, and what is wrong with it."
+    parser.description = "Report what `accelerate launch` would run on this node, and every problem with its cure."
     parser.epilog = "Any other flag is one of `accelerate launch`, as in --machine_rank 1 --main_process_ip HOST0."
     parser.add_argument("file", help="config file of `accelerate launch`; give it before any flag")
     parser.add_argument(

@@ -17,7 +17,7 @@ def launcher_problems(launch: Launch) -> Iterator[Problem]:
         yield Problem(what, "write `deepspeed_multinode_launcher: standard` under `deepspeed_config:`")
     if launch.launcher == "simple_launcher" and (args.num_processes or 1) > 1:
         cause = "--cpu" if args.cpu else f"distributed_type: {kind}"
-        what = f"`{cause}` starts one process a node and says nothing (got 1, expected {launch.ranks_per_node})"
+        what = f"`{cause}` starts one process per node without a warning (got 1, expected {launch.ranks_per_node})"
         cure = "write `distributed_type: DEEPSPEED`; without a GPU add `use_cpu: true` and leave `--cpu` out"
         yield Problem(what, cure)
     if launch.launcher not in {*PREPARE, "simple_launcher"} or args.use_megatron_lm:
@@ -29,14 +29,14 @@ def launcher_problems(launch: Launch) -> Iterator[Problem]:
 
 
 def count_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:
-    """Yield a problem if `num_processes`, the total, does not divide by the nodes; accelerate rounds shares down."""
+    """Yield a problem if `num_processes`, the total, is not divisible by the nodes; accelerate rounds shares down."""
     total, nodes = launch.args.num_processes or 1, launch.num_nodes
     if total % nodes == 0:
         return
     most = total if launch.visible is None else max(1, gpus_per_node - 1)
     shares = sorted({min(max(1, share), most) for share in (total // nodes, total // nodes + 1)})
     fits = " or ".join(f"{share * nodes} ({share} a node)" for share in shares)
-    what = f"`num_processes`, the total, does not divide by {nodes} nodes: accelerate runs {total // nodes} on each"
+    what = f"`num_processes`, the total, is not divisible by {nodes} nodes: accelerate runs {total // nodes} on each"
     yield Problem(f"{what} (got {total}, expected {fits})", f"write `num_processes:` {fits}")
 
 

@@ -28,12 +28,12 @@ def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
         what = f"TRL takes only one of `generation_batch_size` (got {world}) and `steps_per_generation`"
         yield Problem(f"{what} (got {batch.steps_per_generation})", "leave one of them out")
     if batch.generation_batch_size and (world % group or world % (rows * num_ranks)):
-        what = f"`generation_batch_size` does not divide (got {world}, expected a multiple of {rows} rows x"
+        what = f"`generation_batch_size` is not divisible (got {world}, expected a multiple of {rows} rows x"
         what += f" {num_ranks} ranks and of {group} generations)"
         fits = _multiples(lcm(rows * num_ranks, group), near=world)
         yield Problem(what, f"with {num_ranks} ranks pass `--generation_batch_size` {fits}")
     elif world % group:
-        what = f"the world batch does not divide by `num_generations` (got {world} completions = {rows} rows x"
+        what = f"the world batch is not divisible by `num_generations` (got {world} completions = {rows} rows x"
         what += f" {num_ranks} ranks x {batch.steps} steps, expected a multiple of {group})"
         yield Problem(what, f"with {num_ranks} ranks pass {_values_that_work(batch, num_ranks)}")
 

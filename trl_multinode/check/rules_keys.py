@@ -1,4 +1,4 @@
-"""Rules for the file's keys; each yields those that nothing reads."""
+"""Rules for the file's keys; they yield the keys that neither accelerate nor the trainer reads."""
 
 from collections.abc import Iterator
 from typing import Any

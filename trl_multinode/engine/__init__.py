@@ -1,7 +1,5 @@
-"""The engines of a node: their processes, the protocol, and the ranks' side of both.
+"""A rank's side of its node's engines.
 
-- in a rank: `settings` prepares an engine, `process` owns its process, `node_engines` sends it requests;
-- on both sides: `protocol`, `supervisor`, `process_group`, `page_lock`;
-- in the engine process: `main` (vLLM) behind `server`;
-- in vLLM's own processes: `plugin`, and in its workers `worker` with `receiving` and `reloading`.
+`fleet` starts and ends the engines (`settings`, `process`); `node_engines` has a `client` for each of them, and
+`dispatch` chooses the engine of every request.
 """

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from ..errors import EngineStartError
-from .protocol import reason_of_end
-from .server import EngineSpec
-from .supervisor import exit_cause, unlink_shared_memory
+from ..wire.connection import reason_of_end
+from ..wire.messages import EngineSpec
+from ..wire.supervisor import exit_cause, unlink_shared_memory
 
 # Variables that an engine needs from the launching environment. With RANK, WORLD_SIZE or MASTER_* vLLM would join the
 # trainers' world; tokens are left out because the engine never contacts a hub.
@@ -39,7 +39,12 @@ def engine_environment(extra: dict[str, str]) -> dict[str, str]:
         and "KEY" not in name
     }
     quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    return {**kept, **quiet, **extra}
+    # vLLM's process titles would overwrite /proc/<pid>/environ, which shows the run that a process belongs to
+    readable = {"SPT_NOENV": "1"}
+    # vLLM forks by default until CUDA is initialized, and a fork inherits `plugins_loaded = True`: it would not run
+    # our plugin, and the engine would refuse to start. `vllm serve` and vLLM on a CPU spawn too.
+    spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    return {**kept, **quiet, **readable, **spawning, **extra}
 
 
 class RunFolder:
@@ -82,7 +87,7 @@ class EngineProcess:
         environment (`dict[str, str]`):
             Variables on top of the allow-listed environment: devices, thread counts.
         module (`str`):
-            Module to run; the test kit passes its fake engine.
+            Module to run, and arguments for it, separated by blanks; the test kit passes engines of its own.
     """
 
     def __init__(
@@ -93,8 +98,7 @@ class EngineProcess:
         log_path: Path,
         engine_args: dict,
         environment: dict[str, str],
-        module: str = "trl_multinode.engine.main",
-        delay_s: float = 0.0,
+        module: str = "trl_multinode.engine_process.main",
     ):
         self.index = index
         self.name = f"engine {index} of node {node}"
@@ -110,7 +114,6 @@ class EngineProcess:
             shared_memory_record=str(self._shared_memory),
             owner_pid=os.getpid(),
             engine_args=engine_args,
-            delay_s=delay_s,
         )
         spec_path = folder.path / f"engine{index}.json"
         spec_path.write_bytes(msgspec.json.encode(spec))
@@ -120,7 +123,7 @@ class EngineProcess:
             log.flush()
             # a session of its own: Ctrl-C in the terminal must reach only the ranks, which then log why they end
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(spec_path)],
+                [sys.executable, "-m", *module.split(), str(spec_path)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env=engine_environment(environment), start_new_session=True,
             )  # fmt: skip
@@ -185,13 +188,13 @@ class EngineProcess:
         return True
 
 
-def wait_until_ready(engines: list[EngineProcess], timeout_s: float, say: Callable[[str], None]) -> None:
+def wait_until_ready(engines: list[EngineProcess], timeout_s: float, report: Callable[[str], None]) -> None:
     """Wait until all engines of the node are ready, and report progress every 10 s.
 
     Raises:
         `EngineStartError`: if an engine ends, or an engine is not ready within `timeout_s`.
     """
-    start = said = time.monotonic()
+    start = reported = time.monotonic()
     while waiting := [engine for engine in engines if not engine.is_ready()]:
         now = time.monotonic()
         if now - start > timeout_s:
@@ -200,8 +203,8 @@ def wait_until_ready(engines: list[EngineProcess], timeout_s: float, say: Callab
                 f"{engine.name} was not ready after {timeout_s:.0f} s (last line of its log: {engine.last_line()!r}). "
                 f"Raise `engine_start_timeout`, or see its log: {engine.log_path}"
             )
-        if now - said > PROGRESS_EVERY_S:
-            said = now
-            say(f"{waiting[0].name} is starting, {now - start:.0f} s: {waiting[0].last_line()}")
+        if now - reported > PROGRESS_EVERY_S:
+            reported = now
+            report(f"{waiting[0].name} is still starting after {now - start:.0f} s: {waiting[0].last_line()}")
         time.sleep(0.1)
-    say(f"{len(engines)} engine(s) ready after {time.monotonic() - start:.0f} s")
+    report(f"{len(engines)} engine(s) ready after {time.monotonic() - start:.0f} s")

@@ -5,31 +5,29 @@ import json
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from .. import faults
-from ..config import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, field_or_default
 from ..errors import ConfigurationError
-from ..topology import EngineDevices, Topology
+from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, NodeSettings
+from ..run.topology import EngineDevices, Topology
 
-VLLM_RANGE = ((0, 26), (0, 33))  # 0.26, the last for torch 2.11, and 0.32 pass the engine tests (docs/versions.md)
+VLLM_RANGE = ((0, 26), (0, 33))  # 0.26 (the last for torch 2.11) and 0.32 pass the engine tests (docs/versions.md)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts
 CPU_KV_CACHE_BYTES = 256 << 20
 # Engines on a CPU run eagerly, because torch.compile would take 17 s in the first request
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
-# With several engines a rank holds back a quarter of an engine's rows, for the engine that is free first
+# Share of an engine's rows that ranks keep in flight if there are several; the rest goes to the first free engine
 WINDOW_SHARE = 3 / 4
-# The test kit finds its processes by a marker in their environment; SPT_NOENV keeps vLLM's titles from overwriting it
-TEST_VARIABLES = (faults.VARIABLE, "TRL_MULTINODE_TEST_MARKER", "SPT_NOENV")
 
 
 class EngineSettings:
     """Settings of the engines of one node.
 
     Args:
-        args ([`~trl.GRPOConfig`]):
-            Config of the trainer, from TRL or from this library.
+        settings (`NodeSettings`):
+            Settings of node mode.
         topology (`Topology`), devices (`EngineDevices`):
             Topology of the calling rank, and the devices of its node's engines.
         dtype (`torch.dtype`):
@@ -38,18 +36,27 @@ class EngineSettings:
             Keywords that TRL passes to its `VLLMGeneration`; they are meant for colocated engines.
         lora_rank (`int`, *optional*, defaults to 0):
             Rank of the adapter that the engines serve apart from the weights; 0: none.
+        see_sender (`bool`, *optional*, defaults to `False`):
+            Make the GPU of the local main process visible to the engines, as some transports need.
     """
 
     def __init__(
-        self, args, topology: Topology, devices: EngineDevices, dtype: torch.dtype, keywords: dict, lora_rank: int = 0
+        self,
+        settings: NodeSettings,
+        topology: Topology,
+        devices: EngineDevices,
+        dtype: torch.dtype,
+        keywords: dict,
+        lora_rank: int = 0,
+        see_sender: bool = False,
     ):
         self.dtype = dtype
         self._lora_rank = lora_rank
-        self._args = args
+        self._see_sender = see_sender
+        self._settings = settings
         self._topology = topology
         self._devices = devices
         self._keywords = keywords
-        self._further = _as_dict(field_or_default(args, "engine_kwargs"))
 
     @property
     def max_num_seqs(self) -> int:
@@ -57,9 +64,9 @@ class EngineSettings:
 
         TRL's keyword is the rows of one rank times the tensor parallel size; here a node's ranks share the engines.
         """
-        if chosen := self._further.get("max_num_seqs"):
+        if chosen := self._settings.engine_kwargs.get("max_num_seqs"):
             return chosen
-        rows = (self._keywords.get("max_num_seqs") or 8) // self._args.vllm_tensor_parallel_size
+        rows = (self._keywords.get("max_num_seqs") or 8) // self._settings.vllm_tensor_parallel_size
         return max(8, -(-rows * self._topology.ranks_per_node // len(self._devices.per_engine)))
 
     @property
@@ -72,31 +79,30 @@ class EngineSettings:
         args = {
             "model": str(model_folder),
             "dtype": str(self.dtype).removeprefix("torch."),
-            "tensor_parallel_size": self._args.vllm_tensor_parallel_size,
+            "tensor_parallel_size": self._settings.vllm_tensor_parallel_size,
             "max_model_len": self._keywords.get("max_model_length"),
             "max_num_seqs": self.max_num_seqs,
             "model_impl": self._keywords.get("model_impl", "auto"),
             "trust_remote_code": self._keywords.get("trust_remote_code", False),
             # without per-row seeds, engines with the same seed would repeat each other's completions
-            "seed": self._args.seed + self._topology.node * len(self._devices.per_engine) + index,
+            "seed": self._settings.seed + self._topology.node * len(self._devices.per_engine) + index,
         }
-        return args | self._memory(index) | lora_arguments(self._lora_rank) | self._further
+        return args | self._memory(index) | lora_arguments(self._lora_rank) | self._settings.engine_kwargs
 
     def _memory(self, index: int) -> dict:
         if not self._devices.per_engine[index]:
             return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-        share = self._args.vllm_gpu_memory_utilization
+        share = self._settings.vllm_gpu_memory_utilization
         if share is None:
             share = GPU_SHARE_OF_TRAINING if self._devices.shared_with_training else GPU_SHARE_OF_RESERVED
         return {"gpu_memory_utilization": share}
 
-    def environment(self, index: int, transport: str = "host") -> dict[str, str]:
+    def environment(self, index: int) -> dict[str, str]:
         """Return the variables on top of the allow-listed environment."""
-        test_only = {name: os.environ[name] for name in TEST_VARIABLES if name in os.environ}
-        gpus = self._devices.seen_by(index, with_sender=transport == "ipc")
+        gpus = self._devices.seen_by(index, with_sender=self._see_sender)
         if gpus:
-            return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), **test_only}
-        return {**CPU_ENVIRONMENT, **cores_per_worker(self._args.vllm_tensor_parallel_size), **test_only}
+            return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+        return {**CPU_ENVIRONMENT, **cores_per_worker(self._settings.vllm_tensor_parallel_size)}
 
 
 def lora_arguments(rank: int) -> dict:
@@ -107,7 +113,7 @@ def lora_arguments(rank: int) -> dict:
 
 
 def cores_per_worker(tensor_parallel_size: int) -> dict[str, str]:
-    """Return the variable of the workers' cores; vLLM needs it for tensor parallelism on a CPU with one NUMA node."""
+    """Return a variable with the workers' cores; vLLM needs it for tensor parallelism on a CPU with one NUMA node."""
     if tensor_parallel_size == 1 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tensor_parallel_size)))}
@@ -134,19 +140,18 @@ def check_vllm() -> None:
         )
 
 
-def engine_dtype(args, model) -> torch.dtype:
+def engine_dtype(settings: NodeSettings, model: Any) -> torch.dtype:
     """Return `engine_dtype` if it is set, else bfloat16 or float16 if training uses it, else the model's dtype."""
-    name = field_or_default(args, "engine_dtype")
-    if name != "auto":
-        return getattr(torch, name)
-    if args.bf16:
+    if settings.engine_dtype != "auto":
+        return getattr(torch, settings.engine_dtype)
+    if settings.bf16:
         return torch.bfloat16
-    if args.fp16:
+    if settings.fp16:
         return torch.float16
     return model.dtype
 
 
-def save_without_weights(model, processing_class, folder: Path) -> None:
+def save_without_weights(model: Any, processing_class: Any, folder: Path) -> None:
     """Write a directory from which vLLM starts with dummy weights.
 
     It needs no hub and no token, and fits model instances, resized embeddings and changed configs, because it is
@@ -160,7 +165,3 @@ def save_without_weights(model, processing_class, folder: Path) -> None:
     processing_class.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.to_json_file(folder / "generation_config.json")
-
-
-def _as_dict(value) -> dict:
-    return json.loads(value) if isinstance(value, str) else dict(value or {})

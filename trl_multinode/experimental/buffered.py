@@ -20,8 +20,8 @@ class BufferedNodeTrainer(NodeTrainer):
     @staticmethod
     def _build_generation(host: NodeHost, *, mode: str, **keywords: Any) -> NodeGeneration:
         """Multiply `max_num_seqs` by the TP size, as TRL's other trainers do: `EngineSettings` divides by it."""
-        keywords["max_num_seqs"] *= host.args.vllm_tensor_parallel_size
+        keywords["max_num_seqs"] *= host.settings.vllm_tensor_parallel_size
         return NodeTrainer._build_generation(host, mode=mode, **keywords)
 
-    def _fill_buffer(self, generation_batch, buffer_steps: int):
+    def _fill_buffer(self, generation_batch: Any, buffer_steps: int) -> None:
         return self._one_round(partial(super()._fill_buffer, generation_batch, buffer_steps))

@@ -3,7 +3,9 @@
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 
 from ..config import GRPO_ONLY, NO_LOGPROBS, NodeFields
@@ -28,13 +30,13 @@ class MultiNodeGOLDTrainer(BufferedNodeTrainer, GOLDTrainer):
         super()._wire(host)
         self._texts = TextLogging(sys.modules[GOLDTrainer.__module__], keep=self.args.log_completions)
 
-    def _prepare_inputs(self, generation_batch):
+    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(generation_batch)
         if self.host is not None and self.model.training:
             texts = self._buffered_text_logs[(self._step - 1) % self.steps_per_round]
             self._texts.remember(*(texts or ((), ())))
         return inputs
 
-    def training_step(self, *args, **kwargs):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._texts.during_scoring() if self.host is not None else nullcontext():
             return super().training_step(*args, **kwargs)

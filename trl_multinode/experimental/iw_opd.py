@@ -1,6 +1,7 @@
 """TRL's experimental IW-OPD on the engines of every node."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.utils.data import IterableDataset
 from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
@@ -31,22 +32,22 @@ class MultiNodeIWOPDTrainer(BufferedNodeTrainer, IWOPDTrainer):
         self._buffer_step = value
 
     @property
-    def _goes_on(self) -> bool:
+    def _is_resumed(self) -> bool:
         """`True` if this run was resumed from a checkpoint and its data must be fast-forwarded."""
         return self.host is not None and self._resume.resuming and not isinstance(self.train_dataset, IterableDataset)
 
-    def _get_train_sampler(self, dataset=None):
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)
-        if self._goes_on:
+        if self._is_resumed:
             sampler.repeat_count = self.steps_per_round
         return sampler
 
-    def get_train_dataloader(self):
+    def get_train_dataloader(self) -> Any:
         """
-        Return TRL's loader, in a resumed run without the wrapper by which TRL repeats batches.
+        Return TRL's loader; in a resumed run, remove the wrapper with which TRL repeats batches.
 
-        accelerate fast-forwards the loader inside the wrapper by the number of repeated batches, so the run would go
-        on with other prompts. In a resumed run the sampler repeats the prompts instead, as GOLD's does.
+        accelerate fast-forwards the loader inside the wrapper by the number of repeated batches, so the run
+        would continue with other prompts. In a resumed run the sampler repeats the prompts instead, as GOLD's does.
         """
         loader = super().get_train_dataloader()
-        return loader.dataloader if self._goes_on else loader
+        return loader.dataloader if self._is_resumed else loader

@@ -2,7 +2,9 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from .self_distillation import SelfDistillationFields, SelfDistillationNodeTrainer
@@ -23,6 +25,6 @@ class MultiNodeSDPOTrainer(SelfDistillationNodeTrainer, SDPOTrainer):
 
     _trl, _config = SDPOTrainer, MultiNodeSDPOConfig
 
-    def _calculate_rewards(self, *args, **kwargs):
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.host.phases("reward") if self.host is not None else nullcontext():
             return super()._calculate_rewards(*args, **kwargs)

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from trl.generation import vllm_generation
 
-from ..config import GRPO_ONLY, NO_LOGPROBS, NodeFields, is_node_mode
+from ..config import GRPO_ONLY, NO_LOGPROBS, NodeFields
 from ..errors import ConfigurationError
+from ..node_settings import is_node_mode
 from ..node_trainer import NodeTrainer
 
 
@@ -16,11 +18,11 @@ class SelfDistillationFields(NodeFields):
 
     _not_for = GRPO_ONLY | NO_LOGPROBS
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if is_node_mode(self) and self.use_teacher_server:
             raise ConfigurationError(
-                "`use_teacher_server=True` asks TRL's generation server for the teacher's log-probs, and node mode "
+                "`use_teacher_server=True` needs TRL's generation server for the teacher's log-probs, and node mode "
                 "has none. Use `use_teacher_server=False`: the ranks compute them; or `vllm_mode='server'`."
             )
 
@@ -30,5 +32,5 @@ class SelfDistillationNodeTrainer(NodeTrainer):
 
     _builds_in = vllm_generation
 
-    def _prepare_training_batch(self, inputs):
+    def _prepare_training_batch(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         return self._one_round(partial(super()._prepare_training_batch, inputs))

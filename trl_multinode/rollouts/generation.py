@@ -5,16 +5,20 @@ class replaces it; a contract test pins the keywords and the shape of the return
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ..engine.node_engines import NodeEngines, PromptRequest, Rollout
-from ..engine.protocol import WeightVersion
+from torch import nn
+
+from ..engine.client import Rollout
+from ..engine.dispatch import PromptRequest
+from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError, PromptTooLongError
-from ..weights.sync import SyncTimings, check_version
-from .look_ahead import LookAhead, Rollouts
+from ..weights.sync import SyncTimings
+from ..wire.messages import WeightVersion
+from .look_ahead import LookAhead, RoundRollouts
 from .rows import FloatRow, RowSeeds, TokenRow, raw_image
 
 Prompts = list[list[int]]  # token ids, one row per requested completion
@@ -36,10 +40,10 @@ class NodeGeneration:
     def __init__(
         self,
         *,
-        host,
-        model,
-        accelerator,
-        processing_class,
+        host: Any,
+        model: nn.Module,
+        accelerator: Any,
+        processing_class: Any,
         repetition_penalty: float = 1.0,
         temperature: float = 1.0,
         top_p: float = 1.0,
@@ -68,7 +72,7 @@ class NodeGeneration:
             self.sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         self.version = WeightVersion()
         self._weights_changed = True  # since the last successful sync
-        self.seeds = RowSeeds(host.rollout_seed, accelerator.process_index)
+        self.seeds = RowSeeds(host.settings.rollout_seed, accelerator.process_index)
         self._host = host
         self._phases = host.phases
         self.engines: NodeEngines = host.start_engines(model, processing_class, engine_keywords)
@@ -76,8 +80,9 @@ class NodeGeneration:
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
         self._returns_logprobs = logprobs is not None
         self.rows: list[Rollout] = []  # completions of the last `generate` call
-        self.used = Rollouts(0, [], [], self.version)  # completions of the current round's first turn
-        self.on_stale: Callable[[Rollouts], None] = lambda made: None  # called before the next round's requests go out
+        self.used = RoundRollouts(0, [], [], self.version)  # completions of the round's first `generate` call
+        # called before the next round's requests are sent
+        self.on_stale: Callable[[RoundRollouts], None] = lambda made: None
         self.begin_round("train", 0)
 
     def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
@@ -139,7 +144,7 @@ class NodeGeneration:
         prompts: Prompts,
         images: list[list | None] | None,
         num_generations: int,
-        profiler=None,
+        profiler: AbstractContextManager | None = None,
     ) -> tuple[list, list, list | None, list | None]:
         """Generate completions of this rank's prompts on its node's engines. Not a collective.
 
@@ -165,7 +170,7 @@ class NodeGeneration:
         self._check_lengths(prompts)
         self.generated = True
         with self._phases("generate"), profiler or nullcontext():
-            rows = self._first_turn(prompts, images) if self._takes_ahead else self._fresh(prompts, images)
+            rows = self._first_call(prompts, images) if self._takes_ahead else self._fresh(prompts, images)
         self.rows = rows
         completion_ids = [row.tokens.tolist() for row in rows]
         if not self._returns_logprobs:
@@ -177,12 +182,12 @@ class NodeGeneration:
             [TokenRow(row.tokens) for row in rows],
         )
 
-    def _first_turn(self, prompts: Prompts, images) -> list[Rollout]:
+    def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
         self._takes_ahead = False
         made = self.look_ahead.take(self._number, prompts)
         if made is None or images is not None:
-            made = Rollouts(self._number, prompts, self._fresh(prompts, images), self.version)
+            made = RoundRollouts(self._number, prompts, self._fresh(prompts, images), self.version)
         else:
             self.seeds.of_call(len(prompts))  # count the look-ahead as the round's first call
             if made.version != self.version:  # they are equal if both rounds belong to one optimizer step
@@ -200,7 +205,7 @@ class NodeGeneration:
             number, prompts, self.version, partial(self._ask, self._host.ahead_engines, requests, self.version)
         )
 
-    def _fresh(self, prompts: Prompts, images) -> list[Rollout]:
+    def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         requests = self._requests(prompts, images, self.seeds.of_call(len(prompts)))
         return self._ask(self.engines, requests, self.version)
 
@@ -209,7 +214,7 @@ class NodeGeneration:
         groups = engines.generate(requests, self.max_tokens, self.sampling, version.update)
         rows = [row for group in groups for row in group]
         for row in rows:
-            check_version(row.version, version, engines.connections[row.engine].name)
+            engines[row.engine].check_version(row.version, version)
         return rows
 
     @staticmethod
@@ -217,10 +222,10 @@ class NodeGeneration:
         """Build one request per run of equal rows. A fixed stride would fail: a group may straddle ranks and nodes."""
         rows = list(zip(prompts, images or [None] * len(prompts), strict=True))
         requests, start = [], 0
-        for (prompt, pictures), run in groupby(rows):
+        for (prompt, row_images), run in groupby(rows):
             count = len(list(run))
             first = None if seed is None else seed + start
-            requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, pictures or ()))))
+            requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, row_images or ()))))
             start += count
         return requests
 

@@ -13,23 +13,24 @@ Only the completions are made ahead. TRL computes rewards and the trainer's log-
 importance-sampling correction (trainer / sampler) is the off-policy correction of decoupled PPO (arXiv:2110.00641).
 """
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ..engine.node_engines import Rollout
-from ..engine.protocol import WeightVersion
+from ..engine.client import Rollout
+from ..run.reporter import warn
+from ..wire.messages import WeightVersion
 
-logger = logging.getLogger(__name__)
+Batch = list[dict[str, Any]]  # rows of the dataset
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class RoundRollouts:
     """One rank's completions for one generation round."""
 
     number: int  # the generation round that uses them
@@ -49,7 +50,7 @@ class LookAhead:
     def __init__(self, where: str):
         self._where = where
         self._thread: threading.Thread | None = None
-        self._made: Rollouts | None = None
+        self._made: RoundRollouts | None = None
         self._error: BaseException | None = None
         self._warned = False
         self.generated_s = 0.0  # seconds from each submission to its last row, summed
@@ -59,13 +60,13 @@ class LookAhead:
         self, number: int, prompts: list[list[int]], version: WeightVersion, generate: Callable[[], list[Rollout]]
     ) -> None:
         """Call `generate` in a background thread, and return at once."""
-        assert self._thread is None, "the look-ahead before was neither taken nor dropped"
+        assert self._thread is None, "the previous look-ahead was neither taken nor dropped"
         self._made = self._error = None
 
         def run() -> None:
             start = time.monotonic()
             try:
-                self._made = Rollouts(number, prompts, generate(), version)
+                self._made = RoundRollouts(number, prompts, generate(), version)
             except BaseException as error:  # the main thread raises it in `wait`
                 self._error = error
             self.generated_s += time.monotonic() - start
@@ -92,7 +93,7 @@ class LookAhead:
             error, self._error = self._error, None
             raise error
 
-    def take(self, number: int, prompts: list[list[int]]) -> Rollouts | None:
+    def take(self, number: int, prompts: list[list[int]]) -> RoundRollouts | None:
         """Return the completions made ahead for this round and these prompts, or `None` if they must be generated."""
         self.wait()
         made, self._made = self._made, None
@@ -102,15 +103,15 @@ class LookAhead:
             return made
         if not self._warned:
             self._warned = True
-            logger.warning(
-                "%s: round %d asks for other prompts than were generated ahead (round %d); it is generated afresh. "
-                "Prompts must depend on the dataset row only for the look-ahead to be of use.",
-                self._where, number, made.number,
-            )  # fmt: skip
+            warn(
+                f"{self._where}: round {number} has other prompts than those generated ahead (for round "
+                f"{made.number}), so its completions are generated again. The look-ahead helps only if prompts "
+                "depend on nothing but the dataset row."
+            )
         return None
 
     @property
-    def made(self) -> Rollouts | None:
+    def made(self) -> RoundRollouts | None:
         """Return the completions that a checkpoint must save; call `wait` first."""
         return self._made
 
@@ -120,7 +121,7 @@ class LookAhead:
             self._thread.join()
         self._thread = self._made = self._error = None
 
-    def restore(self, made: Rollouts) -> None:
+    def restore(self, made: RoundRollouts) -> None:
         """Restore the completions that a checkpoint saved."""
         self._made = made
 
@@ -131,7 +132,7 @@ class LookAhead:
         return seconds
 
 
-def pack(made: Rollouts) -> tuple[dict[str, np.ndarray], dict]:
+def to_arrays(made: RoundRollouts) -> tuple[dict[str, np.ndarray], dict]:
     """Convert a round's completions to flat arrays and JSON notes, for a checkpoint."""
     arrays = {
         "prompts": np.concatenate([np.asarray(p, dtype=np.int32) for p in made.prompts]),
@@ -144,15 +145,15 @@ def pack(made: Rollouts) -> tuple[dict[str, np.ndarray], dict]:
     return arrays, {"number": made.number, "step": made.version.step}
 
 
-def unpack(arrays: dict[str, np.ndarray], notes: dict) -> Rollouts:
-    """Invert [`pack`]. The optimizer step is kept; the update is 0, because a resumed run counts updates anew."""
+def from_arrays(arrays: dict[str, np.ndarray], notes: dict) -> RoundRollouts:
+    """Invert [`to_arrays`]. The optimizer step is kept; the update is 0, because a resumed run counts updates anew."""
     version = WeightVersion(0, notes["step"])
     ends = np.cumsum(arrays["lengths"])[:-1]
     rows = zip(
         np.split(arrays["tokens"], ends), np.split(arrays["logprobs"], ends), arrays["engines"].tolist(), strict=True
     )
     prompts = np.split(arrays["prompts"], np.cumsum(arrays["prompt_lengths"])[:-1])
-    return Rollouts(
+    return RoundRollouts(
         notes["number"], [p.tolist() for p in prompts], [Rollout(t, p, version, e) for t, p, e in rows], version
     )
 
@@ -169,10 +170,10 @@ class UpcomingBatches:
             Number of batches to hold beyond those handed out: the length of a generation block.
     """
 
-    def __init__(self, source: Iterator, ahead: int):
+    def __init__(self, source: Iterator[Batch], ahead: int):
         self.source = source
         self._ahead = ahead
-        self._held: deque = deque()  # batches of the current optimizer step, then later ones
+        self._held: deque[Batch] = deque()  # batches of the current optimizer step, then later ones
         self._handed = 0  # number of held batches that the trainer has received
 
     def open_window(self) -> "UpcomingBatches":
@@ -185,7 +186,7 @@ class UpcomingBatches:
     def __iter__(self) -> "UpcomingBatches":
         return self
 
-    def __next__(self):
+    def __next__(self) -> Batch:
         self._fetch(self._handed + 1 + self._ahead)
         if self._handed == len(self._held):
             raise StopIteration
@@ -199,14 +200,14 @@ class UpcomingBatches:
             except StopIteration:
                 return
 
-    def after(self, batch, count: int):
-        """Return the batch `count` places after the current `batch`, or `None` if the epoch ends before it."""
+    def after(self, batch: Batch, count: int) -> Batch | None:
+        """Return the batch `count` positions after the current `batch`, or `None` if the epoch ends before it."""
         index = self._index(batch)
         return self._held[index + count] if index is not None and index + count < len(self._held) else None
 
-    def place_in_window(self, batch) -> int:
+    def place_in_window(self, batch: Batch) -> int:
         """Count the batches of this optimizer step that come before `batch`."""
         return self._index(batch) or 0
 
-    def _index(self, batch) -> int | None:
+    def _index(self, batch: Batch) -> int | None:
         return next((index for index, held in enumerate(self._held) if held is batch), None)

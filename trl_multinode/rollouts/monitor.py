@@ -1,15 +1,15 @@
-"""Alarm for wrong engine weights: in every round, on every node, the same weights must give the same log-probs."""
+"""Check for wrong engine weights in every round, on every node: equal weights must give equal log-probs."""
 
-import logging
+from typing import Any
 
 import torch
 
-from ..config import field_or_default
 from ..errors import LogprobDivergenceError
+from ..run.reporter import warn
 from ..weights.probe import divergence_limit
-from .look_ahead import Rollouts
+from .generation import NodeGeneration
+from .look_ahead import RoundRollouts
 
-logger = logging.getLogger(__name__)
 HARMLESS_KEYS = {"stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"}
 
 
@@ -23,12 +23,12 @@ class DivergenceMonitor:
             Objects of the calling rank.
     """
 
-    def __init__(self, host, args, model, generation):
+    def __init__(self, host: Any, args: Any, model: torch.nn.Module, generation: NodeGeneration):
         self._where = str(host.topology)
         self._generation = generation
-        self.limit = divergence_limit(field_or_default(args, "logprob_divergence_limit"), model.dtype, host.dtype)
+        self.limit = divergence_limit(host.settings.logprob_divergence_limit, model.dtype, host.dtype)
         if self.limit and not comparable(args):
-            logger.warning(
+            warn(
                 "The check of engine against trainer log-probs is off: top_p, top_k, min_p, repetition_penalty or "
                 "generation_kwargs change the engine's probabilities, and TRL scores without them."
             )
@@ -36,7 +36,7 @@ class DivergenceMonitor:
         self.last = 0.0
         self._temperature = args.temperature
         self._turn = -1
-        self._asked: tuple[int, int, int, int] | None = None  # row, number of scored tokens, engine, request id
+        self._requested: tuple[int, int, int, int] | None = None  # row, number of scored tokens, engine, request id
         generation.on_stale = self.ask
 
     def check(self, output: dict, stale: bool = False) -> None:
@@ -55,13 +55,13 @@ class DivergenceMonitor:
         """
         if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
             if self.limit:
-                logger.warning("Engine against trainer log-probs: off, vllm_importance_sampling_correction is False.")
+                warn("The log-prob check of the engines is off, because vllm_importance_sampling_correction is False.")
                 self.limit = 0.0
             return
         mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
         if not stale:
             difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
-        elif self._asked is not None:
+        elif self._requested is not None:
             difference = self._rescored(output, mask)
         else:
             return
@@ -77,31 +77,31 @@ class DivergenceMonitor:
                 "the check off."
             )
 
-    def ask(self, made: Rollouts) -> None:
+    def ask(self, made: RoundRollouts) -> None:
         """Request the score of one of these rows under an engine's current weights; `check` waits for the reply.
 
         The request is a prefill of one row. It must go out before the next round's prompts, or it queues behind them.
         """
-        self._asked = None
+        self._requested = None
         if not self.limit or self._temperature != 1.0:  # engines score at temperature 1
             return
         self._turn += 1
         engines, row = self._generation.engines, self._turn % len(made.rows)
-        engine, prompt = self._turn % len(engines.connections), made.prompts[row]
+        engine, prompt = self._turn % len(engines), made.prompts[row]
         tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM adds one token
         if len(tokens) > len(prompt):
-            self._asked = row, len(tokens) - len(prompt), engine, engines.post_score(tokens, engine)
+            self._requested = row, len(tokens) - len(prompt), engine, engines[engine].post_score(tokens)
 
     def _rescored(self, output: dict, mask: torch.Tensor) -> torch.Tensor:
         """Return the absolute log-prob differences of the row that `ask` chose."""
-        assert self._asked is not None
-        row, kept, engine, request_id = self._asked
-        self._asked = None
-        scored = torch.from_numpy(self._generation.engines.scored(engine, request_id).logprobs[-kept:].copy())
+        assert self._requested is not None
+        row, kept, engine, request_id = self._requested
+        self._requested = None
+        scored = torch.from_numpy(self._generation.engines[engine].scored(request_id).logprobs[-kept:].copy())
         return (output["old_per_token_logps"][row][:kept].float().cpu() - scored).abs()[mask[row][:kept].cpu()]
 
 
-def comparable(args) -> bool:
+def comparable(args: Any) -> bool:
     """Return whether the engine samples from TRL's scoring distribution, which applies temperature only."""
     plain = (args.top_p in (None, 1.0), not args.top_k, not args.min_p, args.repetition_penalty in (None, 1.0))
     harmless = set(args.generation_kwargs or {}) <= HARMLESS_KEYS

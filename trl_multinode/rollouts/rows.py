@@ -2,10 +2,11 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from ..engine.protocol import Image
+from ..wire.messages import Image
 
 
 class FloatRow(Sequence):
@@ -20,7 +21,7 @@ class FloatRow(Sequence):
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | slice) -> Sequence:
         if isinstance(index, slice):
             return FloatRow(self.values[index])
         return [_none_if_nan(float(self.values[index]))]
@@ -39,7 +40,7 @@ def _none_if_nan(value: float) -> float | None:
 class TokenRow(FloatRow):
     """Token ids of one completion: an int32 array that behaves like `list[list[int]]` of shape `(T, 1)`."""
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int | slice) -> Sequence:
         return TokenRow(self.values[index]) if isinstance(index, slice) else [int(self.values[index])]
 
 
@@ -70,7 +71,7 @@ class RowSeeds:
     def of_call(self, num_rows: int) -> int | None:
         """Return the seed of this rank's first row in the next `generate` call, and count that call."""
         if self._rows_per_rank is None:
-            self._rows_per_rank = num_rows  # a tool loop's later calls have fewer rows; this keeps the ranks apart
+            self._rows_per_rank = num_rows  # a tool loop's later calls have fewer rows; seeds of two ranks must differ
         call, self._call = self._call, self._call + 1
         return self._first(self._round, call, self._rows_per_rank)
 
@@ -85,8 +86,8 @@ class RowSeeds:
         return int.from_bytes(digest, "little") + self._rank * rows_per_rank
 
 
-def raw_image(picture) -> Image:
+def raw_image(image: Any) -> Image:
     """Convert a PIL image to raw bytes. A palette image becomes RGB or RGBA: its bytes alone would lose the colors."""
-    if picture.mode in ("P", "PA"):
-        picture = picture.convert("RGBA" if "transparency" in picture.info or picture.mode == "PA" else "RGB")
-    return Image(data=picture.tobytes(), mode=picture.mode, size=picture.size)
+    if image.mode in ("P", "PA"):
+        image = image.convert("RGBA" if "transparency" in image.info or image.mode == "PA" else "RGB")
+    return Image(data=image.tobytes(), mode=image.mode, size=image.size)

@@ -6,6 +6,7 @@ all are equal (Kong, 1992). The weights are `exp(trainer log-prob - sampler log-
 
 import time
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ class StalenessMeter:
             Arguments with the limits of the importance-sampling correction, which only GRPO has.
     """
 
-    def __init__(self, args):
+    def __init__(self, args: Any):
         self._per_sequence = getattr(args, "vllm_importance_sampling_mode", "").startswith("sequence")
         self._low = getattr(args, "vllm_importance_sampling_clip_min", None)
         self._high = getattr(args, "vllm_importance_sampling_clip_max", None)

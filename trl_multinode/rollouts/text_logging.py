@@ -4,11 +4,14 @@ TRL gathers all texts to all ranks at every generation, even with `log_completio
 are left unchanged.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from unittest import mock
+from typing import Any
 
 import torch.distributed as dist
+
+from ..libraries import replaced
 
 
 class TextLogging:
@@ -33,16 +36,16 @@ class TextLogging:
         self._texts = (prompts, completions)
 
     @contextmanager
-    def during_scoring(self):
+    def during_scoring(self) -> Iterator[None]:
         real = self._module.gather_object
 
-        def gather(value):
+        def gather(value: Any) -> list:
             if not any(value is text for text in self._texts):
                 return real(value)
             return gather_to_main(value) if self._keep else []
 
         try:
-            with mock.patch.object(self._module, "gather_object", gather):
+            with replaced(self._module, "gather_object", gather):
                 yield
         finally:
             self._texts = ()

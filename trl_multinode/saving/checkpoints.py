@@ -6,27 +6,26 @@ the block itself, and the epoch's permutation.
 """
 
 import json
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ..errors import ConfigurationError
-
-logger = logging.getLogger(__name__)
+from ..run.reporter import warn
 
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 PREFIX = "checkpoint-"
 ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")  # part of DeepSpeed's file names, after "bf16_" or nothing
 
 
-def fast_forward(sampler, epochs: int):
+def fast_forward(sampler: Any, epochs: int) -> Any:
     """Advance the generator of TRL's sampler by `epochs` permutations, and return the sampler.
 
     TRL draws one permutation per epoch from one generator, and a resumed run seeds that generator again. Without this
@@ -93,7 +92,7 @@ class CheckpointLog:
             Accelerator of the calling rank.
     """
 
-    def __init__(self, output_dir: Path, accelerator):
+    def __init__(self, output_dir: Path, accelerator: Any):
         self._output_dir = output_dir
         self._accelerator = accelerator
         self._markers = output_dir / "_multinode" / "saving"  # Hub pushes exclude `_*`
@@ -111,16 +110,16 @@ class CheckpointLog:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
         if self._accelerator.is_local_main_process:
-            self._say_latest(folder)
+            self._write_latest(folder)
         self._accelerator.wait_for_everyone()
         for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):  # also markers of an earlier run with more ranks
             marker.unlink(missing_ok=True)
 
     @staticmethod
-    def _say_latest(folder: Path) -> None:
+    def _write_latest(folder: Path) -> None:
         """Write DeepSpeed's file `latest` if it is missing.
 
-        DeepSpeed writes it on node 0 only, and a node with a folder of its own could not resume without it.
+        DeepSpeed writes it on node 0 only, and without it a node with a folder of its own could not resume.
         """
         states = [path.name for path in folder.glob("global_step*")]
         if states and not (folder / "latest").exists():
@@ -162,12 +161,12 @@ class CheckpointLog:
             if (reason := self._why_unfinished(folder)) is None:
                 whole.append(int(folder.name.removeprefix(PREFIX)))
             elif self._accelerator.is_local_main_process:
-                logger.warning("%s is skipped: %s. It can be deleted.", folder, reason)
+                warn(f"{folder} is skipped: {reason}. It can be deleted.")
         return sorted(whole)
 
     def _why_unfinished(self, folder: Path) -> str | None:
         if any(self._markers.glob(f"{folder.name}.rank*")):
-            return "unfinished, the run ended while it was written"
+            return "unfinished, because the run ended while it was written"
         try:
             json.loads((folder / STATE_FILE).read_text())
         except FileNotFoundError:
@@ -179,7 +178,7 @@ class CheckpointLog:
         return None
 
 
-def check_zero_ranks(folder: Path, accelerator) -> None:
+def check_zero_ranks(folder: Path, accelerator: Any) -> None:
     """Check that a DeepSpeed checkpoint was written by as many ranks as this launch has. A collective.
 
     ZeRO states can only be loaded with the number of ranks that saved them; DeepSpeed's own error comes late and
@@ -213,7 +212,7 @@ def check_zero_ranks(folder: Path, accelerator) -> None:
         raise ConfigurationError(
             f"{folder} has no optimizer state for the ranks {lacking} on their nodes. Nodes that do not share "
             "`output_dir` must keep their `--machine_rank` of the first launch; or copy the `global_step*` folders of "
-            "all nodes together on each."
+            "all nodes to every node."
         )
 
 
@@ -240,6 +239,7 @@ class SavedRollouts:
 
 
 def rollouts_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's rollouts in a checkpoint."""
     return folder / f"rollouts_rank{rank}.safetensors"
 
 
@@ -277,7 +277,7 @@ def unpack_block(saved: SavedRollouts) -> list[dict]:
     """Invert [`pack_block`]; `None` entries stay absent, because TRL reads them with `get`."""
     slices = [dict(lists) for lists in saved.notes["block"]]
     for name, tensor in saved.tensors.items():
-        room, _, key = name.partition("/")
-        if room.startswith("block"):
-            slices[int(room.removeprefix("block"))][key] = tensor
+        group, _, key = name.partition("/")
+        if group.startswith("block"):
+            slices[int(group.removeprefix("block"))][key] = tensor
     return slices

@@ -6,21 +6,23 @@ the watchdog ends them with its message. So no rank waits for the result of the 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import hf_api
 
-from ..config import field_or_default
 from ..errors import ConfigurationError, HubPushError
 from ..host import NodeHost
+from ..libraries import replaced
+from ..node_settings import NodeSettings
+from ..run.reporter import report
 from .model_card import add_section, run_section
-from .pushing import CheckedHub, Settings, tell
+from .pushing import CheckedHub, Settings
 from .saved_weights import check_saved
 
 SHARDED = "SHARDED_STATE_DICT"  # accelerate's default for FSDP2
@@ -43,7 +45,7 @@ class HubTrainer(Trainer):
     """
 
     host: NodeHost | None = None
-    _pushing = False  # inside `push_to_hub`, which saves the model before it raises
+    _pushing = False  # `True` inside `push_to_hub`, which saves the model before it raises
 
     def init_hf_repo(self, token: str | None = None) -> None:
         if self.host is None or not self.is_world_process_zero():
@@ -56,9 +58,9 @@ class HubTrainer(Trainer):
             if self._must_succeed and not self._pushing:
                 raise
             self._repo_error = error
-            tell(error)
+            report(error)
 
-    def push_to_hub(self, *args, **kwargs):
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         if self.host is None:
             return super().push_to_hub(*args, **kwargs)
         self._pushing = True
@@ -86,13 +88,13 @@ class HubTrainer(Trainer):
         if self.host is not None:
             self._raise_failed_pushes()
 
-    def _save(self, *args, **kwargs) -> None:
+    def _save(self, *args: Any, **kwargs: Any) -> None:
         if self.host is None:
             return super()._save(*args, **kwargs)
         with without_token(self.args):  # transformers pickles the arguments beside the model and pushes the file
             return super()._save(*args, **kwargs)
 
-    def create_model_card(self, *args, **kwargs) -> None:
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if self.host is not None and self.is_world_process_zero():
             section = run_section(self.host.topology, self.host.devices, self.state.log_history)
@@ -102,7 +104,7 @@ class HubTrainer(Trainer):
 
     @property
     def _must_succeed(self) -> bool:
-        return field_or_default(self.args, "hub_push_must_succeed")
+        return NodeSettings.of(self.args).hub_push_must_succeed  # read at every push, so a script can change it
 
     @contextmanager
     def _checked_hub(self) -> Iterator[None]:
@@ -116,7 +118,7 @@ class HubTrainer(Trainer):
             check=self._check_saved,
         )
         hub = CheckedHub(hf_api(), settings)
-        with mock.patch.object(transformers_trainer, "hf_api", lambda: hub):
+        with replaced(transformers_trainer, "hf_api", lambda: hub):
             yield
 
     def _check_saved(self, folder: Path) -> None:
@@ -136,7 +138,7 @@ class HubTrainer(Trainer):
             raise errors[0]
 
 
-def check_push(args, call: dict, environ=os.environ) -> None:
+def check_push(args: TrainingArguments, call: dict[str, Any], environ: Mapping[str, str] = os.environ) -> None:
     """Raise `ConfigurationError` if a push is requested but no file would hold the gathered weights."""
     if not args.push_to_hub:
         return
@@ -159,7 +161,8 @@ def check_push(args, call: dict, environ=os.environ) -> None:
 
 
 @contextmanager
-def without_token(args) -> Iterator[None]:
+def without_token(args: TrainingArguments) -> Iterator[None]:
+    """Remove the Hub token from the arguments while the context is open."""
     token, args.hub_token = args.hub_token, None
     try:
         yield

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..topology import EngineDevices, Topology
+from ..run.topology import EngineDevices, Topology
 
 PACKAGES = {
     "trl_multinode": ("trl-multinode",),
@@ -48,6 +48,7 @@ def run_section(topology: Topology, devices: EngineDevices, log_history: Sequenc
 
 
 def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
+    """Return the rows of the model card's table that describe devices and engines."""
     nodes, per_node = topology.num_nodes, len(devices.per_engine)
     engines = f"{nodes * per_node} ({per_node} per node)"
     if on_cpu(devices):
@@ -62,6 +63,7 @@ def device_rows(topology: Topology, devices: EngineDevices) -> dict[str, str]:
 
 
 def on_cpu(devices: EngineDevices) -> bool:
+    """Return whether the engines run on the CPU."""
     return not devices.per_engine[0]
 
 
@@ -73,6 +75,7 @@ def reserved_per_node(devices: EngineDevices) -> int:
 
 
 def num_devices(topology: Topology, devices: EngineDevices) -> int:
+    """Count the devices of the run, training and reserved."""
     return topology.world_size + topology.num_nodes * reserved_per_node(devices)
 
 
@@ -101,6 +104,7 @@ def throughput(log_history: Sequence[dict], num_devices: int) -> str:
 
 
 def installed(distributions: Sequence[str]) -> str:
+    """Return the version of the first distribution that is installed."""
     for distribution in distributions:
         try:
             return version(distribution)

@@ -10,16 +10,18 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from huggingface_hub import get_token
+from huggingface_hub import CommitInfo, HfApi, RepoUrl, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import get_session
 
 from ..errors import HubPushError
+from ..run.reporter import report
 
 WAITS_S = (1.0, 4.0, 16.0)  # between the tries of one push
 LIMIT_S = 600.0  # no try starts later than this after the start of the first
@@ -30,8 +32,8 @@ LONGEST_REASON = 300  # maximum characters of a server's answer in a message
 CURES = {
     401: "Log in with `hf auth login`, or give a token that may write in `HF_TOKEN` or `hub_token`.",
     403: "Give a token that may write to this repository in `HF_TOKEN` or `hub_token`.",
-    404: "Look at `hub_model_id` and `hub_revision`, and whether the token may see the repository.",
-    409: "Something else commits to this repository; wait for it.",
+    404: "Check `hub_model_id` and `hub_revision`, and that the token may read the repository.",
+    409: "Another process commits to this repository; wait for it.",
 }
 NOT_PUSHED = ["_*", "checkpoint-*"]  # the patterns of transformers' Trainer
 T = TypeVar("T")
@@ -64,11 +66,11 @@ class CheckedHub:
         raises it through its `Future`). A push that runs in the background or need not succeed prints it.
     """
 
-    def __init__(self, api, settings: Settings):
+    def __init__(self, api: HfApi, settings: Settings):
         self._api = api
         self._settings = settings
 
-    def create_repo(self, repo_id: str, *, token: str | None = None, **keywords: Any):
+    def create_repo(self, repo_id: str, *, token: str | None = None, **keywords: Any) -> RepoUrl:
         token = token or self._settings.token
         push = {"repo_id": repo_id, "folder_path": self._settings.output_dir, "ignore_patterns": NOT_PUSHED}
         try:
@@ -80,7 +82,9 @@ class CheckedHub:
                 f"saved, you can push with `trainer.push_to_hub()`, or from a shell:\n    {command(push)}"
             ) from None
 
-    def upload_folder(self, *, run_as_future: bool = False, token: str | None = None, **push: Any):
+    def upload_folder(
+        self, *, run_as_future: bool = False, token: str | None = None, **push: Any
+    ) -> CommitInfo | Future[CommitInfo | None] | None:
         """Check and push a folder with the Trainer's keywords; return `HfApi`'s result, or `None` after a failure."""
         if push["repo_id"] is None:
             return None  # the creation of the repository failed and was reported
@@ -88,7 +92,7 @@ class CheckedHub:
         push["token"] = token or self._settings.token
         return self._api.run_as_future(self._push, push, True) if run_as_future else self._push(push)
 
-    def _push(self, push: dict[str, Any], in_background: bool = False):
+    def _push(self, push: dict[str, Any], in_background: bool = False) -> CommitInfo | None:
         try:  # a copy, because huggingface_hub appends its own patterns to the list at every try
             return self._try_often(lambda: self._api.upload_folder(**copy.deepcopy(push)), push["token"])
         except HubPushError as error:
@@ -98,7 +102,7 @@ class CheckedHub:
                 f"them again with `trainer.push_to_hub()`, or from a shell:\n    {command(push)}"
             )
         if in_background or not self._settings.must_succeed:
-            tell(failure)
+            report(failure)
         if self._settings.must_succeed:
             raise failure
         return None
@@ -120,7 +124,7 @@ class CheckedHub:
                     raise HubPushError(
                         f"{reason} ({counted(tries)} in {seconds:.0f} s). {cure(error)}".strip()
                     ) from None
-            tell(f"{self._settings.where}: the Hub did not take a request: {reason}. Trying again in {wait:g} s.")
+            report(f"{self._settings.where}: the Hub did not accept a request: {reason}. Trying again in {wait:g} s.")
             time.sleep(wait)
 
 
@@ -136,11 +140,8 @@ def command(push: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def tell(what: object) -> None:
-    print(f"[trl_multinode] {what}", flush=True)
-
-
 def counted(tries: int) -> str:
+    """Return the number of tries in words: "1 try", "2 tries"."""
     return "1 try" if tries == 1 else f"{tries} tries"
 
 
@@ -165,6 +166,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status of the Hub's answer that caused the error, if there is one."""
     return next((one.response.status_code for one in causes(error) if isinstance(one, HfHubHTTPError)), None)
 
 
@@ -175,6 +177,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
+    """Return the root cause of a failed request as one short line."""
     root = next((one for one in causes(error) if isinstance(one, HfHubHTTPError | httpx.TransportError)), error)
     text = re.sub(r"For more information check: \S+", "", str(root))
     text = " ".join(text.split()).rstrip(".")
@@ -183,6 +186,7 @@ def describe(error: BaseException) -> str:
 
 
 def cure(error: BaseException) -> str:
+    """Return the advice for the HTTP status of the error; it may be empty."""
     return CURES.get(status_of(error) or 0, "")
 
 

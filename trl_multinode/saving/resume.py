@@ -1,14 +1,15 @@
 """`Resume` continues a stopped run of one trainer as if it had not stopped."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..errors import ConfigurationError
-from ..rollouts.look_ahead import pack, unpack
+from ..rollouts.look_ahead import from_arrays, to_arrays
+from ..run.reporter import report, warn
 from .checkpoints import (
     CheckpointLog,
     SavedRollouts,
@@ -21,8 +22,6 @@ from .checkpoints import (
     unpack_block,
 )
 
-logger = logging.getLogger(__name__)
-
 
 class Resume:
     """
@@ -34,12 +33,12 @@ class Resume:
             Trainer whose `_step`, `_buffered_inputs` and look-ahead this class reads and sets.
     """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
         self._accelerator = trainer.accelerator
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
-        self._to_place = False
+        self._must_restore = False
         self.epochs = 0  # epochs that the run completed before the checkpoint
 
     @property
@@ -66,26 +65,26 @@ class Resume:
         if self._folder is not None:
             check_zero_ranks(self._folder, self._accelerator)
             if getattr(self._trainer.args, "sync_ref_model", False):
-                logger.warning(
+                warn(
                     "sync_ref_model: TRL saves no reference model, so the resumed run begins with the initial one, "
                     "and its KL and losses differ from those of a run without a stop."
                 )
         if self._folder is not None and self._accelerator.is_local_main_process:
-            print(f"[trl_multinode] resuming from {self._folder}", flush=True)
-        self._to_place = True
+            report(f"resuming from {self._folder}")
+        self._must_restore = True
         self.epochs = epochs_behind(self._folder) if self._folder else 0
         return str(self._folder) if self._folder else None
 
     # ---- at the first step ------------------------------------------------------------------------------------------
 
-    def place(self) -> None:
+    def restore_position(self) -> None:
         """Restore the trainer's position, or reset it without a checkpoint.
 
         Every step calls this method; only the first call of each `train` has an effect.
         """
-        if not self._to_place:
+        if not self._must_restore:
             return
-        self._to_place = False
+        self._must_restore = False
         trainer = self._trainer
         trainer._step = micro_steps_done(
             trainer.state.global_step,
@@ -108,17 +107,17 @@ class Resume:
         if not self._log.all_have(usable):
             if inside or staleness:
                 why = "has rollouts" if usable else "has no rollouts, or those of another layout"
-                logger.warning(
-                    "Rank %d: %s %s, and not all ranks can go on with theirs; they are generated afresh, with newer "
-                    "weights than in the first run.", rank, folder, why,
-                )  # fmt: skip
+                warn(
+                    f"Rank {rank}: {folder} {why}, and not all ranks can use theirs, so all generate them again, with "
+                    "newer weights than in the first run."
+                )
             return
         assert saved is not None
         if inside:
             self._trainer._buffered_inputs = unpack_block(saved)
         if "ahead" in saved.notes and staleness:
             arrays = {name: saved.tensors[f"ahead/{name}"].cpu().numpy() for name in saved.notes["ahead"]["arrays"]}
-            self._trainer.vllm_generation.look_ahead.restore(unpack(arrays, saved.notes["ahead"]))
+            self._trainer.vllm_generation.look_ahead.restore(from_arrays(arrays, saved.notes["ahead"]))
 
     # ---- at every checkpoint ----------------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class Resume:
         saved.notes["layout"] = self._layout()
         look_ahead.wait()
         if look_ahead.made is not None:
-            arrays, notes = pack(look_ahead.made)
+            arrays, notes = to_arrays(look_ahead.made)
             saved.tensors.update({f"ahead/{name}": torch.from_numpy(array) for name, array in arrays.items()})
             saved.notes["ahead"] = notes | {"arrays": sorted(arrays)}
         return saved
@@ -155,7 +154,7 @@ class Resume:
         return [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
 
 
-def num_batches(loader) -> int | None:
+def num_batches(loader: Any) -> int | None:
     """Return the number of batches in one pass; `None` for a stream, whose loader's `__len__` raises."""
     try:
         return len(loader)

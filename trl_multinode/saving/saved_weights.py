@@ -17,7 +17,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import SavedWeightsError
-from ..weights.source import is_zero3, shape_of, without_wrappers
+from ..weights.names import is_zero3, shape_of, without_wrappers
 
 Weights = dict[str, tuple[str, tuple[int, ...]]]  # name in the file -> dtype as named by safetensors, full shape
 
@@ -32,7 +32,7 @@ CURES = {
     "empty": "Under ZeRO-3 set `zero3_save_16bit_model: true` in the YAML, or "
     '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file; under FSDP '
     "`fsdp_state_dict_type: FULL_STATE_DICT`.",
-    "unreadable": "Look whether the disk is full, and save again with `trainer.save_model()`.",
+    "unreadable": "Check whether the disk is full, and save again with `trainer.save_model()`.",
     "other": "Only the trainer may write into this folder: empty it, and save again with `trainer.save_model()`.",
 }
 
@@ -59,6 +59,7 @@ def check_saved(folder: Path, model: nn.Module) -> None:
 
 
 def wrong(folder: Path, what: str, cure: str) -> SavedWeightsError:
+    """Build the error for saved weights that are not the trained model's."""
     return SavedWeightsError(
         f"The weights saved in {folder} are not the trained model: {what}. Nothing of it was pushed. {CURES[cure]}"
     )
@@ -131,6 +132,7 @@ def read_folder(folder: Path, is_adapter: bool = False) -> Weights:
 
 
 def read_shards(folder: Path, weight_map: Mapping[str, str]) -> Weights:
+    """Read all shards of an index, and check that they hold exactly the tensors that it lists."""
     found: Weights = {}
     for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():
@@ -173,4 +175,5 @@ def find_problems(found: Weights, expected: Weights) -> dict[str, str]:
 
 
 def some(names: list[str]) -> str:
+    """Join the first names of a list, and count the others."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -55,7 +55,7 @@ class Architecture:
     processing_class: Callable[[], Any] = tiny_tokenizer
 
 
-def tiny_idefics3_processor():
+def tiny_idefics3_processor() -> "transformers.Idefics3Processor":
     """Build a processor that accepts images of any size and makes one tile of each."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})

@@ -3,23 +3,22 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from ..engine.client import Rollout
 from ..engine.node_engines import NodeEngines
 from ..engine.process import EngineProcess, RunFolder, wait_until_ready
-from ..engine.protocol import WeightVersion
 from ..engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
-from ..faults import delay_of_engine
 from ..weights.source import ModuleSource, WeightSource
 from ..weights.sync import WeightSync
-from ..weights.transports import Transport
-from .faults import Faults
+from ..weights.transport import Transport
+from ..wire.messages import WeightVersion
+from .faults import FAKE, FORKED, REAL  # noqa: F401 - callers of `running_engines` import them
 from .models import tiny_tokenizer
 
-FAKE = "trl_multinode.testing.fake_engine"
-REAL = "trl_multinode.engine.main"
-NO_FAULTS = Faults()
 STOP_TIMEOUT_S = 10.0
 ENGINE_ARGS = {
     "dtype": "float32",
@@ -33,17 +32,16 @@ ENGINE_ARGS = {
 
 @contextmanager
 def running_engines(
-    model,
+    model: PreTrainedModel,
     log_folder: Path,
     module: str = FAKE,
     num_engines: int = 1,
     tensor_parallel_size: int = 1,
-    faults: Faults = NO_FAULTS,
     window: int = 64,
     stall_timeout_s: float = 60.0,
-    processing_class=None,
+    processing_class: Any = None,
     environment: Mapping[str, str] | None = None,
-    **engine_args,
+    **engine_args: Any,
 ) -> Iterator[NodeEngines]:
     """Start the engines of one node with dummy weights, and yield one rank's connections to them.
 
@@ -51,9 +49,8 @@ def running_engines(
         model (`PreTrainedModel`):
             Model that gives config and class; its weights reach the engines only when a [`WeightSync`] sends them.
         module (`str`):
-            Module of the engine process, for example `FAKE` or `REAL`.
-        faults (`Faults`):
-            Faults of the engines.
+            Module of the engine process: `FAKE`, `REAL`, `FORKED` (the real one in a third of the CPU time), or one of
+            them with faults, as `Faults.engine` returns it.
         processing_class (*optional*):
             Tokenizer or processor of the engines. Default: the tiny tokenizer.
         environment (`Mapping[str, str]`, *optional*):
@@ -68,11 +65,10 @@ def running_engines(
         if environment is None:
             args = ENGINE_ARGS | args
             environment = CPU_ENVIRONMENT | cores_per_worker(tensor_parallel_size)
-        environment = {**environment, **faults.environment()}
         processes = []
         for i in range(num_engines):
-            log, delay_s = log_folder / f"engine{i}.log", delay_of_engine(i, environment)
-            process = EngineProcess(i, 0, folder, log, args | engine_args, environment, module, delay_s)
+            log = log_folder / f"engine{i}.log"
+            process = EngineProcess(i, 0, folder, log, args | engine_args, dict(environment), module)
             ends.callback(process.kill)
             processes.append(process)
         wait_until_ready(processes, 300.0, print)
@@ -85,7 +81,7 @@ def running_engines(
             process.stop(STOP_TIMEOUT_S)
 
 
-class Trainer:
+class SyncDriver:
     """Trainer's side of a weight sync in one process: perturb the weights, send them, compare log-probs.
 
     Args:
@@ -103,7 +99,7 @@ class Trainer:
 
     def __init__(
         self,
-        model,
+        model: PreTrainedModel,
         engines: NodeEngines,
         bucket_bytes: int = 40_000,
         source: WeightSource | None = None,
@@ -126,13 +122,13 @@ class Trainer:
         return self.version
 
     @torch.no_grad()
-    def logprobs(self, prompt: list[int], completion) -> torch.Tensor:
+    def logprobs(self, prompt: list[int], completion: list[int]) -> torch.Tensor:
         ids = torch.tensor([[*prompt, *completion]])
         scores = self.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         return scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def worst_difference(trainer: Trainer, groups, prompts) -> float:
+def worst_difference(trainer: SyncDriver, groups: list[list[Rollout]], prompts: list[list[int]]) -> float:
     """Return the largest log-prob difference |engine - trainer| over all rows that `NodeEngines.generate` returned."""
     differences = [
         (trainer.logprobs(prompt, row.tokens.tolist()) - torch.from_numpy(row.logprobs.copy())).abs().max().item()

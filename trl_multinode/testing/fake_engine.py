@@ -1,23 +1,25 @@
 """An engine without vLLM: the same protocol and server with a transformers model. It is slow, small and correct.
 
-`python -m trl_multinode.testing.fake_engine SPEC.json` replaces `trl_multinode.engine.main` when
-`TRL_MULTINODE_ENGINE_MODULE` names it. It starts in the time of one import (vLLM: half a minute). It computes real
-log-probs, so the library's alarms work with it. `tests/engine/test_conformance.py` runs the same tests on both.
+`python -m trl_multinode.testing.fake_engine SPEC.json` replaces `trl_multinode.engine_process.main` when
+`TRL_MULTINODE_ENGINE_MODULE` names it; words of [`Faults`](faults.py) may stand before the spec. It starts in the time
+of one import (vLLM: half a minute). It computes real log-probs, so the library's alarms work with it.
+`tests/engine/test_conformance.py` runs the same tests on both.
 """
 
 import asyncio
 import hashlib
 import os
+from collections.abc import Sequence
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .. import faults
-from ..engine.main import main
-from ..engine.process_group import SELF_TEST_S, within
-from ..engine.protocol import ADAPTER_TENSORS, OpenSlots, Ready, WeightVersion
-from ..engine.receiving import OpenedSlots
-from ..engine.server import Backend, EngineSpec, Generated, Refused
+from ..engine_process.backend import Backend, CompletionBuffer, Refused
+from ..engine_process.main import main
+from ..transports.base import SELF_TEST_S, call_with_timeout
+from ..transports.opening import open_slots
+from ..wire.messages import ADAPTER_TENSORS, EngineSpec, Image, OpenSlots, Ready, RequestRefused, WeightVersion
+from .faults import Faults
 
 SAMPLING_KEYS = {
     "temperature",
@@ -36,6 +38,8 @@ class FakeBackend(Backend):
 
     def __init__(self, spec: EngineSpec):
         self._args = spec.engine_args
+        self._faults = Faults.from_command_line()
+        self._delay_s = self._faults.delay_s(spec.index)
         self._tokens = 0
         self._version = WeightVersion()
         self._committed = WeightVersion()
@@ -66,22 +70,33 @@ class FakeBackend(Backend):
     def tokens_done(self) -> int:
         return self._tokens
 
-    async def generate(self, prompt, num, max_tokens, sampling, seed, images):
+    async def generate(
+        self,
+        prompt: list[int],
+        num: int,
+        max_tokens: int,
+        sampling: dict,
+        seed: int | None,
+        images: Sequence[Image],
+    ) -> list[CompletionBuffer]:
         unknown = set(sampling) - SAMPLING_KEYS
         if unknown:
-            raise Refused("EngineRefusedError", f"the fake engine refuses the sampling settings {sorted(unknown)}")
+            raise Refused(RequestRefused, f"the fake engine refuses the sampling settings {sorted(unknown)}")
         self._check_length(prompt)
+        await asyncio.sleep(self._delay_s)
         return await asyncio.to_thread(self._rows, prompt, num, max_tokens, sampling, seed)
 
     def _check_length(self, prompt: list[int]) -> None:
         if len(prompt) >= self._context:
-            raise Refused("EngineRefusedError", f"the prompt has {len(prompt)} tokens, the context is {self._context}")
+            raise Refused(RequestRefused, f"the prompt has {len(prompt)} tokens, the context is {self._context}")
 
-    def _rows(self, prompt, num, max_tokens, sampling, seed) -> list[Generated]:
+    def _rows(
+        self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed: int | None
+    ) -> list[CompletionBuffer]:
         return [self._row(prompt, max_tokens, sampling, None if seed is None else seed + i) for i in range(num)]
 
     @torch.no_grad()
-    def _row(self, prompt: list[int], max_tokens: int, sampling: dict, seed: int | None) -> Generated:
+    def _row(self, prompt: list[int], max_tokens: int, sampling: dict, seed: int | None) -> CompletionBuffer:
         random = self._random if seed is None else torch.Generator().manual_seed(seed)
         temperature = sampling.get("temperature", 1.0)
         ids, logprobs = list(prompt), []
@@ -94,21 +109,21 @@ class FakeBackend(Backend):
             self._tokens += 1
             if token in self._eos and not sampling.get("ignore_eos"):
                 break
-        return Generated(ids[len(prompt) :], logprobs)
+        return CompletionBuffer(ids[len(prompt) :], logprobs)
 
-    async def score(self, prompt):
+    async def score(self, prompt: list[int]) -> list[CompletionBuffer]:
         self._check_length(prompt)
         with torch.no_grad():
             ids = torch.tensor([prompt])
             scores = self._model(ids).logits[0, :-1].float().log_softmax(-1)
-        return [Generated(prompt[1:], scores.gather(1, ids[0, 1:, None])[:, 0].tolist())]
+        return [CompletionBuffer(prompt[1:], scores.gather(1, ids[0, 1:, None])[:, 0].tolist())]
 
     async def open_slots(self, request: OpenSlots) -> None:
         self._buckets = request.buckets
-        self._slots = OpenedSlots(request.memory, request.slot_bytes, torch.device("cpu"))
+        self._slots = open_slots(request, torch.device("cpu"))
 
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
-        return [within(SELF_TEST_S, lambda: self._slots.crc(slot, num_bytes))]
+        return [call_with_timeout(SELF_TEST_S, lambda: self._slots.crc(slot, num_bytes))]
 
     async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
         self._version = version
@@ -125,15 +140,14 @@ class FakeBackend(Backend):
         if self._next_bucket != len(self._buckets):
             raise RuntimeError(f"Only {self._next_bucket} of {len(self._buckets)} weight buckets came.")
         update = self._version.update
-        skip = faults.is_active("skip_load", update) or faults.is_active("skip_load_silently", update)
-        if not skip:
+        if not self._faults.skips_load(update):
             self._load()
-        if not faults.is_active("skip_load", update):
+        if not self._faults.skips_commit(update):
             self._committed = self._version
         return [self._committed]
 
     def _load(self) -> None:
-        if self._tied and faults.is_active("stale_head", self._version.update):
+        if self._tied and self._faults.keeps_head(self._version.update):
             self._pending.pop("model.embed_tokens.weight")
         weights = {name: tensor for name, tensor in self._pending.items() if not name.endswith(ADAPTER_TENSORS)}
         result = self._model.load_state_dict(weights, strict=False)

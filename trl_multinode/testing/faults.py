@@ -1,22 +1,37 @@
-"""Faults as a test input: the fault, and the weight updates or the engine that it affects."""
+"""Faults as a test input: the fault, and the weight updates or the engine that it affects.
 
-from dataclasses import dataclass, replace
+A fault is a word on the command line of an engine of the test kit, before the path of its spec:
 
-from .. import faults
+- `skip_load@2-3`: in weight updates 2 to 3 an engine loads nothing and commits nothing, as if it had lost them;
+- `skip_load_silently@2-3`: it loads nothing but commits the version, a bug that only log-probs reveal;
+- `stale_head@2-3`: it keeps the old packed copy of a tied head (a real bug of vLLM on a CPU);
+- `slow=1:0.5`: engine 1 of every node delays each generation request by 0.5 s.
+"""
+
+import sys
+from dataclasses import dataclass
+
+HOOK = "TRL_MULTINODE_ENGINE_MODULE"  # variable that replaces the engine's module and adds words to its command line
+REAL = "trl_multinode.engine_process.main"
+FAULTY_REAL = "trl_multinode.testing.faulty_engine"  # REAL accepts no faults
+FORKED = "trl_multinode.testing.forked_vllm"  # the real engine with forked vLLM processes; it accepts faults
+FAKE = "trl_multinode.testing.fake_engine"
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults of the engines, passed through environment variables. Without `last`, one update is affected.
+    """Faults of the engines. Without `last`, one update is affected.
 
     ```python
     faults = Faults().lose_load(2).lie_about_load(3, 5).stale_head(6).slow_engine(1, seconds=0.5)
     with Nodes(2, 2, folder=tmp_path, env=faults.environment()) as nodes: ...
+    with running_engines(model, tmp_path, faults.engine(FAKE)) as engines: ...
     ```
     """
 
-    entries: tuple[str, ...] = ()
-    slow: str = ""
+    words: tuple[str, ...] = ()
+
+    # ---- in the test
 
     def lose_load(self, first: int, last: int | None = None) -> "Faults":
         """Make weight updates `first` to `last` load nothing and commit nothing."""
@@ -32,12 +47,44 @@ class Faults:
 
     def slow_engine(self, index: int, seconds: float) -> "Faults":
         """Delay every request to engine `index` of every node by `seconds`."""
-        return replace(self, slow=f"{index}:{seconds}")
+        return Faults((*self.words, f"slow={index}:{seconds}"))
+
+    def engine(self, module: str = REAL) -> str:
+        """Return the value of `HOOK`: `module` with these faults; `running_engines(module=...)` takes it too."""
+        return " ".join((FAULTY_REAL if module == REAL else module, *self.words))
+
+    def environment(self, module: str = REAL) -> dict[str, str]:
+        """Return the variable to set in the process that starts the engines."""
+        return {HOOK: self.engine(module)}
 
     def _add(self, name: str, first: int, last: int | None) -> "Faults":
-        return replace(self, entries=(*self.entries, f"{name}@{first}-{last if last is not None else first}"))
+        return Faults((*self.words, f"{name}@{first}-{first if last is None else last}"))
 
-    def environment(self) -> dict[str, str]:
-        """Return the variables to set in the process that starts the engines."""
-        variables = {faults.VARIABLE: ",".join(self.entries), faults.SLOW_ENGINE: self.slow}
-        return {name: value for name, value in variables.items() if value}
+    # ---- in the engine and in vLLM's workers
+
+    @classmethod
+    def from_command_line(cls) -> "Faults":
+        return cls(tuple(sys.argv[1:-1]))
+
+    def skips_load(self, update: int) -> bool:
+        return self.skips_commit(update) or self._affects("skip_load_silently", update)
+
+    def skips_commit(self, update: int) -> bool:
+        return self._affects("skip_load", update)
+
+    def keeps_head(self, update: int) -> bool:
+        return self._affects("stale_head", update)
+
+    def delay_s(self, index: int) -> float:
+        """Return the seconds by which engine `index` delays each generation request."""
+        start = f"slow={index}:"
+        return sum(float(word.removeprefix(start)) for word in self.words if word.startswith(start))
+
+    def _affects(self, name: str, update: int) -> bool:
+        for word in self.words:
+            fault, _, updates = word.partition("@")
+            if fault == name:
+                first, last = map(int, updates.split("-"))
+                if first <= update <= last:
+                    return True
+        return False

@@ -49,7 +49,7 @@ class LoopbackHub:
             Variables that direct `huggingface_hub` to this hub. They disable Xet, which is another protocol.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.repos: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
         self._faults: list[Fault] = []

@@ -1,6 +1,7 @@
 """Tiny models and tokenizers, built here without a hub."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -23,7 +24,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
 
 
-def tiny_qwen2(vocab_size: int = 300, tied: bool = True, layers: int = 2, hidden: int = 64, seed: int = 0):
+def tiny_qwen2(
+    vocab_size: int = 300, tied: bool = True, layers: int = 2, hidden: int = 64, seed: int = 0
+) -> PreTrainedModel:
     """Build a random Qwen2 in float32 with head_dim 32, the smallest for vLLM's CPU attention.
 
     Args:
@@ -52,7 +55,7 @@ def tiny_qwen2(vocab_size: int = 300, tied: bool = True, layers: int = 2, hidden
     return model
 
 
-def counting_model(vocab_size: int = 300):
+def counting_model(vocab_size: int = 300) -> PreTrainedModel:
     """Build an untied Qwen2 that continues every sequence by counting: t + 1 follows token t with probability ~1.
 
     The layers add nothing to the residual stream, so the logits are `head @ norm(embedding[t])`; row t + 1 of the head
@@ -66,7 +69,7 @@ def counting_model(vocab_size: int = 300):
 
 
 @torch.no_grad()
-def silence_layers(model) -> torch.Tensor:
+def silence_layers(model: PreTrainedModel) -> torch.Tensor:
     """Make the logits `head @ norm(embedding[last token])` and return the embeddings, which become unit vectors."""
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()
@@ -76,7 +79,7 @@ def silence_layers(model) -> torch.Tensor:
     return units
 
 
-def save_tiny(folder: Path, **keywords) -> Path:
+def save_tiny(folder: Path, **keywords: Any) -> Path:
     """Save a tiny model and its tokenizer in `folder`, and return `folder` as the path to train from."""
     tiny_qwen2(**keywords).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

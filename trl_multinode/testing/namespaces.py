@@ -1,11 +1,13 @@
 """Network namespaces as nodes, each with its own address, link, byte counters, `TMPDIR` and /dev/shm. Needs root."""
 
+import ctypes
 import functools
 import json
 import os
 import secrets
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -15,6 +17,12 @@ IP_LIMIT_S = 20.0
 # `ip netns exec` gives each command a mount namespace of its own, so these two mounts end with the node's processes.
 # They hide the files that the host and the other nodes keep under the same two paths.
 ENTER = 'mount --bind "$1" "$2" && mount --bind "$3" /dev/shm && shift 3 && exec "$@"'
+
+# For a process that is already running, the same in two steps: libc joins the network and leaves the caller's mount
+# namespace, then a shell in the new one does what `ip netns exec` and the command above do
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
+MOUNT = 'mount --make-rslave / && umount -l /sys && mount -t sysfs sysfs /sys && mount --bind "$1" "$2" && '
+MOUNT += 'mount --bind "$3" /dev/shm'
 
 # Without IPv6, new interfaces send nothing by themselves, so the byte counters hold the run's bytes only; lo keeps ::1
 NO_IPV6 = "file=/proc/sys/net/ipv6/conf/default/disable_ipv6; [ ! -e $file ] || echo 1 > $file"
@@ -76,8 +84,12 @@ class Namespaces:
             tmpdir (`Path`):
                 Existing folder. For the command, the node's private temporary folder is mounted over it.
         """
-        mounts = [str(self.tmpdir(node)), str(tmpdir), str(self.shared_memory(node))]
+        mounts = self.mounts(node, tmpdir)
         return ["ip", "netns", "exec", self.namespace(node), "/bin/sh", "-c", ENTER, "enter-node", *mounts]
+
+    def mounts(self, node: int, tmpdir: Path) -> list[str]:
+        """Return the private temporary folder, the path where the node sees it, and the private /dev/shm."""
+        return [str(self.tmpdir(node)), str(tmpdir), str(self.shared_memory(node))]
 
     def link_bytes(self, node: int) -> int:
         """Return the bytes received plus the bytes sent by the node since it was made, Ethernet headers included."""
@@ -124,6 +136,23 @@ class Namespaces:
         _ip("-n", self.hub, "link", "set", port, "master", "bridge", "up")
         _ip("-n", inside, "link", "set", INTERFACE, "up")
         _ip("-n", inside, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
+
+
+def enter_node(namespace: str, mounts: Sequence[str]) -> None:
+    """
+    Move the calling process, which may have one thread only, to a node.
+
+    Args:
+        namespace (`str`):
+            Name of the node's namespace.
+        mounts (`Sequence[str]`):
+            Result of [`Namespaces.mounts`].
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as network:
+        if libc.setns(network.fileno(), CLONE_NEWNET) != 0 or libc.unshare(CLONE_NEWNS) != 0:
+            raise OSError(ctypes.get_errno(), f"this process cannot enter the namespace {namespace}")
+    _run("/bin/sh", "-c", MOUNT, "enter-node", *mounts)
 
 
 @functools.cache

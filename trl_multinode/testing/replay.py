@@ -1,13 +1,14 @@
 """A trainer that computes completions from prompts: the rollouts do not depend on how rows are spread or batched."""
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
 from ..trainer import MultiNodeGRPOTrainer
 
 
-def seeded(*parts) -> np.random.Generator:
+def seeded(*parts: object) -> np.random.Generator:
     """Return a random generator that depends on `parts` alone."""
     return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big"))
 
@@ -24,7 +25,14 @@ class ReplayTrainer(MultiNodeGRPOTrainer):
     length_of = staticmethod(log_normal_length)
     vocabulary = 258
 
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **_):
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: list | None,
+        multimodal_fields: dict[str, Any],
+        num_generations: int,
+        **_: Any,
+    ) -> tuple[list[list[int]], list[list[float]]]:
         completions, logprobs = [], []
         first = self.accelerator.process_index * len(prompt_ids)
         for row, prompt in enumerate(prompt_ids, start=first):

@@ -46,7 +46,7 @@ def prepare(kind: str, model: nn.Module, lr: float = 1e-2) -> tuple[nn.Module, C
     return forward, step
 
 
-def _fsdp2(model) -> nn.Module:
+def _fsdp2(model: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,3 +1,5 @@
-"""Weight sync from the trainer's shards to the engines' memory: content (`source`, `peft_source`), gathering
-(`shards`), staging memory (`slots`, `transports`), order (`sync`) and verification (`probe`).
+"""Weight sync from the trainer's shards to the engines.
+
+`building` chooses the source (`source`, `peft_source`); `names` and `buckets` order its tensors, `shards` gathers
+them, `transport` opens the slots, `sync` sends the buckets and `probe` verifies the first update.
 """

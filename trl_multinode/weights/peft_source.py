@@ -3,7 +3,7 @@ merges the whole model at once and runs out of memory).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,22 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.protocol import ADAPTER_TENSORS
 from ..errors import ConfigurationError, WeightSyncError
-from .shards import Pieces, ShardGather
-from .source import (
-    Bucket,
-    Finish,
-    ModuleSource,
-    WeightMeta,
-    checkpoint_names,
-    count_collectives,
-    full,
-    gather_pieces,
-    gather_zero3,
-    is_zero3,
-    shape_of,
-)
+from ..transports.pieces import Pieces
+from ..wire.messages import ADAPTER_TENSORS
+from .buckets import Bucket, WeightMeta
+from .names import checkpoint_names, is_zero3, shape_of
+from .shards import ShardGather
+from .source import Finish, ModuleSource, count_collectives, full, gather_pieces, gather_zero3
 
 LARGEST_RANK = 512  # largest LoRA rank that vLLM serves
 DORA = "DoraLinearVariant"  # class name of PEFT's DoRA variant
@@ -57,15 +48,15 @@ class PeftSource(ModuleSource):
         self._layers = {names[name]: layer for name, layer in layers.items()}
         super().__init__(model, dtype, gather)
         active = active_adapters(self._layers.values())
-        adapters = {name for name in self._places if is_adapter(name, active)}
-        self._places = {base_name(name): place for name, place in self._places.items() if name not in adapters}
+        adapters = {name for name in self._owners if is_adapter(name, active)}
+        self._owners = {base_name(name): owner for name, owner in self._owners.items() if name not in adapters}
         self._metadata = [
             replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters
         ]
-        if strangers := sorted(set(self._layers) - set(self._places)):  # a sync would silently omit their adapters
+        if unknown := sorted(set(self._layers) - set(self._owners)):  # a sync would silently omit their adapters
             raise ConfigurationError(
-                f"The LoRA adapter of {strangers[0].removesuffix('.weight')} is not one of a layer with a weight "
-                "(`target_parameters`, attention in one matrix?), and node mode cannot add it. Use `target_modules` "
+                f"The LoRA adapter of {unknown[0].removesuffix('.weight')} does not belong to a layer with a weight "
+                "(`target_parameters`, attention in one matrix?), so node mode cannot add it. Use `target_modules` "
                 "that are layers, or vllm_mode='colocate' or 'server'."
             )
 
@@ -117,7 +108,7 @@ class AdapterSource(PeftSource):
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         super().__init__(model, dtype, gather)
         self._model = model
-        self._frozen = list(self._places)
+        self._frozen = list(self._owners)
         self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
         (self._adapter,) = active_adapters(self._layers.values())
         self._scaled: dict[str, nn.Module] = {}  # layer by the name of its B tensor
@@ -129,7 +120,7 @@ class AdapterSource(PeftSource):
                 self._add(name_b, layer.lora_B[self._adapter], dtype)
 
     def _add(self, name: str, linear: nn.Module, dtype: torch.dtype) -> None:
-        self._places[name] = linear, "weight"
+        self._owners[name] = linear, "weight"
         self._metadata.append(WeightMeta(name, dtype, shape_of(linear.weight)))
 
     @contextmanager
@@ -153,7 +144,7 @@ class AdapterSource(PeftSource):
         return replace(pieces, data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]))
 
     def _check_state(self) -> None:
-        """Raise if the base was merged or unfrozen, or another adapter is active: engines have the earlier state."""
+        """Raise if the base was merged or unfrozen, or another adapter is active: engines keep the old state."""
         layers = lora_layers(self._model).values()
         if active_adapters(layers) != {self._adapter} or any(layer.merged for layer in layers):
             raise WeightSyncError(
@@ -161,10 +152,10 @@ class AdapterSource(PeftSource):
                 "after the engines had started. Undo it before the next generation, or use `lora_sync='merged'`."
             )
         for name in self._frozen:
-            module, attribute = self._places[name]
+            module, attribute = self._owners[name]
             if getattr(module, attribute).requires_grad:
                 raise WeightSyncError(
-                    f"{name} is trained, but was frozen when the engines started, which have it as it was then. "
+                    f"{name} is trained, but was frozen when the engines started, so they keep its first value. "
                     "Unfreeze it before the trainer is built, or use `lora_sync='merged'`."
                 )
 
@@ -198,11 +189,12 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
     return None
 
 
-def layer_obstacle(layer, is_head: bool, adapter: str) -> str | None:
+def layer_obstacle(layer: Any, is_head: bool, adapter: str) -> str | None:
+    """Return why vLLM cannot serve the adapter of this layer, or `None`."""
     if is_head or not isinstance(layer.get_base_layer(), nn.Linear):
-        return "is not a linear layer below the head, and vLLM has an adapter for no other in every model"
+        return "is not a linear layer below the head, and not every model of vLLM supports adapters of other layers"
     if is_dora(layer, adapter):
-        return "is DoRA's, which has more than A and B"
+        return "is DoRA's, which has a magnitude besides A and B"
     return None
 
 
@@ -217,7 +209,8 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def active_adapters(layers) -> set[str]:
+def active_adapters(layers: Iterable[Any]) -> set[str]:
+    """Return the names of the adapters that are active in any of the layers."""
     return {name for layer in layers for name in layer.active_adapters if name in layer.scaling}
 
 
@@ -228,6 +221,7 @@ def lora_rank(model: nn.Module) -> int:
 
 
 def check_layer(name: str, module: Any, lora_layer: type[Any]) -> None:
+    """Check that the adapter of one layer can be merged into its weight."""
     if isinstance(module, lora_layer):
         variants = {type(variant).__name__ for variant in module.lora_variant.values()}
         variants |= {"lora_bias"} if any(module.lora_bias.values()) else set()
@@ -242,20 +236,23 @@ def check_layer(name: str, module: Any, lora_layer: type[Any]) -> None:
     )
 
 
-def is_dora(layer, adapter: str) -> bool:
+def is_dora(layer: Any, adapter: str) -> bool:
+    """Return whether the adapter of this layer is DoRA's."""
     return type(layer.lora_variant.get(adapter)).__name__ == DORA
 
 
 def is_adapter(name: str, active: set[str]) -> bool:
-    """Return `True` for a parameter that exists for PEFT only: an adapter, the untrained original of a module in
+    """Return whether a parameter exists only because of PEFT: an adapter, the untrained original of a module in
     `modules_to_save`, or the copy of such a module for an adapter that is not `active` (TRL's reference)."""
     copy = re.search(r"\.modules_to_save\.([^.]+)\.", name)
     return ".lora_" in name or ".original_module." in name or (copy is not None and copy[1] not in active)
 
 
 def base_name(name: str) -> str:
+    """Return the name of a tensor without PEFT's wrappers."""
     return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
 
 
 def adapter_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the LoRA parameters of a layer."""
     return [parameter for name, parameter in layer.named_parameters() if "lora_" in name]

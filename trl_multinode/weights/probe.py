@@ -1,10 +1,12 @@
 """Log-prob probe of the engines' weights; a checksum would verify the transfer, not the weights in use."""
 
+from typing import Any
+
 import torch
 
 from ..engine.node_engines import NodeEngines
 from ..errors import LogprobDivergenceError
-from ..topology import Topology
+from ..run.topology import Topology
 
 PROBE_LENGTH = 16  # tokens; enough to involve every layer and the head
 
@@ -29,7 +31,7 @@ def probe_tokens(vocab_size: int) -> list[int]:
 
 @torch.no_grad()
 def probe_engines(
-    model, engines: NodeEngines | None, dtype: torch.dtype, topology: Topology, wanted: float | None = None
+    model: Any, engines: NodeEngines | None, dtype: torch.dtype, topology: Topology, wanted: float | None = None
 ) -> None:
     """Compare the engines' log-probs of a fixed sequence with the trainer's, to detect weights that are still dummies.
 
@@ -51,12 +53,12 @@ def probe_engines(
     limit = divergence_limit(wanted, model.dtype, dtype)
     if not limit:
         return
-    for index, connection in enumerate(engines.connections):
-        got = torch.from_numpy(engines.score(tokens, index).logprobs.copy())
+    for engine in engines:
+        got = torch.from_numpy(engine.score(tokens).logprobs.copy())
         difference = (got - expected).abs().mean().item()
         if not difference <= limit:
             raise LogprobDivergenceError(
-                f"{connection.name} and the trainer (rank {topology.rank}) differ by {difference:.3f} per token on a "
+                f"{engine.name} and the trainer (rank {topology.rank}) differ by {difference:.3f} per token on a "
                 f"probe prompt after the first weight update (limit {limit}): some weights did not arrive. Check that "
                 "vLLM supports this architecture with reloaded weights. With LoRA, try `lora_sync='merged'`. "
                 "`logprob_divergence_limit` sets the limit, 0 turns the check off."

@@ -15,9 +15,12 @@ the dtype they are sent in, and two steps gather the buffers of W ranks on N nod
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ..transports.pieces import Pieces
 
 PIECE_ALIGNMENT = 16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
 
@@ -29,46 +32,6 @@ class Shard:
     data: torch.Tensor  # (elements,) or fewer: the last ranks' pieces may be short or empty
     elements: int  # size of every rank's piece, padding included
     shape: tuple[int, ...]  # shape of the full tensor
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """A gathered tensor as the pieces of its ranks, or as one piece if it was not sharded."""
-
-    data: torch.Tensor  # (nodes, ranks of a node, elements); empty on ranks that are not local main processes
-    shape: tuple[int, ...]  # shape of the full tensor
-
-    @classmethod
-    def whole(cls, tensor: torch.Tensor) -> "Pieces":
-        return cls(tensor.detach().reshape(1, 1, -1), tuple(tensor.shape))
-
-    def copy_to(self, target: torch.Tensor) -> None:
-        """
-        Copy the tensor into `target` (flat and contiguous), without the padding and cast to the dtype of `target`.
-
-        Copies from a GPU are asynchronous on the current stream, because hundreds of small ones would otherwise wait
-        for each other (10 us each). The caller must synchronize before it reads `target` on the host.
-        """
-        nodes, ranks, elements = self.data.shape
-        if nodes * ranks == 1 or target.numel() == 0:
-            target.copy_(self.data.reshape(-1)[: target.numel()], non_blocking=True)
-            return
-        full_nodes = target.numel() // (ranks * elements)
-        if full_nodes:
-            done = full_nodes * ranks * elements
-            whole = target[:done].view(full_nodes, ranks, elements)
-            whole.copy_(self.data[:full_nodes], non_blocking=True)
-        for piece in range(full_nodes * ranks, math.ceil(target.numel() / elements)):
-            part = target[piece * elements : (piece + 1) * elements]
-            part.copy_(self.data[piece // ranks, piece % ranks, : part.numel()], non_blocking=True)
-
-    def full(self) -> torch.Tensor:
-        """Return the whole tensor, on the device and in the dtype of the pieces."""
-        if self.data.shape[:2] == (1, 1):
-            return self.data.view(self.shape)
-        tensor = torch.empty(math.prod(self.shape), dtype=self.data.dtype, device=self.data.device)
-        self.copy_to(tensor)
-        return tensor.view(self.shape)
 
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:
@@ -84,7 +47,7 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
     return None
 
 
-def _zero3_shard(tensor) -> Shard | None:
+def _zero3_shard(tensor: Any) -> Shard | None:
     piece = tensor.ds_tensor
     equal = piece.ds_numel == math.ceil(tensor.ds_numel / dist.get_world_size())
     plain = getattr(tensor, "ds_secondary_tensor", None) is None and not hasattr(piece, "ds_quant_scale")
@@ -94,7 +57,7 @@ def _zero3_shard(tensor) -> Shard | None:
     return Shard(piece.detach().view(-1), piece.ds_numel, tuple(tensor.ds_shape))
 
 
-def _fsdp2_shard(tensor) -> Shard | None:
+def _fsdp2_shard(tensor: Any) -> Shard | None:
     mesh, placements = tensor.device_mesh, tensor.placements
     if mesh.ndim != 1 or mesh.size() != dist.get_world_size() or not placements[0].is_shard(0):
         return None
@@ -148,7 +111,9 @@ class ShardGather:
         """
         return Gathering(self, shards, dtypes)
 
-    def pack(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype], offsets: list[int], size: int):
+    def pack(
+        self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype], offsets: list[int], size: int
+    ) -> torch.Tensor:
         """Copy this rank's shards into one buffer, `(size,)` of `uint8`, and return it."""
         mine = self.buffers.take("mine", size)
         for shard, dtype, offset in zip(shards, dtypes, offsets, strict=True):
@@ -156,7 +121,7 @@ class ShardGather:
             part.view(dtype).copy_(shard.data)
         return mine
 
-    def cross(self, mine: torch.Tensor):
+    def cross(self, mine: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the buffers of the ranks with this local rank, `(nodes, size)`, and the work to wait for, if any."""
         if self._across is None:
             return mine.view(1, -1), None
@@ -246,7 +211,7 @@ class Buffers:
         self._spare.clear()
 
 
-def _own_group(groups: list[list[int]], index: int):
+def _own_group(groups: list[list[int]], index: int) -> dist.ProcessGroup | None:
     """Create every group, in the same order on every rank as `new_group` requires, and return this rank's."""
     return [dist.new_group(ranks) for ranks in groups][index]
 

@@ -4,36 +4,16 @@ Gathering is one of the few collectives; `tests/test_architecture.py` lists them
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import nn
 
-from ..engine.protocol import TensorSpec
-from .shards import Pieces, ShardGather, shard_of
-
-ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size, so that tensors can be views of a slot
-
-
-@dataclass(frozen=True)
-class WeightMeta:
-    """Metadata of one tensor to send, available without a collective."""
-
-    name: str  # name in the checkpoint
-    dtype: torch.dtype  # dtype in the slot: the engine's for floating-point parameters, otherwise the tensor's own
-    shape: tuple[int, ...]  # full shape, unsharded
-    frozen: bool = False  # constant during the run: sent by the first update, and after `send_everything`
-
-    @property
-    def num_bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-Bucket = tuple[WeightMeta, ...]
-
+from ..transports.pieces import Pieces
+from .buckets import Bucket, WeightMeta
+from .names import is_zero3, named_weights, shape_of
+from .shards import ShardGather, shard_of
 
 Finish = Callable[[], Sequence[Pieces]]
 
@@ -85,7 +65,7 @@ class ModuleSource(WeightSource):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         self._gather = gather or ShardGather(1, torch.device("cpu"))
-        self._places = {name: place for name, place, _ in named_weights(model)}
+        self._owners = {name: owner for name, owner, _ in named_weights(model)}
         self._metadata = [
             WeightMeta(name, dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype, shape_of(t))
             for name, _, t in named_weights(model)
@@ -96,8 +76,8 @@ class ModuleSource(WeightSource):
 
     def tensors(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the bucket's tensors as the model holds them now, sharded or not."""
-        places = [self._places[meta.name] for meta in bucket]
-        return [getattr(module, attribute) for module, attribute in places]
+        owners = [self._owners[meta.name] for meta in bucket]
+        return [getattr(module, attribute) for module, attribute in owners]
 
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
@@ -134,7 +114,7 @@ def gather_pieces(
         together = dict(zip(shards, under_way.wait(), strict=True)) if under_way else {}
         return [together.get(index) or Pieces.whole(full(tensor)) for index, tensor in enumerate(tensors)]
 
-    # `no_grad` must not span the yield: contexts of two buckets overlap, so the second exit would restore "off"
+    # `no_grad` must not span the yield: contexts of two buckets overlap, so the last exit would leave gradients off
     with torch.no_grad():
         under_way = gather.start(list(shards.values()), [dtypes[i] for i in shards]) if shards else None
     with gather_zero3(others):
@@ -163,10 +143,6 @@ def gather_zero3(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
     return deepspeed.zero.GatheredParameters(sharded)
 
 
-def is_zero3(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "ds_numel")
-
-
 def keep_head_during_backward(model: nn.Module) -> None:
     """Let ZeRO-3 gather an untied head for the whole backward of the model that uses it.
 
@@ -182,105 +158,7 @@ def keep_head_during_backward(model: nn.Module) -> None:
         deepspeed.zero.register_external_parameter(model, parameter)
 
 
-def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the full shape; a ZeRO-3 shard has `numel() == 0`, and its full shape is `ds_shape`."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
-
-
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an FSDP2 shard gathered (a collective), and any other tensor as it is."""
+    """Gather an FSDP2 shard (a collective) and return it whole; return any other tensor unchanged."""
     data = tensor.detach()
     return data.full_tensor() if hasattr(data, "full_tensor") else data
-
-
-def named_weights(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str], torch.Tensor]]:
-    """Yield parameters (tied ones once) and persistent buffers: checkpoint name, (module, attribute), tensor."""
-    modules = dict(model.named_modules())
-    found = dict(model.named_parameters())
-    for prefix, module in modules.items():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    names = checkpoint_names(model, found)
-    for name, tensor in found.items():
-        prefix, _, attribute = name.rpartition(".")
-        yield names[name], (modules[prefix], attribute), tensor
-
-
-def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """
-    Map tensor names of `model` to their names in the checkpoint, which vLLM expects.
-
-    transformers 5 renames tensors while it loads them (`language_model.model` -> `model.language_model`, no
-    `vision_model` in CLIP and SigLIP) and records the renamings in the model. Fused experts stay fused, because vLLM
-    loads them fused.
-    """
-    # Under ZeRO-3 transformers also records renamings that did not apply to this checkpoint
-    conversions = [used for used in getattr(model, "_weight_conversions", None) or () if used.was_used()]
-    renamings = [
-        renaming.reverse_transform() for renaming in reversed(conversions) if not hasattr(renaming, "operations")
-    ]
-    found = {}
-    for name in sorted(names):  # some renamings apply only after another name was seen, and rely on this order
-        found[name] = without_wrappers(name)
-        for renaming in renamings:
-            found[name], _ = renaming.rename_source_key(found[name])
-    return found
-
-
-def without_wrappers(name: str) -> str:
-    """Remove the name of the wrapper module that FSDP's activation checkpointing inserts."""
-    return name.replace("_checkpoint_wrapped_module.", "")
-
-
-# ---- buckets --------------------------------------------------------------------------------------------------------
-
-
-def layer_key(name: str) -> str:
-    """Return the name up to the outermost layer index (`model.layers.3`), outside the layers the empty string."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: i + 1])
-    return ""
-
-
-def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int) -> list[Bucket]:
-    """Cut the model into buckets of one or more whole layers, at most `limit_bytes` each.
-
-    A layer above the limit is split between tensors, and a tensor above it is a bucket of its own. No bucket mixes
-    frozen weights with others. The order is that of `metadata`, so every rank makes the same plan.
-    """
-    buckets: list[list[WeightMeta]] = [[]]
-    for (frozen, _), group in groupby(metadata, key=lambda meta: (meta.frozen, layer_key(meta.name))):
-        layer = list(group)
-        pieces = [layer] if _padded_bytes(layer) <= limit_bytes else [[meta] for meta in layer]
-        for piece in pieces:
-            last = buckets[-1]
-            if last and (_padded_bytes(last + piece) > limit_bytes or last[0].frozen != frozen):
-                buckets.append([])
-            buckets[-1] += piece
-    return [tuple(bucket) for bucket in buckets if bucket]
-
-
-def place(bucket: Bucket) -> tuple[TensorSpec, ...]:
-    """Return the spec of each tensor in a bucket, with its offset in the slot."""
-    specs, offset = [], 0
-    for meta in bucket:
-        dtype = str(meta.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(meta.name, dtype, meta.shape, offset, meta.num_bytes))
-        offset += _padded(meta.num_bytes)
-    return tuple(specs)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _padded_bytes(bucket: Sequence[WeightMeta]) -> int:
-    return sum(_padded(meta.num_bytes) for meta in bucket)
-
-
-def slot_bytes(buckets: Sequence[Bucket]) -> int:
-    """Return the size of a slot, in bytes, that fits every bucket."""
-    return max(_padded_bytes(bucket) for bucket in buckets)

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..engine.node_engines import NodeEngines
-from ..engine.protocol import NUM_SLOTS, BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
-from ..errors import WeightSyncError, WeightVersionError
-from .shards import Pieces
-from .slots import Slots
-from .source import Bucket, Finish, WeightSource, place, plan_buckets, slot_bytes
-from .transports import Transport
+from ..engine.node_engines import NodeEngines, PendingReplies
+from ..errors import WeightSyncError
+from ..transports.base import Slots
+from ..transports.pieces import Pieces
+from ..wire.messages import NUM_SLOTS, BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
+from .buckets import Bucket, plan_buckets, slot_bytes, slot_layout
+from .source import Finish, WeightSource
+from .transport import Transport
 
 STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s")
 
@@ -74,8 +75,8 @@ class WeightSync:
     timings = sync.run(WeightVersion(update=1, step=0))   # a collective; the engines then serve version 1
     ```
 
-    Four stages overlap, each on another bucket: k+1 crosses the network, k is put together within each node, a thread
-    of the local main process copies k-1 into a slot, the engines load k-2. Only the main thread issues collectives.
+    Four stages overlap, each on another bucket: k+1 crosses the network, each node puts k together, a thread of the
+    local main process copies k-1 into a slot, and the engines load k-2. Only the main thread issues collectives.
 
     Args:
         source (`WeightSource`):
@@ -95,7 +96,7 @@ class WeightSync:
         self._source = source
         self._engines = engines
         self.buckets: list[Bucket] = plan_buckets(source.metadata(), limit_bytes)
-        self._places = [place(bucket) for bucket in self.buckets]
+        self._layouts = [slot_layout(bucket) for bucket in self.buckets]
         self._transport = transport or Transport()
         self._slots: Slots | None = None
         self._first = 0  # bucket that the next update begins with; 0 includes the frozen ones
@@ -126,14 +127,14 @@ class WeightSync:
         timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
         timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
         if self._engines is not None and self._slots is None:
-            self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._places)
+            self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._layouts)
         start = time.perf_counter()
         if self._engines is not None:
             self._engines.ask_all(BeginUpdate(version=version, first_bucket=self._first))
         begun = time.perf_counter()
         try:
-            with self._courier(timings) as courier:
-                self._gather(timings, courier)
+            with self._sending(timings) as sender:
+                self._gather(timings, sender)
         finally:
             self._source.release()
         timings.stream_s = time.perf_counter() - begun
@@ -150,14 +151,14 @@ class WeightSync:
         self._slots = None
 
     @contextmanager
-    def _courier(self, timings: SyncTimings) -> Iterator["Courier | None"]:
+    def _sending(self, timings: SyncTimings) -> Iterator["BucketSender | None"]:
         if self._engines is None or self._slots is None:
             yield None
             return
-        with Courier(self._engines, self._slots, self._places, timings) as courier:
-            yield courier
+        with BucketSender(self._engines, self._slots, self._layouts, timings) as sender:
+            yield sender
 
-    def _gather(self, timings: SyncTimings, courier: "Courier | None") -> None:
+    def _gather(self, timings: SyncTimings, sender: "BucketSender | None") -> None:
         """Gather every bucket: while k is put together, k+1 is on the network and k-1 is copied.
 
         All ranks release the buckets in the same order, each after its copy, because a release may be a collective.
@@ -172,8 +173,8 @@ class WeightSync:
                 current, finish = begun.popleft()
                 pieces = finish()
                 timings.gather_s += time.perf_counter() - start
-                if courier is not None:
-                    current.callback(courier.carry(index, pieces).result)
+                if sender is not None:
+                    current.callback(sender.send(index, pieces).result)
                 previous.close()
                 previous = current
 
@@ -184,30 +185,30 @@ class WeightSync:
     @staticmethod
     def _commit(engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:
         start = time.perf_counter()
-        for engine, done in enumerate(engines.ask_all(CommitUpdate())):
+        for engine, done in zip(engines, engines.ask_all(CommitUpdate()), strict=True):
             assert isinstance(done, Done)
-            check_version(done.version, version, engines.connections[engine].name)
+            engine.check_version(done.version, version)
         timings.commit_s += time.perf_counter() - start
 
 
-class Courier:
-    """Thread of the local main process that copies buckets into slots and has the engines load them.
+class BucketSender:
+    """Thread of the local main process that copies buckets into slots and makes the engines load them.
 
     While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait for a reply.
     """
 
-    def __init__(self, engines: NodeEngines, slots: Slots, places: list, timings: SyncTimings):
-        self._engines, self._slots, self._places, self._timings = engines, slots, places, timings
-        self._on_the_way: deque[list[int]] = deque()  # per bucket in flight: a request id per engine
-        self._load_s = [0.0] * len(engines.connections)
+    def __init__(self, engines: NodeEngines, slots: Slots, layouts: list, timings: SyncTimings):
+        self._engines, self._slots, self._layouts, self._timings = engines, slots, layouts, timings
+        self._in_flight: deque[PendingReplies] = deque()  # one per bucket in flight
+        self._load_s = [0.0] * len(engines)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
 
-    def __enter__(self) -> "Courier":
+    def __enter__(self) -> "BucketSender":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Wait until everything is loaded, unless the sync failed already."""
+        """Wait until the engines have loaded every bucket, unless the sync has failed already."""
         try:
             if kind is None:
                 self._thread.submit(self._wait_for_all).result()
@@ -215,35 +216,36 @@ class Courier:
         finally:
             self._thread.shutdown()
 
-    def carry(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
+    def send(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
         """Send bucket `index` to the engines. The future is done once the bucket is copied and may be released."""
         on_gpu = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
         ready = None
         if on_gpu is not None:
             ready = torch.cuda.current_stream(on_gpu).record_event()  # on the stream that gathered the bucket
-        return self._thread.submit(self._carry, index, pieces, on_gpu, ready)
+        return self._thread.submit(self._send, index, pieces, on_gpu, ready)
 
-    def _carry(self, index: int, pieces: Sequence[Pieces], on_gpu: torch.device | None, ready) -> None:
-        if len(self._on_the_way) == NUM_SLOTS:
+    def _send(
+        self, index: int, pieces: Sequence[Pieces], on_gpu: torch.device | None, ready: torch.cuda.Event | None
+    ) -> None:
+        if len(self._in_flight) == NUM_SLOTS:
             self._wait_for_oldest()
         start = time.perf_counter()
         if on_gpu is None:
-            self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
+            self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
         else:
             with torch.cuda.stream(self._stream_on(on_gpu)):
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
-                self._slots.write(index % NUM_SLOTS, self._places[index], pieces)
+                self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
         self._timings.copy_s += time.perf_counter() - start
         self._hand_over(index)
 
     def _hand_over(self, index: int) -> None:
-        message = LoadBucket(bucket=index, slot=index % NUM_SLOTS)
-        self._on_the_way.append([self._engines.post(e, message) for e in range(len(self._engines.connections))])
-        last = self._places[index][-1]
+        self._in_flight.append(self._engines.post_all(LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
+        last = self._layouts[index][-1]
         try:
-            self._slots.announce(index % NUM_SLOTS, last.offset + last.num_bytes)
+            self._slots.transmit(index % NUM_SLOTS, last.offset + last.num_bytes)
         except WeightSyncError:
-            self._wait_for_all()  # raises the error of a failed engine, which has the cause
+            self._wait_for_all()  # raises the error of a failed engine, which names the cause
             raise
 
     def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
@@ -253,20 +255,10 @@ class Courier:
         return self._stream
 
     def _wait_for_oldest(self) -> None:
-        for engine, request_id in enumerate(self._on_the_way.popleft()):
-            done = self._engines.wait(engine, request_id)
+        for engine, done in enumerate(self._in_flight.popleft().wait()):
             assert isinstance(done, Done)
             self._load_s[engine] += done.seconds
 
     def _wait_for_all(self) -> None:
-        while self._on_the_way:
+        while self._in_flight:
             self._wait_for_oldest()
-
-
-def check_version(got: WeightVersion, expected: WeightVersion, engine_name: str) -> None:
-    """Raise `WeightVersionError` unless the engine has exactly the expected weights."""
-    if got.update != expected.update:
-        raise WeightVersionError(
-            f"{engine_name} has the weights of {got}, expected {expected}: its workers did not load the last update. "
-            "See the engine's log; a run that continued would train on completions of an older policy."
-        )

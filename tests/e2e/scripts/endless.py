@@ -15,7 +15,7 @@ def reward(completions, **_):
     global calls
     calls += 1
     if calls == 2:
-        print(f"RUNNING engine {trainer.vllm_generation.engines.ready[0].pid}", flush=True)
+        print(f"RUNNING engine {trainer.vllm_generation.engines[0].ready.pid}", flush=True)
     if calls == 3 and failing == RANK:
         raise ValueError("this reward function fails on purpose")
     return [float(len(completion)) for completion in completions]

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
@@ -20,12 +19,12 @@ import numpy as np
 import torch
 from common import make_trainer, write_result
 
-from trl_multinode.engine.node_engines import Rollout
-from trl_multinode.engine.protocol import WeightVersion
+from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.host import NodeHost
 from trl_multinode.testing.fake_engine import FakeBackend
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weights.sync import SyncTimings
+from trl_multinode.wire.messages import WeightVersion
 
 folder, cases_json = sys.argv[1:]
 torch.set_num_threads(1)
@@ -61,10 +60,17 @@ class Connection:
     """What a rank holds of it; the look-ahead's thread has one of its own."""
 
     max_model_len = 2048
+    name = "engine 0 of node 0"
+    check_version = EngineClient.check_version
 
     def __init__(self, engine: Engine, who: str):
         self._engine, self._who = engine, who
-        self.connections = [SimpleNamespace(name="engine 0 of node 0")]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> "Connection":
+        return self
 
     def generate(self, requests, max_tokens, sampling, min_update):
         engine = self._engine
@@ -80,10 +86,10 @@ class Connection:
     def _rollout(row, version: WeightVersion) -> Rollout:
         return Rollout(np.array(row.tokens, dtype=np.int32), np.array(row.logprobs, dtype=np.float32), version, 0)
 
-    def post_score(self, tokens, engine: int) -> Rollout:
+    def post_score(self, tokens) -> Rollout:
         return self._scores(list(tokens))
 
-    def scored(self, engine: int, request_id: Rollout) -> Rollout:
+    def scored(self, request_id: Rollout) -> Rollout:
         return request_id
 
     @torch.no_grad()
@@ -95,7 +101,7 @@ class Connection:
 
 
 def start_engines(host, model, processing_class, keywords):
-    host._settings = SimpleNamespace(dtype=torch.float32)
+    host._dtype = torch.float32
     host.engine = Engine(model)
     host.ahead_engines = Connection(host.engine, "ahead")
     host.engines = Connection(host.engine, "main")

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from common import RANK, WORLD, write_result
 
-from trl_multinode.engine.protocol import WeightVersion
 from trl_multinode.testing.engines import running_engines
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.sources import KINDS, prepare
@@ -17,6 +16,7 @@ from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.shards import ShardGather
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
+from trl_multinode.wire.messages import WeightVersion
 
 folder, engine_module = sys.argv[1:3]
 RANKS_PER_NODE = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -31,7 +31,7 @@ def difference(forward, engines) -> float:
     expected = forward(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     if engines is None or version.update == 0:
         return 9.0
-    return (torch.from_numpy(engines.score(TOKENS, 0).logprobs.copy()) - expected).abs().max().item()
+    return (torch.from_numpy(engines[0].score(TOKENS).logprobs.copy()) - expected).abs().max().item()
 
 
 def check(kind: str, engines, tied: bool) -> dict:

@@ -39,7 +39,7 @@ def difference(engines) -> float:
     with torch.no_grad():
         scores = trainer.model(ids).logits[0, :-1].log_softmax(-1)
     expected = scores.gather(1, ids[0, 1:, None])[:, 0]
-    return (torch.from_numpy(engines.score(SEQUENCE, 0).logprobs.copy()) - expected).abs().max().item()
+    return (torch.from_numpy(engines[0].score(SEQUENCE).logprobs.copy()) - expected).abs().max().item()
 
 
 trainer = make_trainer(

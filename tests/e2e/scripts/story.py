@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from common import RANK, WORLD, Recorder, make_trainer, write_result
 
-from trl_multinode.engine.node_engines import PromptRequest
+from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import MultiNodeError
 from trl_multinode.testing.models import tiny_qwen2
 
@@ -48,7 +48,7 @@ def isolation(trainer) -> dict:
     maps = Path("/proc/self/maps").read_text()
     slots = sorted({line.split()[-2] for line in maps.splitlines() if "/dev/shm/trl_multinode_" in line})
     return {
-        "engine_pid": engines.ready[0].pid,
+        "engine_pid": engines[0].ready.pid,
         "folder": mine,
         "visible_folders_of_others": [path for path in others if Path(path).exists()],
         "slots": slots,
@@ -56,7 +56,7 @@ def isolation(trainer) -> dict:
 
 
 def sockets(engines) -> list[str]:
-    return [connection._socket.getpeername() for connection in engines.connections]
+    return [engine._connection._socket.getpeername() for engine in engines]
 
 
 def perturb(model) -> None:

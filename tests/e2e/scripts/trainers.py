@@ -98,7 +98,7 @@ def on_our_engines(name: str) -> tuple[dict, list]:
         result["evaluations"] = [evaluated(trainer), evaluated(trainer)]
     result |= parity(trainer)
     trainer.close()
-    result["engines_left"] = len(trainer.host._processes)
+    result["engines_left"] = len(trainer.host._fleet._processes)
     return result, calls
 
 
@@ -136,7 +136,7 @@ def difference(trainer) -> float:
     with torch.no_grad():
         scores = trainer.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
     expected = scores.gather(1, ids[0, 1:, None])[:, 0]
-    got = torch.from_numpy(trainer.vllm_generation.engines.score(SEQUENCE, 0).logprobs.copy())
+    got = torch.from_numpy(trainer.vllm_generation.engines[0].score(SEQUENCE).logprobs.copy())
     return (got - expected).abs().max().item()
 
 
@@ -169,7 +169,7 @@ def on_trls_own(name: str, calls: list) -> dict:
     module = sys.modules[theirs.__module__]
     home = trl if hasattr(trl, f"{name}Trainer") else sys.modules[module.__name__.rpartition(".")[0]]
     where = module if hasattr(module, "VLLMGeneration") else vllm_generation
-    with mock.patch.object(where, "VLLMGeneration", lambda **_: Replay(calls)):
+    with mock.patch.object(where, "VLLMGeneration", lambda **_: Replay(calls)):  # noqa: PT008
         trainer = make(home, name, vllm_mode="colocate")
     logs = train(trainer)
     assert type(trainer) is theirs and next(trainer.vllm_generation.calls, None) is None

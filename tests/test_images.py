@@ -1,0 +1,36 @@
+"""Batches of which only some prompts have images: what TRL gets, and what ranks must agree on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.images import check_images, with_lists_of_images
+
+CAT = object()
+
+
+def accelerator(flags: list[bool], stage: int | None = 3):
+    plugin = stage and SimpleNamespace(zero_stage=stage)
+    state = SimpleNamespace(deepspeed_plugin=plugin, fsdp_plugin=None)
+    return SimpleNamespace(state=state, device="cpu", gather=lambda mine: torch.tensor([bool(mine), *flags]))
+
+
+def test_prompts_without_a_picture_get_empty_lists_and_keep_their_columns():
+    rows = [{"prompt": "a", "image": CAT}, {"prompt": "b", "image": None}]
+    assert [row["images"] for row in with_lists_of_images(rows)] == [[CAT], []]
+    assert [row["image"] for row in with_lists_of_images(rows)] == [CAT, None]
+
+
+@pytest.mark.parametrize("rows", [[{"prompt": "a"}], [{"image": CAT}], [{"images": [CAT]}, {"images": []}]])
+def test_other_rows_are_left_as_they_are(rows):
+    assert with_lists_of_images(rows) is rows
+
+
+def test_a_rank_without_any_picture_is_refused_while_others_have_some_and_weights_are_sharded():
+    with pytest.raises(ConfigurationError, match=r"ranks \[0, 2\] have no image.*ZeRO-2 or DDP"):
+        check_images(accelerator([True, False]), [{"images": []}, {"images": None}])
+    check_images(accelerator([True, False], stage=2), [{"images": []}])
+    check_images(accelerator([False]), [{"image": None}])
+    check_images(accelerator([True]), [{"image": None}, {"image": CAT}])

@@ -1,0 +1,157 @@
+"""A name that another library lacks gives an error with its version and a cure; a replaced one comes back."""
+
+import importlib.abc
+import os
+import sys
+from types import ModuleType
+
+import pytest
+from trl.trainer import grpo_trainer
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import trl_multinode
+from trl_multinode import libraries
+from trl_multinode.libraries import replaced
+
+VERSION = libraries.installed("trl")
+
+
+class Owner:
+    name = "the class's"
+
+    def method(self):
+        return "the class's"
+
+
+# ---- replaced names
+
+
+def test_a_global_of_a_module_is_replaced_and_comes_back():
+    real = grpo_trainer.VLLMGeneration
+    with replaced(grpo_trainer, "VLLMGeneration", "outer"):
+        with replaced(grpo_trainer, "VLLMGeneration", "inner"):
+            assert grpo_trainer.VLLMGeneration == "inner"
+        assert grpo_trainer.VLLMGeneration == "outer"
+    assert grpo_trainer.VLLMGeneration is real
+
+
+def test_a_method_that_is_replaced_on_an_object_is_the_classs_again_afterwards():
+    owner = Owner()
+    with replaced(owner, "method", lambda: "ours"):
+        assert owner.method() == "ours" and Owner().method() == "the class's"
+    assert vars(owner) == {} and owner.method() == "the class's"
+
+
+def test_an_attribute_of_an_object_keeps_its_value():
+    owner = Owner()
+    owner.name = "the object's"
+    with replaced(owner, "name", "ours"):
+        pass
+    assert owner.name == "the object's"
+
+
+def test_an_error_inside_brings_the_name_back():
+    with pytest.raises(ZeroDivisionError), replaced(grpo_trainer, "gather_object", None):
+        raise ZeroDivisionError
+    assert grpo_trainer.gather_object is not None
+
+
+def test_a_name_that_has_moved_is_an_error_with_version_cure_and_page(monkeypatch):
+    monkeypatch.setattr(libraries, "installed", lambda library: "1.17.0")
+    with pytest.raises(AttributeError) as error, replaced(grpo_trainer, "NoSuchName", None):
+        pass
+    assert str(error.value) == (
+        "trl 1.17.0 has no `NoSuchName` in trl.trainer.grpo_trainer, which trl_multinode replaces. trl_multinode "
+        f"{trl_multinode.__version__} works with trl>=1.16,<1.17: `pip install 'trl>=1.16,<1.17'`. "
+        "docs/upgrading.md lists where this package uses the library's internals."
+    )
+    assert not hasattr(grpo_trainer, "NoSuchName")
+
+
+def test_an_attribute_of_our_subclass_is_looked_for_in_the_library_that_it_extends():
+    trainer = object.__new__(trl_multinode.GRPOTrainer)
+    message = rf"trl {VERSION} has no `_metrics` in trl\.trainer\.grpo_trainer"
+    with pytest.raises(AttributeError, match=message), replaced(trainer, "_metrics", {}):
+        pass
+
+
+# ---- imports
+
+
+class Absent(importlib.abc.MetaPathFinder):
+    """Stands for a TRL without some modules."""
+
+    def __init__(self, *names: str):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def forget(monkeypatch, *modules: str) -> None:
+    """Let the next import of these modules and what is below them run again; pytest brings the old ones back."""
+    for name in [name for name in sys.modules if name.startswith(modules)]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def without_gold(monkeypatch) -> None:
+    forget(monkeypatch, "trl.experimental.gold", "trl_multinode.experimental.gold")
+    monkeypatch.setattr(sys, "meta_path", [Absent("trl.experimental.gold"), *sys.meta_path])
+
+
+def test_an_experimental_trainer_that_trl_lacks_is_a_plain_error(monkeypatch):
+    without_gold(monkeypatch)
+    with pytest.raises(ImportError) as error:
+        trl_multinode.GOLDTrainer  # noqa: B018
+    assert str(error.value) == (
+        f"trl_multinode.GOLDTrainer cannot be imported: trl {VERSION} has no module trl.experimental.gold. "
+        "Upgrade trl-multinode (`pip install --upgrade trl-multinode`), or install an older trl. "
+        "docs/upgrading.md lists where this package uses the library's internals."
+    )
+
+
+def test_the_other_trainers_are_imported_all_the_same(monkeypatch):
+    forget(monkeypatch, "trl_multinode.experimental", "trl_multinode.trainers")
+    without_gold(monkeypatch)
+    for name in ("IWOPD", "SDFT", "SDPO", "RLOO", "Distillation", "GRPO"):
+        assert getattr(trl_multinode, f"{name}Trainer").__name__ == f"MultiNode{name}Trainer"
+
+
+def test_a_class_that_trl_lacks_is_named_with_the_versions_that_work(monkeypatch):
+    forget(monkeypatch, "trl_multinode.trainers")
+    monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))
+    monkeypatch.setattr(libraries, "installed", lambda library: "1.17.0")
+    with pytest.raises(ImportError, match="no `DistillationConfig` in trl") as error:
+        from trl_multinode import RLOOTrainer  # noqa: F401
+    assert str(error.value).startswith("trl_multinode.RLOOTrainer cannot be imported: trl 1.17.0 has no")
+    assert "works with trl>=1.16,<1.17: `pip install 'trl>=1.16,<1.17'`" in str(error.value)
+
+
+def test_the_cause_of_an_error_that_trl_wraps_is_named(monkeypatch):
+    """TRL imports lazily; if a new transformers breaks it, it raises a `RuntimeError`."""
+
+    def lazily(name: str):
+        try:
+            from transformers.trainer import NoSuchName  # noqa: F401
+        except ImportError as error:
+            raise RuntimeError(f"Failed to import trl.trainer because of the following error:\n{error}") from error
+
+    broken = ModuleType("trl")
+    broken.__getattr__ = lazily
+    forget(monkeypatch, "trl_multinode.trainers")
+    monkeypatch.setitem(sys.modules, "trl", broken)
+    with pytest.raises(ImportError, match=r"transformers [\d.]+ has no `NoSuchName` in transformers\.trainer"):
+        trl_multinode.RLOOTrainer  # noqa: B018
+
+
+@pytest.mark.parametrize("error", [ImportError("no name", name="PIL"), RuntimeError("out of memory"), ImportError()])
+def test_any_other_error_stays_as_it_is(error):
+    assert libraries.explanation(error, "GRPOTrainer") is None
+
+
+def test_a_library_that_is_not_installed_is_named_as_such(monkeypatch):
+    monkeypatch.setattr(libraries, "installed", lambda library: None)
+    reason = libraries.explanation(ModuleNotFoundError("No module named 'trl'", name="trl"), "GRPOTrainer")
+    assert "trl is not installed. " in reason and "`pip install 'trl>=1.16,<1.17'`" in reason

@@ -1,0 +1,394 @@
+"""docs/upgrading.md lists every internal name of another library that this package uses, and the installed one has it.
+
+A scan of our sources finds these names; the page lists them, and no name that is not used. A failure after an upgrade
+gives the name that moved; its row on the page says what to do. The scan cannot find a private name on an object other
+than `self` if a class of ours has the same name.
+"""
+
+import ast
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from transformers import Trainer
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import trl_multinode
+from trl_multinode.libraries import installed
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "trl_multinode"
+LIBRARIES = ("trl", "transformers", "vllm", "deepspeed", "peft", "accelerate", "torch")
+FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items() if not name.startswith("testing/")}
+TRAINERS = {
+    name: getattr(trl_multinode, f"MultiNode{name}Trainer")
+    for name in ("GRPO", "RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD")
+}
+CONFIGS = [trainer._config for trainer in TRAINERS.values()]
+CLASSES = {kind for each in (*TRAINERS.values(), *CONFIGS) for kind in each.__mro__}
+LOOKUPS = {"getattr", "setattr", "hasattr"}
+
+
+def is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("trl_multinode")
+
+
+# ---- the page
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table in docs/upgrading.md."""
+
+    library: str
+    modules: tuple[str, ...]  # of the library; every one has the names
+    names: tuple[str, ...]  # each one name, or several with " or " between them, of which one must exist
+    files: frozenset[str]  # of this package
+    guards: tuple[str, ...]
+
+    def words(self) -> set[str]:
+        dotted = [name for names in self.names for name in names.split(" or ")]
+        return {part for name in (*dotted, *self.modules) for part in name.split(".")}
+
+
+def quoted(cell: str) -> tuple[str, ...]:
+    """The parts in backticks; ` or ` joins two of them."""
+    return tuple(re.findall(r"`([^`]+)`", cell.replace("` or `", " or ")))
+
+
+def rows() -> list[Row]:
+    library, found = "", []
+    for line in (ROOT / "docs" / "upgrading.md").read_text().splitlines():
+        if line.startswith("## "):
+            library = line.removeprefix("## ").lower()
+        elif line.startswith("| `"):
+            names, modules, files, _, guards, _ = line.strip("| ").split(" | ")
+            places = tuple(TRAINERS[m]._trl.__module__ if m in TRAINERS else m for m in quoted(modules))
+            found.append(Row(library, places, quoted(names), frozenset(quoted(files)), quoted(guards)))
+    return found
+
+
+ROWS = rows()
+
+
+# ---- the scan of our sources
+
+
+def stored_on_self(tree: ast.AST) -> set[str]:
+    return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)
+            and ast.unparse(n.value) == "self"}  # fmt: skip
+
+
+@cache
+def source_of(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
+
+
+@cache
+def members(kind: type) -> set[str]:
+    """What a class of another library has: attributes, and what its methods set on `self`."""
+    (node,) = (n for n in source_of(kind.__module__).body if getattr(n, "name", "") == kind.__name__)
+    return set(vars(kind)) | stored_on_self(node)
+
+
+THEIRS = set().union(*(members(kind) for kind in CLASSES if kind.__module__.split(".")[0] in LIBRARIES))
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+def subclass_of_theirs(file: str, node: ast.stmt) -> type | None:
+    """Our trainer or config that the statement defines, if it is one."""
+    module = f"trl_multinode.{file.removesuffix('.py').replace('/', '.')}"
+    return next((c for c in CLASSES if (c.__module__, c.__name__) == (module, getattr(node, "name", ""))), None)
+
+
+def own_names() -> set[str]:
+    """What this package defines. A method of a trainer that TRL has too is TRL's."""
+    own = set()
+    for file, tree in TREES.items():
+        for statement in tree.body:
+            defined = stored_on_self(statement)
+            for node in ast.walk(statement):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    defined.add(node.name)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    defined.add(node.id)
+            own |= defined - THEIRS if subclass_of_theirs(file, statement) else defined
+    return own
+
+
+OWN = own_names()
+
+
+def is_module(name: str) -> bool:
+    """Whether a library has such a file; importing to find out would take vLLM 10 s."""
+    library, *rest = name.split(".")
+    path = folder_of(library).joinpath(*rest)
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+@cache
+def folder_of(library: str) -> Path:
+    spec = importlib.util.find_spec(library)
+    if spec is None:
+        pytest.skip(f"{library} is not installed")
+    return Path(spec.origin).parent
+
+
+def internal_imports(tree: ast.Module) -> Iterator[str]:
+    """Names imported from a submodule of a library, and private ones. The submodules of torch are public."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] in LIBRARIES:
+            deep = "." in node.module and not node.module.startswith("torch.")
+            for name in (alias.name for alias in node.names):
+                if (deep or is_private(name) or "._" in node.module) and not is_module(f"{node.module}.{name}"):
+                    yield name
+
+
+def in_a_trainer(node: ast.AST, kind: type) -> Iterator[str]:
+    """What a trainer or config of ours takes from TRL or transformers: overrides and uses of private names, and names
+    that it sets."""
+    public = issubclass(kind, Trainer)  # a config's public fields are settings
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "super()"):
+        name, stores = node.attr, isinstance(node.ctx, ast.Store) and public
+    elif isinstance(node, ast.FunctionDef):
+        name, stores = node.name, False
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        name, stores = node.id, False
+    else:
+        return
+    if name in THEIRS and (is_private(name) or stores):
+        yield name
+
+
+def anywhere(node: ast.AST, others: set[str], imported: set[str]) -> Iterator[str]:
+    """Private names that this package does not define, names set on a library's class, and replaced names."""
+    if isinstance(node, ast.Attribute) and (base := ast.unparse(node.value)) not in others:
+        foreign = (is_private(node.attr) and node.attr not in OWN) or node.attr.startswith("ds_")
+        if foreign or (isinstance(node.ctx, ast.Store) and base in imported):
+            yield node.attr
+    elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+        called, name = ast.unparse(node.func), node.args[1].value
+        if called == "replaced" or (called in LOOKUPS and name not in OWN and name.startswith(("_", "ds_"))):
+            yield name
+    elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+        value = node.value.value  # `_sync_mark = "_last_loaded_step"`
+        yield from [value] if isinstance(value, str) and is_private(value) else []
+
+
+def uses(file: str, tree: ast.Module) -> set[str]:
+    """Internal names of libraries that a file of ours uses."""
+    plain = {(a.asname or a.name).split(".")[0]: a.name.split(".")[0] for n in ast.walk(tree)
+             if isinstance(n, ast.Import) for a in n.names}  # fmt: skip
+    others = {name for name, library in plain.items() if library not in LIBRARIES}
+    imported = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level and
+                n.module.split(".")[0] in LIBRARIES for a in n.names}  # fmt: skip
+    found = set(internal_imports(tree))
+    for statement in tree.body:
+        kind = subclass_of_theirs(file, statement)
+        for node in ast.walk(statement):
+            found |= set(anywhere(node, others, imported)) | (set(in_a_trainer(node, kind)) if kind else set())
+    return found
+
+
+@cache
+def used() -> dict[str, set[str]]:
+    """Internal name of a library -> our files that use it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for file, tree in TREES.items():
+        for name in uses(file, tree):
+            found[name].add(file)
+    return found
+
+
+@cache
+def mentioned(file: str) -> set[str]:
+    found = set()
+    for node in ast.walk(TREES[file]):
+        fields = ("attr", "id", "name", "arg", "value")
+        found |= {value for field in fields if isinstance(value := getattr(node, field, None), str)}
+    return found
+
+
+# ---- the list is true
+
+
+@pytest.mark.parametrize("name", sorted(used()))
+def test_an_internal_name_that_is_used_is_listed(name):
+    listed = [row for row in ROWS if name in row.words()]
+    assert listed, f"{sorted(used()[name])} use `{name}`, and docs/upgrading.md has no row for it"
+    files = set().union(*(row.files for row in listed))
+    assert used()[name] <= files, f"`{name}`: docs/upgrading.md lacks {sorted(used()[name] - files)}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+def test_a_listed_name_is_used_where_the_page_says(row):
+    assert row.library in LIBRARIES and row.files <= set(TREES), sorted(row.files - set(TREES))
+    for name in (part.split(".")[-1] for names in row.names for part in names.split(" or ")):
+        unused = {file for file in row.files if name not in mentioned(file)}
+        assert not unused, f"{sorted(unused)} do not use `{name}`; see docs/upgrading.md"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+def test_the_guards_of_a_row_exist(row):
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert row.guards and set(row.guards) <= tests, sorted(set(row.guards) - tests)
+
+
+SAMPLE = """
+import os
+from transformers.modeling_utils import PreTrainedModel
+from torch._utils import _import_dotted_name
+class MultiNodeGRPOTrainer:
+    _sync_mark = "_own_mark"
+    def _prepare_inputs(self, x):
+        self.hub_model_id = self._resume = os._exit
+        super()._set_signature_columns_if_needed()
+    def _one_round(self):
+        processor._unheard_of, tensor.ds_status, getattr(tensor, "_grown")
+        PreTrainedModel.forward = replaced(module, "some_name", 1)
+"""
+
+
+def test_every_kind_of_use_is_found():
+    assert uses("trainer.py", ast.parse(SAMPLE)) == {
+        "PreTrainedModel", "_import_dotted_name", "_own_mark", "_prepare_inputs", "hub_model_id",
+        "_set_signature_columns_if_needed", "_unheard_of", "ds_status", "_grown", "forward", "some_name",
+    }  # fmt: skip
+
+
+# ---- the installed library has it
+
+
+def definitions(body: list[ast.stmt], classes: bool = False) -> Iterator[tuple[str, ast.stmt]]:
+    """Names that a module or class defines or imports, also below `if` and `try`; with `classes` their members too."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+            yield from definitions(node.body, classes) if classes and isinstance(node, ast.ClassDef) else ()
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((t.id, node) for target in targets for t in ast.walk(target) if isinstance(t, ast.Name))
+        elif isinstance(node, ast.If | ast.Try):
+            yield from definitions([*node.body, *node.orelse], classes)
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    library, *rest = module.split(".")
+    path = folder_of(library).joinpath(*rest)
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def defines(module: str, dotted: str) -> bool:
+    """Whether the source of a module defines `Class.name`, or `name` anywhere, or sets it as an attribute."""
+    body = tree_of(module).body
+    for part in dotted.split(".")[:-1]:
+        owner = dict(definitions(body)).get(part)
+        if not isinstance(owner, ast.ClassDef):
+            return False
+        body = owner.body
+    name = dotted.split(".")[-1]
+    stored = {n.attr for statement in body for n in ast.walk(statement) if isinstance(n, ast.Attribute) and
+              isinstance(n.ctx, ast.Store)}  # fmt: skip
+    return name in dict(definitions(body, classes="." not in dotted)) or name in stored
+
+
+def has(module: str, dotted: str) -> bool:
+    if defines(module, dotted) or not module.startswith("torch"):
+        return defines(module, dotted)
+    owner = import_module(module)  # much of torch is C++, without a source here
+    for name in dotted.split("."):
+        if not hasattr(owner, name):
+            return False
+        owner = getattr(owner, name)
+    return True
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+def test_the_installed_library_has_the_name(row):
+    for module in row.modules:
+        for names in row.names:
+            found = any(has(module, name) for name in names.split(" or "))
+            assert found, (
+                f"{row.library} {installed(row.library)}: {module} has no `{names}`, which "
+                f"{', '.join(sorted(row.files))} need; its row in docs/upgrading.md says what to do"
+            )
+
+
+@pytest.mark.parametrize(("module", "name"), [
+    ("trl.trainer.grpo_trainer", "GRPOTrainer._mertics"), ("trl.trainer.grpo_trainer", "_mertics"),
+    ("transformers.trainer", "NoTrainer._save"), ("torch.distributed", "ProcessGroupGloo._Options._patience"),
+])  # fmt: skip
+def test_a_name_that_a_library_lacks_is_noticed(module, name):
+    assert not has(module, name)
+
+
+def calls_of_super(kind: type) -> set[str]:
+    (node,) = (n for n in source_of(kind.__module__).body if getattr(n, "name", "") == kind.__name__)
+    found = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
+    return {n.attr for n in found if ast.unparse(n.value) == "super()"} - {"__init__", "__init_subclass__"}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_what_is_called_on_super_exists_in_the_trainer_and_is_still_called_by_it(trainer):
+    order = TRAINERS[trainer].__mro__
+    ours = [kind for kind in order if is_ours(kind)]
+    called = {n.attr for kind in order if not is_ours(kind) and kind is not object
+              for n in ast.walk(source_of(kind.__module__)) if isinstance(n, ast.Attribute)}  # fmt: skip
+    for kind in ours:
+        for name in calls_of_super(kind):
+            after = order[order.index(kind) + 1 :]
+            assert any(name in vars(base) for base in after), f"{trainer}: no base of {kind.__name__} has `{name}`"
+            theirs = any(name in vars(base) for base in after if not is_ours(base))
+            by_users = {"push_to_hub", "train", "evaluate", "log", "training_step"}
+            assert not theirs or name in called | by_users, f"{trainer}: {name} is never called by TRL or transformers"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_an_override_takes_what_the_overridden_method_takes(trainer):
+    order = TRAINERS[trainer].__mro__
+    for kind in filter(is_ours, order):
+        for name, method in vars(kind).items():
+            after = order[order.index(kind) + 1 :]
+            theirs = next((vars(base)[name] for base in after if name in vars(base)), None)
+            if not (inspect.isfunction(method) and inspect.isfunction(theirs)) or name.startswith("__"):
+                continue
+            taken = inspect.signature(method).parameters.values()
+            if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken):
+                continue
+            lacking = set(inspect.signature(theirs).parameters) - {parameter.name for parameter in taken}
+            assert not lacking, f"{kind.__name__}.{name} lacks {lacking} of {theirs.__qualname__}"
+
+
+def test_a_method_that_is_gone_and_one_that_takes_more_are_noticed(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delattr(Trainer, "_load_best_model")
+        with pytest.raises(AssertionError, match="no base of .* has `_load_best_model`"):
+            test_what_is_called_on_super_exists_in_the_trainer_and_is_still_called_by_it("RLOO")
+    monkeypatch.setattr(TRAINERS["GRPO"]._trl, "_log_completion_extra", lambda self, column, values, fresh: None)
+    with pytest.raises(AssertionError, match="lacks {'fresh'} of "):
+        test_an_override_takes_what_the_overridden_method_takes("GRPO")
+
+
+def test_no_module_replaces_names_in_another_way():
+    """`unittest.mock` would replace a name that has moved by a new one, or hide it from the scan."""
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            imports = isinstance(node, ast.Import | ast.ImportFrom)
+            assert not imports or "mock" not in ast.unparse(node), f"{file}: use `replaced` of libraries.py"

@@ -1,0 +1,30 @@
+"""A weight source as one file, for a test: the tensors of a state dict. It shows all that a new one has to write.
+
+In the package, `weights/building.py` is the second file: `plan_sync` chooses the source of a run.
+"""
+
+from contextlib import contextmanager
+
+from trl_multinode.transports.pieces import Pieces
+from trl_multinode.weights.buckets import WeightMeta
+from trl_multinode.weights.source import WeightSource
+
+
+class CheckpointSource(WeightSource):
+    """Weights of a state dict that every rank holds whole, so that gathering them takes no collective."""
+
+    def __init__(self, state):
+        self._state = state
+
+    def metadata(self):
+        return [WeightMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._state.items()]
+
+    @contextmanager
+    def gathering(self, bucket):
+        yield lambda: [Pieces.whole(self._state[meta.name]) for meta in bucket]
+
+    def collectives(self, bucket):
+        return 0, 0
+
+    def release(self):
+        """Nothing to free: the buckets are views of the state dict."""

@@ -1,0 +1,56 @@
+"""A transport as one file, for a test: buckets travel through files. It shows all that a new one has to write."""
+
+import itertools
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from trl_multinode.transports.base import OpenedSlots, Slots
+
+
+class FolderOfSlots(msgspec.Struct, frozen=True):
+    """The message: where a worker finds the files."""
+
+    path: str
+
+
+class OpenedFileSlots(OpenedSlots):
+    """The worker's end: it waits for the next file and reads it."""
+
+    memory_type = FolderOfSlots
+
+    @classmethod
+    def open(cls, memory, slot_bytes, device, worker):
+        opened = cls([torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(2)], device)
+        opened._files = (Path(memory.path, f"bucket{number}") for number in itertools.count())
+        return opened
+
+    def arrive(self, data):
+        file, deadline = next(self._files), time.monotonic() + 10
+        while not file.exists():
+            assert time.monotonic() < deadline, f"{file} did not arrive"
+            time.sleep(0.001)
+        data.copy_(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8))
+
+
+class FileSlots(Slots):
+    """The sender's end: it writes a file per bucket, and renames it when it is complete."""
+
+    kind = "file"
+    opened_as = OpenedFileSlots
+
+    @classmethod
+    def create(cls, num_bytes, settings):
+        slots = cls([torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)])
+        slots._folder, slots._numbers = settings.folder, itertools.count()
+        return slots
+
+    def open_for(self, engine):
+        return FolderOfSlots(str(self._folder))
+
+    def transmit(self, slot, num_bytes):
+        draft = Path(self._folder, "draft")
+        draft.write_bytes(self.memory[slot][:num_bytes].numpy().tobytes())
+        draft.rename(Path(self._folder, f"bucket{next(self._numbers)}"))

@@ -1,0 +1,168 @@
+"""A rank's client for one engine of its node: requests, replies, and the time of the engine's last message."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from ..errors import EngineDiedError, EngineStalledError, WeightVersionError
+from ..wire.connection import Connection
+from ..wire.messages import (
+    Completions,
+    Failure,
+    Hello,
+    Message,
+    Progress,
+    Ready,
+    Score,
+    Shutdown,
+    WeightVersion,
+    pack_ids,
+    unpack_floats,
+    unpack_ids,
+)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion, as an engine returned it."""
+
+    tokens: np.ndarray  # int32 (T,)
+    logprobs: np.ndarray  # float32 (T,), of the sampled tokens, after temperature and other processing
+    version: WeightVersion  # the weights that generated it
+    engine: int  # index on the node
+
+
+class EngineClient:
+    """One rank's connection to one engine. Only one thread may use it at a time.
+
+    ```python
+    request = client.post(message)     # returns at once
+    reply = client.wait(request)       # raises the error if the request failed; `ask` does both
+    ```
+
+    Args:
+        connection (`Connection`):
+            Connection to the engine's socket.
+        index (`int`):
+            Index of the engine on its node.
+        rank (`int`), node (`int`):
+            Numbers of the calling rank and its node.
+        stall_timeout_s (`float`):
+            Seconds without a token after which an engine with work counts as stalled. The total time has no limit.
+
+    Raises:
+        `EngineError`: if the engine does not answer.
+    """
+
+    def __init__(self, connection: Connection, index: int, rank: int, node: int, stall_timeout_s: float):
+        self.index = index
+        self.name = connection.name
+        self.unanswered: dict[int, Message] = {}  # by request id
+        self.last_work = time.monotonic()  # time of the last message from the engine, or of the first open request
+        self._connection = connection
+        self._where = f"Rank {rank} (node {node})"
+        self._stall_timeout_s = stall_timeout_s
+        self._ids = itertools.count(1)
+        self._early: dict[int, Message] = {}  # replies that arrived before they were waited for
+        ready = self.ask(Hello(rank=rank))
+        assert isinstance(ready, Ready), ready
+        self.ready = ready
+
+    def fileno(self) -> int:
+        """Return the connection's file descriptor, so that a selector can wait for the engine."""
+        return self._connection.fileno()
+
+    def post(self, message: Message) -> int:
+        """Send a request without waiting for the reply, and return the request's id."""
+        request_id = next(self._ids)
+        if not self.unanswered:  # otherwise a rank that keeps posting would hide a stall
+            self.last_work = time.monotonic()
+        request = replace(message, request_id=request_id)
+        self.unanswered[request_id] = request
+        self._connection.send(request, self._stall_timeout_s)
+        return request_id
+
+    def receive(self) -> Message | None:
+        """Wait for the next message; return it if it is a reply, and `None` if it only reports progress."""
+        message = self._connection.receive(self._stall_timeout_s)
+        self.last_work = time.monotonic()
+        if isinstance(message, Progress):
+            return None
+        self.unanswered.pop(message.request_id, None)
+        return message
+
+    def keep(self, reply: Message) -> None:
+        """Store a reply that arrived early."""
+        self._early[reply.request_id] = reply
+
+    def wait(self, request_id: int) -> Message:
+        """Wait for the reply to `request_id` and return it.
+
+        Raises:
+            `EngineError` (or the class that the engine names): if the request failed.
+        """
+        while (reply := self._early.pop(request_id, None)) is None:
+            if (message := self.receive()) is not None:
+                self.keep(message)
+        return self.checked(reply)
+
+    def ask(self, message: Message) -> Message:
+        return self.wait(self.post(message))
+
+    def checked(self, reply: Message) -> Message:
+        """Return a reply; raise the error if it is a `Failure`."""
+        if not isinstance(reply, Failure):
+            return reply
+        if reply.error is EngineDiedError:
+            raise self._connection.ended(reply.message)
+        raise reply.error(f"{self._where}: {self.name}: {reply.message}. Log: {self._connection.log_path}")
+
+    def check_stall(self) -> None:
+        """Raise `EngineStalledError` if the engine has work and has sent no message for too long."""
+        if self.unanswered and time.monotonic() - self.last_work > self._stall_timeout_s:
+            raise EngineStalledError(
+                f"{self._where}: {self.name} made no token for {self._stall_timeout_s:.0f} s with "
+                f"{len(self.unanswered)} requests open. Raise `engine_stall_timeout`, or see its log: "
+                f"{self._connection.log_path}"
+            )
+
+    def check_version(self, got: WeightVersion, expected: WeightVersion) -> None:
+        """Raise `WeightVersionError` unless the engine's reply comes from exactly the expected weights."""
+        if got.update != expected.update:
+            raise WeightVersionError(
+                f"{self.name} has the weights of {got}, expected {expected}: its workers did not load the last "
+                "update. See the engine's log; a run that continued would train on completions of an older policy."
+            )
+
+    def score(self, tokens: Sequence[int]) -> Rollout:
+        """Return the log-probs of `tokens[1:]` under the engine's current weights."""
+        return self.scored(self.post_score(tokens))
+
+    def post_score(self, tokens: Sequence[int]) -> int:
+        """Request a score without waiting for it, and return the request's id."""
+        return self.post(Score(prompt=pack_ids(tokens)))
+
+    def scored(self, request_id: int) -> Rollout:
+        """Wait for the score that `post_score` requested, and return it."""
+        return self.rows(self.wait(request_id))[0]
+
+    def rows(self, reply: Message) -> list[Rollout]:
+        """Return the completions of a reply."""
+        assert isinstance(reply, Completions), reply
+        ends = np.cumsum(unpack_ids(reply.lengths)).tolist()
+        tokens, logprobs = unpack_ids(reply.tokens), unpack_floats(reply.logprobs)
+        return [
+            Rollout(tokens[start:end], logprobs[start:end], reply.version, self.index)
+            for start, end in itertools.pairwise([0, *ends])
+        ]
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Send `Shutdown` without waiting for the reply: the engine's owner waits for the process."""
+        self._connection.send(Shutdown(request_id=next(self._ids)), timeout_s)
+
+    def close(self) -> None:
+        self._connection.close()

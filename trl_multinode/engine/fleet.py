@@ -1,0 +1,150 @@
+"""The engines of one node: their processes, which the local main process owns, and every rank's clients for them."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import EngineError
+from ..node_settings import NodeSettings
+from ..run.topology import Topology
+from ..run.watchdog import Watchdog
+from .node_engines import NodeEngines
+from .process import EngineProcess, RunFolder, wait_until_ready
+from .settings import EngineSettings, save_without_weights
+
+if TYPE_CHECKING:
+    from ..run.store import Store
+
+STOP_TIMEOUT_S = 10.0
+OTHER_RANKS_WAIT_LONGER_S = 30.0  # so that the local main process, whose error explains more, fails first
+
+
+class EngineFleet:
+    """Engines of one node, as one of its ranks uses them.
+
+    ```python
+    fleet = EngineFleet(topology, watch, store, settings, logs, report)
+    if topology.is_local_main:
+        fleet.start(engine_settings, num_engines, model, processing_class)
+    engines = fleet.connect(num_engines, window)    # every rank of the node, as often as it needs clients
+    fleet.close(engines)                            # ends the engines; on other ranks only closes the clients
+    ```
+
+    Args:
+        topology (`Topology`):
+            Topology of this rank.
+        watch (`Watchdog`):
+            Watchdog of this rank: it ends the run when an engine's process ends, and kills the engines with the run.
+        store (`torch.distributed.Store`, *optional*):
+            Store of the run, through which the other ranks of the node find the engines; `None` for a single process.
+        settings (`NodeSettings`):
+            Settings of node mode.
+        logs (`Path`):
+            Folder of this node's engine logs.
+        report (`Callable[[str], None]`):
+            Function that prints a line of progress; only local main processes call it.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        watch: Watchdog,
+        store: "Store | None",
+        settings: NodeSettings,
+        logs: Path,
+        report: Callable[[str], None],
+    ):
+        self._topology = topology
+        self._watch = watch
+        self._store = store
+        self._settings = settings
+        self._logs = logs
+        self._report = report
+        self._processes: list[EngineProcess] = []
+        self._run_folder: RunFolder | None = None
+
+    def start(self, engine_settings: EngineSettings, num_engines: int, model: Any, processing_class: Any) -> None:
+        """Start the node's engines and wait until they are ready. Local main process only.
+
+        Raises:
+            `EngineStartError`: if an engine ends, or is not ready within `engine_start_timeout`.
+        """
+        self._run_folder = RunFolder(self._topology.node)
+        model_folder = self._run_folder.path / "model"
+        save_without_weights(model, processing_class, model_folder)
+        self._report(f"starting {num_engines} engine(s); logs in {self._logs}")
+        for index in range(num_engines):
+            process = EngineProcess(
+                index,
+                self._topology.node,
+                self._run_folder,
+                self._logs / f"engine{index}.log",
+                engine_settings.arguments(model_folder, index),
+                engine_settings.environment(index),
+                module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_process.main"),
+            )
+            self._processes.append(process)
+            self._watch.add_process(process.pid, lambda p=process: f"{p.name} ended: {p.why_ended()}")  # type: ignore
+        self._watch.add_cleanup(self._kill)
+        wait_until_ready(self._processes, self._settings.engine_start_timeout, self._report)
+
+    @property
+    def folder(self) -> Path:
+        """Private folder of the run on this node. Local main process only, after `start`."""
+        assert self._run_folder is not None
+        return self._run_folder.path
+
+    def connect(self, num_engines: int, window: int) -> NodeEngines:
+        """Connect this rank to the node's engines; wait until the local main process has started them.
+
+        Raises:
+            `EngineError`: if the local main process does not start them in time.
+        """
+        folder = self._folder_of_node()
+        return NodeEngines(
+            [folder / f"engine{index}.sock" for index in range(num_engines)],
+            self._topology.node,
+            self._topology.rank,
+            folder / "load",
+            self._settings.engine_stall_timeout,
+            window=window,
+            log_folder=self._logs,
+        )
+
+    def _folder_of_node(self) -> Path:
+        if self._store is None:
+            return self.folder
+        key = f"folder/{self._topology.node}"
+        if self._run_folder is not None:
+            self._store.set(key, str(self._run_folder.path))
+        seconds = self._settings.engine_start_timeout + OTHER_RANKS_WAIT_LONGER_S
+        try:
+            self._store.wait([key], timedelta(seconds=seconds))
+        except Exception as error:
+            raise EngineError(
+                f"Rank {self._topology.rank} (node {self._topology.node}) got no engines from its local main process "
+                f"within {seconds:.0f} s: {error}. See {self._logs}, or raise `engine_start_timeout`."
+            ) from error
+        return Path(self._store.get(key).decode())
+
+    def close(self, engines: NodeEngines | None) -> None:
+        """End the node's engines, cleanly if this rank is connected to them. A second call does nothing."""
+        if not self._processes:
+            return
+        if engines is not None:
+            engines.shutdown(STOP_TIMEOUT_S)
+        for process in self._processes:
+            process.stop(STOP_TIMEOUT_S if engines is not None else 0.0)
+        self._kill()
+        self._processes.clear()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):  # the remaining engines must still be killed
+                process.kill()
+        if self._run_folder is not None:
+            self._run_folder.remove()

@@ -1,0 +1,1 @@
+"""The engine process: `main` supervises, `server` answers the ranks, `vllm_backend` runs vLLM behind `backend`."""

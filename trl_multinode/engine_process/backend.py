@@ -1,0 +1,106 @@
+"""Contract between the engine's server and the model behind it: vLLM, or the test kit's fake."""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+
+from ..wire.messages import Failure, Image, OpenSlots, Ready, WeightVersion
+
+
+class CompletionBuffer:
+    """One completion, packed while it grows: packing all of it after its last token made ranks wait 5 times as long.
+
+    Args:
+        tokens (`Sequence[int]`), logprobs (`Sequence[float]`):
+            Ids and log-probs of the sampled tokens, each `(T,)`.
+    """
+
+    def __init__(self, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()):
+        self.tokens = array("i", tokens)
+        self.logprobs = array("f", logprobs)
+
+    def grow(self, tokens: list[int], logprobs: list[float]) -> int:
+        """Append the new end of the lists, which hold the whole row; return how many tokens are new."""
+        start = len(self.tokens)
+        self.tokens.fromlist(tokens[start:])
+        self.logprobs.fromlist(logprobs[start : len(tokens)])
+        return len(tokens) - start
+
+
+class Refused(Exception):
+    """Refusal of one request; the backend can still serve others.
+
+    Args:
+        failure (`type[Failure]`):
+            Reply to the rank.
+        message (`str`):
+            Cause and cure.
+    """
+
+    def __init__(self, failure: type[Failure], message: str):
+        super().__init__(message)
+        self.failure = failure
+
+
+class Backend(ABC):
+    """Model behind the server. All methods run on the event loop of the engine process; none may block it.
+
+    Between `begin_update` and `commit_update` the server starts no `generate` or `score`. If `drains` is `True`, none
+    is still running when an update begins.
+    """
+
+    drains = True  # an update waits until no request is running; if `False`, the backend freezes running requests
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start the engine; on return it can serve."""
+
+    @abstractmethod
+    def ready(self) -> Ready: ...
+
+    @abstractmethod
+    def tokens_done(self) -> int:
+        """Return the completion tokens since the start; the number grows while the engine works."""
+
+    @abstractmethod
+    async def generate(
+        self,
+        prompt: list[int],
+        num: int,
+        max_tokens: int,
+        sampling: dict,
+        seed: int | None,
+        images: Sequence[Image],
+    ) -> list[CompletionBuffer]:
+        """Return `num` completions; raise `Refused` if the request cannot be served."""
+
+    @abstractmethod
+    async def score(self, prompt: list[int]) -> list[CompletionBuffer]:
+        """Return the log-probs of `prompt[1:]`, as one row."""
+
+    @abstractmethod
+    async def open_slots(self, request: OpenSlots) -> None:
+        """Open the slots; on return every worker has opened them."""
+
+    @abstractmethod
+    async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        """Return each worker's CRC-32 of the slot's first bytes."""
+
+    @abstractmethod
+    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
+        """Prepare for the buckets from `first_bucket` on; weights of earlier buckets stay as they are."""
+
+    @abstractmethod
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        """Load a bucket; on return every worker has copied all tensors out of the slot."""
+
+    @abstractmethod
+    async def commit_update(self) -> list[WeightVersion]:
+        """Put the new weights into service, adapters included; return the version that each worker has committed."""
+
+    @abstractmethod
+    async def digests(self) -> list[str]:
+        """Return each worker's SHA-256 of its weights, adapters left out."""
+
+    @abstractmethod
+    async def stop(self) -> None: ...

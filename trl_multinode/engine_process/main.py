@@ -1,0 +1,109 @@
+"""The engine process: it serves vLLM's `AsyncLLM` through the protocol and supervises its own process tree.
+
+The node's local main process starts it as `python -m trl_multinode.engine_process.main SPEC.json`. It is a separate
+process because vLLM's front end costs Python time for every token, and because DeepSpeed's and vLLM's patches of torch
+do not mix. This module imports neither TRL nor transformers.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ..vllm_worker.plugin import RUN_MARKER
+from ..wire.messages import EngineSpec
+from ..wire.supervisor import (
+    PidWatch,
+    become_subreaper,
+    exit_cause,
+    kill_descendants,
+    record_shared_memory,
+    unlink_shared_memory,
+)
+from .backend import Backend
+from .server import EngineServer
+from .vllm_backend import VllmBackend, vllm_processes
+
+
+def check_reports(folder: Path) -> None:
+    """Check that every vLLM process has run our plugin; a process without it would outlive a killed engine.
+
+    Raises:
+        `RuntimeError`: if a process has not; the message names its pid and the cure.
+    """
+    silent = [process for process in vllm_processes() if not (folder / str(process.pid)).exists()]
+    if silent:
+        raise RuntimeError(
+            f"vLLM processes {[process.pid for process in silent]} did not load the trl_multinode plugin. Install the "
+            "package (`pip install .`; a bare PYTHONPATH has no entry points) and leave VLLM_PLUGINS unset."
+        )
+
+
+def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = False) -> None:
+    """Kill all descendants, remove the socket and exit. `reason` goes to the owner; `None` marks a clean shutdown."""
+    if reason:
+        print(f"engine {spec.index}: {reason}", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            Path(spec.failure_path).write_text(reason)
+    with suppress(OSError):  # this process must exit even if the record fails
+        if not Path(spec.shared_memory_record).exists():  # the engine was still starting
+            record_shared_memory(Path(spec.shared_memory_record))
+    survivors = kill_descendants()
+    if survivors:
+        print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
+    unlink_shared_memory(Path(spec.shared_memory_record))
+    socket = Path(spec.socket_path)
+    socket.unlink(missing_ok=True)
+    if owner_died and not list(socket.parent.glob("engine*.sock")):
+        shutil.rmtree(socket.parent, ignore_errors=True)  # the ended owner cannot do it
+    os._exit(code)
+
+
+async def run(spec: EngineSpec, backend: Backend) -> None:
+    """Start the backend and serve until `Shutdown`. SIGTERM or the end of a watched process ends the whole tree."""
+    start = time.monotonic()
+
+    def ended(pid: int) -> None:
+        if pid == spec.owner_pid:
+            leave(spec, None, 0, owner_died=True)
+        leave(spec, f"{titles[pid]} (pid {pid}) {exit_cause(pid)}", 1)
+
+    titles: dict[int, str] = {}
+    watch = PidWatch(ended)
+    watch.add(spec.owner_pid)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, leave, spec, "terminated by SIGTERM", 1)
+    await backend.start()
+    check_reports(Path(spec.report_folder))
+    record_shared_memory(Path(spec.shared_memory_record))
+    for process in vllm_processes():
+        titles[process.pid] = " ".join(process.cmdline())[:80]  # vLLM names its processes VLLM::EngineCore and so on
+        watch.add(process.pid)
+    print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
+    await EngineServer(spec, backend).serve()
+
+
+def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
+    """Run an engine process; the last argument of the command line is the path of its [`EngineSpec`]."""
+    spec = msgspec.json.decode(Path(sys.argv[-1]).read_bytes(), type=EngineSpec)
+    become_subreaper()
+    os.environ[RUN_MARKER] = f"{os.getpid()}:{spec.report_folder}"
+    Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
+    try:
+        asyncio.run(run(spec, make_backend(spec)))
+    except BaseException as error:  # every error must end the tree and reach the owner
+        traceback.print_exc()
+        leave(spec, f"{type(error).__name__}: {error}".splitlines()[0], 1)
+    leave(spec, None, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The engine's end of the protocol: connections, the order of updates and generation, progress.
+
+This module does not import vLLM. The same server runs on the fake backend of `trl_multinode.testing`, so that the fake
+engine behaves like the real one.
+"""
+
+import asyncio
+import os
+import time
+
+import msgspec
+
+from ..wire.connection import frame, read_request
+from ..wire.messages import (
+    Await,
+    BeginUpdate,
+    CheckSlot,
+    CommitUpdate,
+    Completions,
+    Digest,
+    Digests,
+    Done,
+    EngineDied,
+    EngineSpec,
+    Failure,
+    Generate,
+    Hello,
+    LoadBucket,
+    Message,
+    OpenSlots,
+    Progress,
+    Request,
+    Score,
+    Shutdown,
+    SyncFailed,
+    WeightVersion,
+    pack_ids,
+    unpack_ids,
+)
+from .backend import Backend, CompletionBuffer, Refused
+from .gate import BusyClock, WeightGate
+
+
+class EngineServer:
+    """Server for the ranks of one node, until one of them sends `Shutdown`."""
+
+    def __init__(self, spec: EngineSpec, backend: Backend):
+        self._spec = spec
+        self._backend = backend
+        self._weights = WeightGate(backend.drains)
+        self._update: WeightVersion | None = None
+        self._closing = asyncio.Event()
+        self._clock = BusyClock()
+
+    async def serve(self) -> None:
+        old_mask = os.umask(0o177)  # only this user may use the socket; its folder is private too
+        server = await asyncio.start_unix_server(self._connection, self._spec.socket_path)
+        os.umask(old_mask)
+        await self._closing.wait()
+        server.close()  # not `async with`: from Python 3.12 on that waits until the ranks have disconnected
+        await self._backend.stop()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one rank: its generation requests concurrently, messages of an update in order."""
+        tasks: set[asyncio.Task] = set()
+        progress = asyncio.create_task(self._report_progress(writer, tasks))
+        try:
+            while (request := await read_request(reader)) is not None:
+                if isinstance(request, Generate | Score | Await):
+                    task = asyncio.create_task(self._answer(request, writer))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+                else:
+                    await self._answer(request, writer)
+        except asyncio.CancelledError:
+            pass  # the server is closing; asyncio would log the cancellation as an error
+        finally:
+            for task in (progress, *tasks):
+                task.cancel()
+            writer.close()
+
+    async def _report_progress(self, writer: asyncio.StreamWriter, tasks: set) -> None:
+        seen = -1
+        while True:
+            await asyncio.sleep(1.0)
+            tokens = self._backend.tokens_done()
+            if tasks and tokens != seen:
+                seen = tokens
+                writer.write(frame(Progress(tokens=tokens)))
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        start = time.perf_counter()
+        try:
+            reply = await self._serve_one(request, start)
+        except Refused as refused:
+            reply = refused.failure(request_id=request.request_id, message=str(refused))
+        except Exception as error:  # vLLM's own errors must reach the ranks before this process ends
+            text = f"{type(error).__name__}: {error}".strip()
+            failure = EngineDied if type(error).__name__ == "EngineDeadError" else Failure  # vLLM's class
+            reply = failure(request_id=request.request_id, message=text)
+        if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
+            # a waiting request may be answered before the sender's, so both carry the reason
+            self._weights.broken = f"the engine holds mixed weights, because an update failed: {reply.message}"
+            await self._weights.end(self._update.update if self._update else 0, None)
+        writer.write(frame(reply))
+        await writer.drain()
+        if isinstance(request, Shutdown):
+            self._closing.set()
+
+    async def _serve_one(self, request: Request, start: float) -> Message:
+        match request:
+            case Hello():
+                ready = self._backend.ready()
+                return msgspec.structs.replace(ready, request_id=request.request_id)
+            case Generate() | Score():
+                return await self._rows(request, start)
+            case Await():
+                await self._weights.attempt(request.min_update)
+            case OpenSlots():
+                await self._backend.open_slots(request)
+            case CheckSlot():
+                if set(found := await self._backend.check_slot(request.slot, request.num_bytes)) != {request.crc}:
+                    raise Refused(
+                        SyncFailed, f"the workers read checksums {found} from a slot, expected {request.crc}"
+                    )
+            case BeginUpdate():
+                self._update = request.version  # set before `begin`, which may refuse and so end this update
+                await self._weights.begin(request.first_bucket)
+                await self._backend.begin_update(request.version, request.first_bucket)
+            case LoadBucket():
+                await self._backend.load_bucket(request.bucket, request.slot)
+            case CommitUpdate():
+                await self._commit()
+            case Digest():
+                return Digests(request_id=request.request_id, workers=tuple(await self._backend.digests()))
+        seconds, (busy_s, clock_s) = time.perf_counter() - start, self._clock.read()
+        return Done(
+            request_id=request.request_id,
+            version=self._weights.version,
+            seconds=seconds,
+            busy_s=busy_s,
+            clock_s=clock_s,
+        )
+
+    async def _commit(self) -> None:
+        assert self._update is not None
+        committed = await self._backend.commit_update()
+        if len(set(committed)) != 1:
+            raise RuntimeError(f"vLLM's workers committed different weight versions: {committed}")
+        await self._weights.end(self._update.update, committed[0])
+
+    async def _rows(self, request: Generate | Score, start: float) -> Completions:
+        await self._weights.acquire(request.min_update if isinstance(request, Generate) else 0)
+        try:
+            version = self._weights.version
+            with self._clock.request():
+                rows = await self._made(request)
+        finally:
+            await self._weights.release()
+        return Completions(
+            request_id=request.request_id,
+            lengths=pack_ids([len(row.tokens) for row in rows]),
+            tokens=b"".join(row.tokens for row in rows),
+            logprobs=b"".join(row.logprobs for row in rows),
+            version=version,
+            seconds=time.perf_counter() - start,
+        )
+
+    async def _made(self, request: Generate | Score) -> list[CompletionBuffer]:
+        prompt = unpack_ids(request.prompt).tolist()
+        if isinstance(request, Score):
+            return await self._backend.score(prompt)
+        return await self._backend.generate(
+            prompt, request.num_completions, request.max_tokens, request.sampling, request.seed, request.images
+        )

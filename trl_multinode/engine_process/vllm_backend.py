@@ -1,0 +1,204 @@
+"""Backend on vLLM's asynchronous engine; weights arrive through vLLM's own weight-transfer interface."""
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..vllm_worker.plugin import BACKEND
+from ..wire.messages import EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
+from ..wire.messages import Image as WireImage
+from ..wire.supervisor import descendants, is_resource_tracker
+from .backend import Backend, CompletionBuffer, Refused
+
+# Freeing vLLM's 8 Python objects per token took 31 ms for 224 rows of 1024 tokens, so the reply is sent first
+FREE_AFTER_S = 0.25
+# A garbage collection visits them too (43 ms for 224 rows of 2048 tokens); Python's default, 700, is too frequent
+NEW_OBJECTS_PER_COLLECTION = 100_000
+
+
+class VllmBackend(Backend):
+    """Backend on vLLM's asynchronous engine; weights arrive through vLLM's own weight-transfer interface."""
+
+    worker_extension = "trl_multinode.vllm_worker.worker.WorkerExtension"
+
+    def __init__(self, spec: EngineSpec):
+        self._spec = spec
+        self._tokens = 0
+        self._num_requests = 0
+        self._adapter: Any = None  # vLLM's LoRARequest for the adapter that the workers hold, if any
+
+    async def start(self) -> None:
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args = AsyncEngineArgs(
+            **self._spec.engine_args,
+            load_format="dummy",  # the trainer is the only source of weights: vLLM needs no hub, token or checkpoint
+            logprobs_mode="processed_logprobs",  # after temperature, as TRL's importance sampling needs them
+            enable_log_requests=False,
+            disable_log_stats=True,  # Prometheus metrics took 2 ms per 224 rows, and no process reads them
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+            worker_extension_cls=self.worker_extension,
+        )
+        args.enable_lora = args.enable_lora and has_lora(args)
+        self._llm = AsyncLLM.from_engine_args(args)
+        if self._llm.vllm_config.model_config.is_multimodal_model:
+            take_expanded_prompts(self._llm.renderer.get_mm_processor())
+        self._params_cls = SamplingParams
+        gc.freeze()
+        gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
+
+    def tokens_done(self) -> int:
+        return self._tokens
+
+    def ready(self) -> Ready:
+        import vllm
+
+        config = self._llm.vllm_config.model_config
+        return Ready(
+            pid=os.getpid(),
+            max_model_len=config.max_model_len,
+            dtype=str(config.dtype).removeprefix("torch."),
+            vllm_version=vllm.__version__,
+            processes=tuple(process.pid for process in vllm_processes()),
+            serves_lora=self._llm.vllm_config.lora_config is not None,
+            model_runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
+        )
+
+    async def generate(
+        self,
+        prompt: list[int],
+        num: int,
+        max_tokens: int,
+        sampling: dict,
+        seed: int | None,
+        images: Sequence[WireImage],
+    ) -> list[CompletionBuffer]:
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        keywords = dict(sampling)
+        if isinstance(keywords.get("structured_outputs"), dict):
+            keywords["structured_outputs"] = StructuredOutputsParams(**keywords["structured_outputs"])
+        try:
+            params = self._params_cls(
+                n=num, seed=seed, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
+                detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.CUMULATIVE, **keywords,
+            )  # fmt: skip
+        except (TypeError, ValueError, client_error()) as error:
+            raise Refused(RequestRefused, f"vLLM refuses the sampling settings: {error}") from error
+        rows = [CompletionBuffer() for _ in range(num)]
+        kept = {}  # vLLM's lists, freed after the reply is sent
+        async for output in self._outputs(self._prompt(prompt, images), params):
+            for row in output.outputs:
+                kept[row.index] = row
+                self._tokens += rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
+        asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
+        return rows
+
+    async def score(self, prompt: list[int]) -> list[CompletionBuffer]:
+        """Return the log-probs of `prompt[1:]` under the current weights, as one row."""
+        params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
+        *_, output = [output async for output in self._outputs(self._prompt(prompt, ()), params)]
+        rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        return [CompletionBuffer(prompt[1:], [position[token].logprob for token, position in rows])]
+
+    @staticmethod
+    def _prompt(prompt: list[int], images: Sequence[WireImage]) -> dict:
+        request: dict[str, Any] = {"prompt_token_ids": prompt}
+        if images:
+            from PIL import Image
+
+            opened = [Image.frombytes(image.mode, image.size, image.data) for image in images]
+            request["multi_modal_data"] = {"image": opened if len(opened) > 1 else opened[0]}
+        return request
+
+    async def _outputs(self, prompt: dict, params: Any) -> AsyncIterator:
+        self._num_requests += 1
+        try:
+            number = str(self._num_requests)
+            async for output in self._llm.generate(prompt, params, request_id=number, lora_request=self._adapter):
+                yield output
+        except (ValueError, client_error()) as error:
+            raise Refused(RequestRefused, f"vLLM refuses the prompt: {error}") from error
+
+    async def open_slots(self, request: OpenSlots) -> None:
+        info = {"request": msgspec.msgpack.encode(request)}
+        await self._llm.collective_rpc("init_weight_transfer_engine", args=(info,))
+
+    async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
+        return await self._llm.collective_rpc("crc_of_slot", args=(slot, num_bytes))
+
+    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
+        self._update = {"version": [version.update, version.step], "first": first_bucket}
+        await self._llm.pause_generation(mode="wait" if self.drains else "keep")
+        await self._llm.start_weight_update()
+
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        info = {"bucket": bucket, "slot": slot, **self._update}
+        await self._llm.collective_rpc("update_weights", kwargs={"update_info": info})
+
+    async def commit_update(self) -> list[WeightVersion]:
+        await self._llm.finish_weight_update()
+        committed = await self._llm.collective_rpc("commit_weights")
+        # The cached keys and values belong to the old weights; frozen requests recompute theirs
+        if not await self._llm.reset_prefix_cache(reset_running_requests=not self.drains):
+            raise RuntimeError("vLLM kept a prefix cache of older weights, because requests hold blocks of it")
+        await self._llm.resume_generation()
+        self._adapter = in_memory_adapter(committed[0][2])
+        return [WeightVersion(update, step) for update, step, _ in committed]
+
+    async def digests(self) -> list[str]:
+        return await self._llm.collective_rpc("weights_digest")
+
+    async def stop(self) -> None:
+        self._llm.shutdown(timeout=5)
+
+
+def client_error() -> type[Exception]:
+    """Return vLLM's exception class for a refused request; in 0.26 it is a `ValueError`."""
+    from vllm import exceptions
+
+    return getattr(exceptions, "VLLMClientError", ValueError)
+
+
+def take_expanded_prompts(processor: Any) -> None:
+    """Make the processor accept prompts that already hold all tokens of their images, as TRL's do.
+
+    vLLM 0.31 would expand an image's first token into all of them again and embed the others as text. The patched
+    method returns a prompt unchanged if all tokens are there.
+    """
+    expand = processor._apply_prompt_updates
+
+    def find_or_expand(token_ids: list[int], updates: Mapping[str, Any]) -> tuple[list[int], Mapping[str, Any]]:
+        found = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(found.get(kind, ())) == len(items) for kind, items in updates.items()):
+            return token_ids, found
+        return expand(token_ids, updates)
+
+    processor._apply_prompt_updates = find_or_expand
+
+
+def has_lora(args: Any) -> bool:
+    """Return whether vLLM's class of this model supports adapters; a rank would have to import vLLM to find out."""
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models import supports_lora
+
+    return supports_lora(get_model_cls(args.create_model_config()))
+
+
+def in_memory_adapter(number: int) -> Any:
+    """Return vLLM's request for adapter `number`, which all workers hold. vLLM requires a path; it must not exist."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"update-{number}", number, f"/held/in/memory/{number}") if number else None
+
+
+def vllm_processes() -> list:
+    """Return the descendants that run vLLM: all but multiprocessing's resource tracker."""
+    return [process for process in descendants() if not is_resource_tracker(process)]

@@ -1,0 +1,159 @@
+"""`NodeSettings`: the settings of node mode as the library reads them, and all checks that need only a config."""
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import ConfigurationError
+
+REFUSED_GENERATION_KEYS = {
+    "n": "the number of completions is `num_generations`",
+    "seed": "use `rollout_seed`, which gives every row its own seed",
+    "logprobs": "the trainer needs exactly the sampled token's log-prob",
+}
+REFUSED_ENGINE_KEYS = {
+    "model": "the engines serve the trainer's model",
+    "dtype": "use `engine_dtype`",
+    "tensor_parallel_size": "use `vllm_tensor_parallel_size`",
+    "pipeline_parallel_size": "an engine's GPUs are `vllm_tensor_parallel_size`",
+    "data_parallel_size": "use `num_engines`",
+    "seed": "use the `seed` of the config, or `rollout_seed`, which gives every row its own seed",
+    "enable_lora": "use `lora_sync`",
+    "max_loras": "use `lora_sync`",
+    "max_lora_rank": "it is that of the trained adapter",
+    "load_format": "the trainer is the only source of weights",
+    "logprobs_mode": "TRL's correction needs processed log-probs",
+    "weight_transfer_config": "weights arrive by `weight_transport`",
+    "worker_extension_cls": "weights arrive through the one of this library",
+}
+WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
+LORA_SYNCS = ("auto", "adapter", "merged")
+ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; also vLLM's default
+GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """Settings of node mode, read from one of TRL's configs or of this library's.
+
+    [`NodeFields`] documents the fields that users set and takes its defaults from here, so that a plain TRL config,
+    which lacks them, gets the same ones.
+
+    ```python
+    settings = NodeSettings.of(args)  # a later change of `args` has no effect on it
+    ```
+    """
+
+    vllm_devices: tuple[int, ...] | None = None  # indices among the visible GPUs
+    num_engines: int | None = None  # per node
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # parsed, if the config has JSON
+    engine_dtype: str = "auto"
+    engine_start_timeout: float = 900.0  # seconds
+    engine_stall_timeout: float = 300.0  # seconds
+    sync_bucket_mb: float = 512.0  # MiB
+    weight_transport: str = "auto"
+    lora_sync: str = "auto"
+    rollout_seed: int | None = None
+    max_staleness: int = 0  # generation rounds
+    logprob_divergence_limit: float | None = None  # mean per token; 0: no limit
+    micro_batch_tokens: int | None = None  # rows x padded length
+    balance_across: str = "node"
+    hub_push_must_succeed: bool = False
+    vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
+    # fields of TRL and transformers that the engines need
+    vllm_tensor_parallel_size: int = 1
+    seed: int = 42
+    bf16: bool = False
+    fp16: bool = False
+
+    @classmethod
+    def of(cls, args: Any) -> "NodeSettings":
+        """Read the settings from a config; a field that it lacks gets its default."""
+        given = {one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)}
+        if (devices := given.get("vllm_devices")) is not None:
+            given["vllm_devices"] = tuple(devices)
+        further = given.get("engine_kwargs") or {}
+        given["engine_kwargs"] = json.loads(further) if isinstance(further, str) else dict(further)
+        return cls(**given)
+
+
+def is_node_mode(args: Any) -> bool:
+    """Return whether a config selects node mode, in which this library runs the engines."""
+    return args.use_vllm and args.vllm_mode == "node"
+
+
+def check_settings(args: Any) -> None:
+    """Run the checks that need only a config. This library's configs call it; the trainer calls it for any config.
+
+    Raises:
+        `ConfigurationError`: if a value cannot work; the message names field, value and cure.
+    """
+    settings = NodeSettings.of(args)
+    _check_supported(args, settings)
+    _check_keys(args, settings)
+    _check_numbers(settings)
+    _check_choices(settings)
+    _check_staleness(args, settings)
+    _check_balance(args, settings)
+    if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
+        raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
+
+
+def _check_supported(args: Any, settings: NodeSettings) -> None:
+    for name, reason in getattr(args, "_not_for", {}).items():
+        if (value := getattr(settings, name)) != (default := getattr(NodeSettings(), name)):
+            raise ConfigurationError(f"`{name}` must stay {default} in a {type(args).__name__}, got {value}: {reason}")
+
+
+def _check_keys(args: Any, settings: NodeSettings) -> None:
+    for key, reason in REFUSED_GENERATION_KEYS.items():
+        if key in (getattr(args, "generation_kwargs", None) or {}) and is_node_mode(args):
+            raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
+    for key in REFUSED_ENGINE_KEYS.keys() & settings.engine_kwargs.keys():
+        raise ConfigurationError(f"`engine_kwargs` may not contain {key!r}: {REFUSED_ENGINE_KEYS[key]}.")
+
+
+def _check_numbers(settings: NodeSettings) -> None:
+    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"):
+        if (value := getattr(settings, name)) <= 0:
+            raise ConfigurationError(f"`{name}` must be positive, got {value}.")
+    for name in ("num_engines", "vllm_tensor_parallel_size"):
+        if (value := getattr(settings, name)) is not None and value < 1:
+            raise ConfigurationError(f"`{name}` must be at least 1, got {value}.")
+
+
+def _check_choices(settings: NodeSettings) -> None:
+    if settings.engine_dtype not in ENGINE_DTYPES:
+        raise ConfigurationError(f"`engine_dtype` must be one of {ENGINE_DTYPES}, got {settings.engine_dtype!r}.")
+    if settings.weight_transport not in WEIGHT_TRANSPORTS:
+        raise ConfigurationError(
+            f"`weight_transport` must be one of {WEIGHT_TRANSPORTS}, got {settings.weight_transport!r}."
+        )
+    if settings.lora_sync not in LORA_SYNCS:
+        raise ConfigurationError(f"`lora_sync` must be one of {LORA_SYNCS}, got {settings.lora_sync!r}.")
+    if (limit := settings.logprob_divergence_limit) is not None and limit < 0.0:
+        raise ConfigurationError(f"`logprob_divergence_limit` must not be negative, got {limit}; 0 turns it off.")
+
+
+def _check_staleness(args: Any, settings: NodeSettings) -> None:
+    if settings.max_staleness not in (0, 1):
+        raise ConfigurationError(f"`max_staleness` must be 0 or 1, got {settings.max_staleness}.")
+    if settings.max_staleness and not is_node_mode(args):
+        raise ConfigurationError("`max_staleness=1` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
+    if settings.max_staleness and not args.vllm_importance_sampling_correction:
+        raise ConfigurationError(
+            "`max_staleness=1` needs `vllm_importance_sampling_correction=True` (TRL's default): it corrects for "
+            "completions that older weights made. Set it, or `max_staleness=0`."
+        )
+
+
+def _check_balance(args: Any, settings: NodeSettings) -> None:
+    if settings.balance_across not in ("node", "world"):
+        raise ConfigurationError(f"`balance_across` must be 'node' or 'world', got {settings.balance_across!r}.")
+    cap, longest = settings.micro_batch_tokens, args.max_completion_length
+    if cap is not None and cap < (longest or 0) + 1:
+        raise ConfigurationError(
+            f"`micro_batch_tokens` must hold the longest row: a prompt and `max_completion_length` {longest} tokens, "
+            f"got {cap}. Raise it to {longest} + the longest prompt at least; 4 times that is a good start."
+        )

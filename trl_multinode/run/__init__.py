@@ -1,0 +1,1 @@
+"""This rank within its run: `topology`, the run's `store`, the `watchdog` that ends all ranks together, `phases`."""

@@ -1,0 +1,123 @@
+"""Time per phase: `with phases("sync"):` writes one JSON line and adds to the sums for the log.
+
+Phases nest; each counts only its own time, so the sums add up to the wall time of the outermost phase.
+"""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PHASES = ("sync", "generate", "reward", "train", "wait")  # the phases of a step, in the order of the log
+
+
+class Phases:
+    """Phase timer of one rank.
+
+    Args:
+        path (`Path`, *optional*):
+            JSON-lines file for the fields `phase`, `start` (Unix time), `seconds` (own time) and `step`.
+    """
+
+    def __init__(self, path: Path | None = None):
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", buffering=1)
+        self._stack: list[list] = []  # per open phase: name, seconds spent in nested phases
+        self._failed: str | None = None  # the phase that raised the current exception
+        self._sums: dict[str, float] = defaultdict(float)
+        self.step = 0
+
+    @property
+    def current(self) -> str:
+        """Name of the innermost phase, or of the one that raised the current exception. The watch thread reads it."""
+        try:
+            return self._failed or self._stack[-1][0]
+        except IndexError:
+            return "set-up" if self.step == 0 else "between steps"
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start, wall = time.perf_counter(), time.time()
+        self._stack.append([name, 0.0])
+        self._failed = None
+        try:
+            yield
+        except BaseException:
+            self._failed = self._failed or name
+            raise
+        finally:
+            total = time.perf_counter() - start
+            _, inside = self._stack.pop()
+            if self._stack:
+                self._stack[-1][1] += total
+            self._record(name, wall, total - inside)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Keep an evaluation out of the sums, because it is not part of a training step; still write its lines."""
+        kept = self._sums.copy()
+        try:
+            yield
+        finally:
+            self._sums = kept
+
+    def _record(self, name: str, wall: float, seconds: float) -> None:
+        self._sums[name] += seconds
+        if self._file is not None:
+            line = {"phase": name, "start": round(wall, 3), "seconds": round(seconds, 4), "step": self.step}
+            self._file.write(json.dumps(line) + "\n")
+
+    def take_sums(self) -> list[float]:
+        """Return the seconds per phase of `PHASES` since the last call."""
+        sums = [self._sums[name] for name in PHASES]
+        self._sums.clear()
+        return sums
+
+
+def summarize(per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
+    """Return minimum and maximum over ranks of every phase, and the slowest rank's node, for `Trainer.log`.
+
+    Args:
+        per_rank (`list[list[float]]` of shape `(world_size, len(PHASES))`):
+            Seconds per rank and phase.
+    """
+    metrics: dict[str, float] = {}
+    for index, name in enumerate(PHASES):
+        seconds = [rank[index] for rank in per_rank]
+        metrics[f"phase/{name}_s/min"], metrics[f"phase/{name}_s/max"] = min(seconds), max(seconds)
+        metrics[f"phase/{name}_s/slowest_node"] = float(seconds.index(max(seconds)) // ranks_per_node)
+    return metrics
+
+
+def split_advice(generate_s: float, train_s: float, training: int, reserved: int, overlapped: bool = False) -> str:
+    """Recommend a split of a node's GPUs, from its measured seconds.
+
+    Let g and t be the GPU-seconds of generation and training per step. With R of M GPUs reserved, a step takes
+    g/R + t/(M-R), or max(g/R, t/(M-R)) if overlapped; colocation on all M would take about (g+t)/M.
+
+    Args:
+        generate_s (`float`), train_s (`float`):
+            Measured seconds per step.
+        training (`int`), reserved (`int`):
+            Current number of training and of reserved GPUs per node.
+        overlapped (`bool`, *optional*, defaults to `False`):
+            `True` if the engines generate while the ranks train (`max_staleness=1`).
+    """
+    total = training + reserved
+    g, t = generate_s * reserved, train_s * training
+    combine = max if overlapped else sum
+    times = {r: combine((g / r, t / (total - r))) for r in range(1, total)}
+    best = min(times, key=lambda r: times[r])
+    how = "beside" if overlapped else "and"
+    now = f"{training}+{reserved} takes {times[reserved]:.1f} s of generation {how} training per step"
+    colocated = f"colocation on all {total} would take about {(g + t) / total:.1f} s if it fits in memory"
+    if times[best] > 0.95 * times[reserved]:
+        return f"Split: {now}, which is the best or within 5 % of it; {colocated}."
+    return (
+        f"Split: {now}; {total - best}+{best} would take about {times[best]:.1f} s "
+        f"(num_processes = {total - best} per node); {colocated}."
+    )

@@ -1,0 +1,27 @@
+"""Output of the library: every line that a rank prints for the user goes through this module.
+
+Progress and failures are printed at once, because a rank that waits in a collective flushes nothing. Warnings go
+through `logging`, so that a script's own settings apply to them.
+"""
+
+import logging
+import sys
+
+logger = logging.getLogger("trl_multinode")
+
+
+def report(text: object, error: bool = False) -> None:
+    """Print a line with the name of the library in front.
+
+    Args:
+        text (`object`):
+            Line to print; it names the node or the rank if it concerns only one.
+        error (`bool`, *optional*, defaults to `False`):
+            Print to stderr.
+    """
+    print(f"[trl_multinode] {text}", file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def warn(text: str) -> None:
+    """Log a warning."""
+    logger.warning("%s", text)

@@ -1,0 +1,151 @@
+"""Keys in the launcher's rendezvous store, through which the ranks of a run exchange everything but tensors.
+
+| key | written by | value |
+|---|---|---|
+| `fatal` | the first rank that fails | the line that every rank prints |
+| `readers` | every rank that has read `fatal` | the number of these ranks |
+| `done` | every rank that has finished | the number of these ranks |
+| `pid/<rank>` | every rank | its pid, for the other ranks of its node |
+| `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from .reporter import report
+from .topology import Topology
+
+GRACE_S = 6.0  # time for all ranks to read `fatal`; after it a rank exits even if others have not read it
+STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as gone
+PROGRESS_EVERY_S = 30.0
+
+
+def connect_store(topology: Topology, run: int, environ: Mapping[str, str] = os.environ) -> Store | None:
+    """Connect a new client to the run's rendezvous store; return `None` for a single process.
+
+    Every thread needs its own client, because a client that waits for a key blocks all other calls on it.
+
+    Args:
+        topology (`Topology`):
+            Topology of this rank.
+        run (`int`):
+            Number of the trainer in this process; it separates the keys of several trainers.
+    """
+    if topology.world_size == 1:
+        return None
+    client = TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        wait_for_workers=False,
+    )
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"trl_multinode/{attempt}/{run}", client)
+
+
+def when_written(store: Store, key: str, waiting: str) -> str:
+    """Wait for `key` and return its value; report `waiting` every 30 s. Only the watch thread ends the wait early."""
+    reported = time.monotonic()
+    while not store.check([key]):
+        time.sleep(0.1)
+        if time.monotonic() - reported > PROGRESS_EVERY_S:
+            reported = time.monotonic()
+            report(waiting)
+    return store.get(key).decode()
+
+
+class RunStore:
+    """A rank's access to the keys about the end of the run. A single process has no store and skips every access.
+
+    `publish` and `fatal_line` return `store_gone()` when the store does not respond; that too ends the run.
+
+    Args:
+        topology (`Topology`), run (`int`):
+            See [`connect_store`].
+    """
+
+    def __init__(self, topology: Topology, run: int):
+        self._topology = topology
+        self._store = connect_store(topology, run)
+
+    @property
+    def alone(self) -> bool:
+        return self._store is None
+
+    def give_up(self) -> None:
+        """Stop using the store, because it does not respond."""
+        self._store = None
+
+    def publish(self, line: str) -> str:
+        """Write the fatal line unless the store has one already; return the line that every rank prints."""
+        if self._store is None:
+            return line
+        try:
+            return self._store.compare_set("fatal", "", line).decode()
+        except RuntimeError:
+            return store_gone()
+
+    def fatal_line(self) -> str | None:
+        """Return the fatal line, or `None` if no rank has written one."""
+        if self._store is None:
+            return None
+        try:
+            return self._store.get("fatal").decode() if self._store.check(["fatal"]) else None
+        except RuntimeError:
+            return store_gone()
+
+    def all_finished(self) -> bool:
+        """Return `True` if every rank has finished; another rank of the node may then have exited normally."""
+        try:
+            return self._store is not None and self._store.add("done", 0) >= self._topology.world_size
+        except RuntimeError:
+            return False
+
+    def wait_for_readers(self) -> None:
+        """Wait until all ranks have read the line, `GRACE_S` at most, because the store ends with its host."""
+        if self._store is None:
+            return
+        deadline = time.monotonic() + GRACE_S
+        try:
+            self._store.add("readers", 1)
+            while time.monotonic() < deadline and self._store.add("readers", 0) < self._topology.world_size:
+                time.sleep(0.1)
+            time.sleep(0.3)  # keep the store alive until the last reader has seen the full count
+        except RuntimeError:
+            pass
+
+    def wait_for_all(self, linger_s: float) -> None:
+        """Wait until every rank of the run has finished. If a rank fails, the watch thread ends the wait.
+
+        Args:
+            linger_s (`float`):
+                Seconds that the ranks of node 0 stay afterwards: the store ends with them, and the others must read
+                the full count first.
+        """
+        if self._store is None:
+            return
+        reported = time.monotonic()
+        try:
+            self._store.add("done", 1)
+            while (done := self._store.add("done", 0)) < self._topology.world_size:
+                time.sleep(0.2)
+                if time.monotonic() - reported > PROGRESS_EVERY_S:
+                    reported = time.monotonic()
+                    report(f"{self._topology}: {done} of {self._topology.world_size} ranks have finished")
+            if self._topology.node == 0:
+                time.sleep(linger_s)
+        except RuntimeError:
+            time.sleep(STORE_TIMEOUT_S)  # the store ended too early; the watch thread ends this process
+
+
+def store_gone() -> str:
+    """Return the fatal line for a lost store, with the same words on every rank."""
+    return (
+        "node 0, phase unknown: PeerFailureError: the launcher of node 0, which hosts the rendezvous store, ended "
+        f"or cannot be reached ({os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}); see node 0's log"
+    )

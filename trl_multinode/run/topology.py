@@ -1,0 +1,160 @@
+"""Nodes, ranks, training and reserved devices; every rank reads them from its environment once."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Topology of the calling rank. `accelerate launch` sets all of it; plain `python` is one rank on one node."""
+
+    rank: int  # 0..world_size-1, over all nodes
+    world_size: int  # training ranks of the run
+    local_rank: int  # 0..ranks_per_node-1
+    ranks_per_node: int  # training ranks of *this* node
+    node: int  # 0..num_nodes-1
+    num_nodes: int
+    launched: bool  # by torchrun or accelerate; the parent process is then the launcher
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Topology":
+        number = {
+            name: int(environ.get(name, default))
+            for name, default in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)]
+        }
+        world, per_node = number["WORLD_SIZE"], number["LOCAL_WORLD_SIZE"]
+        if world > 1 and "LOCAL_WORLD_SIZE" not in environ:
+            raise ConfigurationError(
+                f"The launcher of these {world} ranks does not set LOCAL_WORLD_SIZE, the ranks of a node. Write "
+                "`deepspeed_multinode_launcher: standard` under `deepspeed_config` in the accelerate config, or start "
+                "with torchrun."
+            )
+        return cls(
+            rank=number["RANK"],
+            world_size=world,
+            local_rank=number["LOCAL_RANK"],
+            ranks_per_node=per_node,
+            node=int(environ.get("GROUP_RANK", number["RANK"] // per_node)),
+            num_nodes=int(environ.get("GROUP_WORLD_SIZE", max(1, world // per_node))),
+            launched="TORCHELASTIC_RUN_ID" in environ,
+        )
+
+    def check(self) -> None:
+        """Raise `ConfigurationError` if the nodes have different numbers of processes."""
+        if self.world_size != self.ranks_per_node * self.num_nodes:
+            raise ConfigurationError(
+                f"Node {self.node} has {self.ranks_per_node} processes, but {self.world_size} on {self.num_nodes} "
+                f"nodes need {self.world_size / self.num_nodes:g} on each: the nodes were started with different "
+                "numbers of processes. Use the same config file and the same `num_processes` (the total) on every "
+                "node; `python -m trl_multinode.check FILE` shows what a file really starts."
+            )
+
+    @property
+    def is_local_main(self) -> bool:
+        """`True` if this rank hosts the node's engines."""
+        return self.local_rank == 0
+
+    @property
+    def local_ranks(self) -> range:
+        """Global ranks of this node."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.ranks_per_node)
+
+    def __str__(self) -> str:
+        return f"node {self.node}, rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class EngineDevices:
+    """GPUs of each engine of a node, as physical ids for CUDA_VISIBLE_DEVICES; empty tuples on a CPU."""
+
+    per_engine: tuple[tuple[str, ...], ...]
+    shared_with_training: bool  # an engine uses a GPU that a rank trains on
+    sender: str | None = None  # the local main process's GPU; `None` on a CPU
+
+    def seen_by(self, engine: int, with_sender: bool = False) -> tuple[str, ...]:
+        """Return the GPUs that an engine sees: its own, then the sender's if the engine must open memory there."""
+        own = self.per_engine[engine]
+        return own if not with_sender or self.sender is None or self.sender in own else (*own, self.sender)
+
+
+def visible_devices(environ: Mapping[str, str], num_gpus: int) -> list[str]:
+    """Return the physical ids of the GPUs that this node's ranks see, in their order."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in listed.split(",") if name.strip()] if listed is not None else []
+    return names[:num_gpus] if names else [str(index) for index in range(num_gpus)]
+
+
+def assign_engines(
+    topology: Topology,
+    num_gpus: int,
+    requested: Sequence[int] | None,
+    num_engines: int | None,
+    tensor_parallel_size: int,
+    environ: Mapping[str, str] = os.environ,
+) -> EngineDevices:
+    """Assign GPUs to the engines of this node.
+
+    Args:
+        topology (`Topology`):
+            Topology of the calling rank; all ranks of a node get the same result.
+        num_gpus (`int`):
+            Number of GPUs that the ranks of this node see; 0 on a CPU machine.
+        requested (`Sequence[int]`, *optional*):
+            Indices among the visible GPUs, training GPUs allowed. Default: all GPUs that no local rank trains on.
+        num_engines (`int`, *optional*):
+            Engines per node. Default: as many as fit, or one on a CPU machine.
+        tensor_parallel_size (`int`):
+            GPUs per engine.
+
+    Raises:
+        `ConfigurationError`: if no GPU is left, or the numbers do not fit; the message names the setting or numbers.
+    """
+    if num_gpus == 0:
+        return EngineDevices(((),) * (num_engines or 1), shared_with_training=False)
+    names = visible_devices(environ, num_gpus)
+    training = range(min(topology.ranks_per_node, num_gpus))
+    chosen = list(requested) if requested is not None else [i for i in range(num_gpus) if i not in training]
+    _check_chosen(topology, chosen, names, environ)
+    if len(chosen) % tensor_parallel_size != 0:
+        raise ConfigurationError(
+            f"Node {topology.node} has {len(chosen)} GPUs for engines ({chosen}), not divisible by "
+            f"`vllm_tensor_parallel_size` {tensor_parallel_size}. Change one of the two; "
+            "`num_processes` sets how many GPUs train."
+        )
+    count = num_engines or len(chosen) // tensor_parallel_size
+    if count * tensor_parallel_size > len(chosen):
+        raise ConfigurationError(
+            f"{count} engines with `vllm_tensor_parallel_size` {tensor_parallel_size} need "
+            f"{count * tensor_parallel_size} GPUs, node {topology.node} has {len(chosen)} for engines ({chosen}). "
+            "Lower `num_engines`, or `num_processes` so that fewer GPUs train."
+        )
+    groups = [chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)]
+    return EngineDevices(
+        tuple(tuple(names[index] for index in group) for group in groups),
+        shared_with_training=any(index in training for index in chosen),
+        sender=names[0],
+    )
+
+
+def _check_chosen(topology: Topology, chosen: list[int], names: list[str], environ: Mapping[str, str]) -> None:
+    seen = f"node {topology.node} sees {len(names)} GPUs"
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        seen += f" (CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}, set by you or by `gpu_ids` in the YAML)"
+    outside = [index for index in chosen if not 0 <= index < len(names)]
+    if outside:
+        raise ConfigurationError(
+            f"`vllm_devices` names GPU {outside}, but {seen}, so 0 to {len(names) - 1} can be named. "
+            "Use `gpu_ids: all`, or change `vllm_devices`."
+        )
+    if len(set(chosen)) != len(chosen):
+        raise ConfigurationError(f"`vllm_devices` names a GPU twice: {chosen}. Name each once.")
+    if not chosen:
+        raise ConfigurationError(
+            f"No GPU is left for the engine: {seen} and trains on {topology.ranks_per_node}. Lower `num_processes` "
+            f"(now {topology.world_size}; {max(1, len(names) - 1) * topology.num_nodes} leaves one per node), use "
+            "`gpu_ids: all`, or name a training GPU to share in `vllm_devices`."
+        )

@@ -1,0 +1,34 @@
+"""The real engine with faults: `python -m trl_multinode.testing.faulty_engine skip_load@2-2 SPEC.json`.
+
+[`Faults`](faults.py) makes the words before the spec.
+"""
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from ..engine_process.backend import CompletionBuffer
+from ..engine_process.main import main
+from ..engine_process.vllm_backend import VllmBackend
+from ..wire.messages import EngineSpec
+from .faults import Faults
+
+
+class FaultyBackend(VllmBackend):
+    """Backend that delays requests and makes vLLM's workers use the faulty receiver."""
+
+    worker_extension = "trl_multinode.testing.faulty_receiver.FaultyWorkerExtension"
+
+    def __init__(self, spec: EngineSpec):
+        self._faults = Faults.from_command_line()
+        more = {"additional_config": {"faults": self._faults.words}}  # vLLM passes it to the workers as it is
+        super().__init__(msgspec.structs.replace(spec, engine_args=spec.engine_args | more))
+
+    async def generate(self, *request: Any) -> list[CompletionBuffer]:
+        await asyncio.sleep(self._faults.delay_s(self._spec.index))
+        return await super().generate(*request)
+
+
+if __name__ == "__main__":
+    main(FaultyBackend)

@@ -1,0 +1,51 @@
+"""The weight receiver with faults, in the vLLM workers of [`faulty_engine`](faulty_engine.py).
+
+vLLM imports this module for its worker extension, before it builds the receiver; the import registers the faulty one.
+"""
+
+from unittest.mock import patch
+
+import torch
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from ..vllm_worker import reloading
+from ..vllm_worker.plugin import BACKEND
+from ..vllm_worker.worker import BucketReceiver, WorkerExtension
+from .faults import Faults
+
+
+class FaultyReceiver(BucketReceiver):
+    """Receiver that copies every bucket out of its slot, but leaves out steps of the load that follows."""
+
+    @property
+    def _faults(self) -> Faults:
+        return Faults(tuple(self.vllm_config.additional_config["faults"]))
+
+    def _begin_reload(self) -> None:
+        if not self._faults.skips_load(self._version[0]):
+            super()._begin_reload()
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        if not self._faults.skips_load(self._version[0]):
+            super()._load(tensors)
+
+    def _end_reload(self) -> None:
+        if self._faults.skips_load(self._version[0]):
+            return
+        if self._faults.keeps_head(self._version[0]):
+            with patch.object(reloading, "repack_vocabulary_layers"):
+                super()._end_reload()
+        else:
+            super()._end_reload()
+
+    def commit(self) -> list[int]:
+        if self._faults.skips_commit(self._version[0]):
+            self._version = self.committed
+        return super().commit()
+
+
+class FaultyWorkerExtension(WorkerExtension):
+    """The product's extension, under a name that makes vLLM import this module."""
+
+
+WeightTransferEngineFactory._registry[BACKEND] = lambda: FaultyReceiver

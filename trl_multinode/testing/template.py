@@ -1,0 +1,103 @@
+"""A process that has imported what every rank imports, and that forks launchers and fake engines on request.
+
+[`forking`](forking.py) starts `python -u -m trl_multinode.testing.template SOCKET` once per test session. The imports
+of a rank take 15 s of a core, those of a fake engine 5 s; a fork of this process takes a tenth of a second.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import socket
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+from .forked_engine import run_engine
+from .forked_process import Inherited, run_launcher, run_to_the_end
+
+PROGRAMS = {"launcher": run_launcher, "engine": run_engine}
+REQUEST_BYTES = 1 << 20  # a request holds the arguments and the environment of one process
+IMPORTS = (
+    "accelerate.commands.accelerate_cli",
+    "torch.distributed.run",
+    "deepspeed",
+    "peft",
+    "datasets",
+    "trl.trainer.grpo_trainer",
+    "transformers.integrations.deepspeed",
+    "transformers.models.qwen2.modeling_qwen2",
+    "trl_multinode.trainer",
+    "trl_multinode.testing.fake_engine",
+    "trl_multinode.testing.models",
+)
+
+
+class Template:
+    """Server of fork requests, until the process that started it ends.
+
+    Each connection is one request: a message in JSON with the file descriptor of a log. The answers are the pid and,
+    when the process has ended, its exit code.
+
+    Args:
+        listener (`socket.socket`):
+            Socket on which requests arrive.
+        inherited (`Inherited`):
+            State of this process after the imports.
+    """
+
+    def __init__(self, listener: socket.socket, inherited: Inherited):
+        self._listener = listener
+        self._inherited = inherited
+        self._running: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, connection
+        self._owner = os.pidfd_open(os.getppid())
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._owner, selectors.EVENT_READ)
+
+    def serve(self) -> NoReturn:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._owner:
+                    sys.exit()
+                elif key.fileobj is self._listener:
+                    self._start()
+                else:
+                    self._report(key.fd)
+
+    def _start(self) -> None:
+        connection, _ = self._listener.accept()
+        message, (log,), _, _ = socket.recv_fds(connection, REQUEST_BYTES, 1)
+        request = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            run_to_the_end(lambda: PROGRAMS[request["program"]](request, log, self._inherited))
+        os.close(log)
+        connection.send(str(pid).encode())
+        pidfd = os.pidfd_open(pid)
+        self._running[pidfd] = pid, connection
+        self._selector.register(pidfd, selectors.EVENT_READ)
+
+    def _report(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        pid, connection = self._running.pop(pidfd)
+        _, status = os.waitpid(pid, 0)
+        with connection, contextlib.suppress(BrokenPipeError):  # the process that sent the request was killed
+            connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+        os.close(pidfd)
+
+
+def main() -> None:
+    """Import everything that ranks need, and serve until the process that started this one ends."""
+    before = dict(os.environ)
+    for name in IMPORTS:
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # else the collector writes to every object, and each fork copies their pages
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    Template(listener, Inherited.of_this_process(before, listener.fileno())).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Contract of a transport: the staging slots of the local main process, and the same slots as a worker opens them.
+
+A transport is one file of this folder: its message, the sender's [`Slots`] and the worker's [`OpenedSlots`]. It is
+listed in `opening.TRANSPORTS`, under the name that `weight_transport` gives it.
+"""
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar, Self
+
+import msgspec
+import torch
+
+from ..errors import WeightSyncError
+from ..wire.messages import TensorSpec
+from .pieces import Pieces
+
+SELF_TEST_S = 30.0  # limit for the first transfer of a transport, connecting included
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Properties of one node that decide which transports it can use."""
+
+    gpu: str | None  # "NVIDIA" or "AMD"; `None`: the engines run on the CPU
+    shared: bool = False  # an engine uses the local main process's GPU too
+    peer_access: bool = False  # every other GPU of the engines can read the memory of the local main process's GPU
+
+
+@dataclass
+class SlotSettings:
+    """Settings from which a transport creates its slots.
+
+    Args:
+        kind (`str`, *optional*, defaults to `"host"`):
+            Name of the transport in `opening.TRANSPORTS`.
+        device (`torch.device`, *optional*):
+            Device of this rank. Default: the CPU.
+        pin (`bool`, *optional*, defaults to `False`):
+            Page-lock host memory.
+        seen_as (`Sequence[int]`, *optional*):
+            Index of this rank's GPU among the GPUs that each engine sees.
+        workers (`Sequence[int]`, *optional*):
+            Number of workers of each engine.
+        folder (`Path`, *optional*):
+            Private folder of the run.
+        timeout_s (`float`, *optional*, defaults to `300.0`):
+            Time limit of every broadcast of a bucket, in seconds.
+    """
+
+    kind: str = "host"
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    pin: bool = False
+    seen_as: Sequence[int] = ()
+    workers: Sequence[int] = (1,)
+    folder: Path = Path()
+    timeout_s: float = 300.0
+
+
+class OpenedSlots:
+    """Slots of one sender as a worker reads them.
+
+    Args:
+        slots (`list[torch.Tensor]`):
+            Memory of each slot, uint8 `(slot_bytes,)`.
+        device (`torch.device`):
+            Device of the worker.
+    """
+
+    memory_type: ClassVar[type[msgspec.Struct]]  # message that describes the sender's memory
+
+    def __init__(self, slots: list[torch.Tensor], device: torch.device):
+        self._slots = slots
+        self._device = device
+
+    @classmethod
+    def open(cls, memory: Any, slot_bytes: int, device: torch.device, worker: int) -> Self:
+        """Open the slots that `memory` describes.
+
+        Args:
+            memory (`memory_type`):
+                Description of the slots' memory, from the sender.
+            slot_bytes (`int`):
+                Size of a slot, in bytes.
+            device (`torch.device`):
+                Device of the worker.
+            worker (`int`):
+                Index of the worker in its engine.
+        """
+        raise NotImplementedError
+
+    def arrive(self, data: torch.Tensor) -> None:
+        """Wait until the sender's bytes are in `data`, the start of a slot; a no-op if both ends share the memory."""
+
+    def take(self, slot: int, specs: Sequence[TensorSpec]) -> NamedTensors:
+        """
+        Copy a bucket out of its slot and return its tensors, as views of that one copy on the worker's device.
+
+        A copy is necessary: vLLM's loaders keep references until a module is full, and a padded vocabulary is full
+        only at the end, so a later bucket would overwrite a view of the slot (log-prob error 7.2 measured). One copy
+        of the bucket instead of one per tensor keeps the bus busy: a 0.5B model has 290 tensors, half of them below
+        10 KB. The price is memory: a bucket stays allocated as long as a loader holds any of its tensors.
+        """
+        data = self._slots[slot][: specs[-1].offset + specs[-1].num_bytes]
+        self.arrive(data)
+        bucket = data.to(self._device, copy=True)
+        if bucket.is_cuda:  # the sender may write the slot again as soon as this returns
+            torch.cuda.current_stream(bucket.device).synchronize()
+        return [
+            (spec.name, bucket[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype))
+             .view(spec.shape))
+            for spec in specs
+        ]  # fmt: skip
+
+    def crc(self, slot: int, num_bytes: int) -> int:
+        """Return zlib's CRC-32 of a slot's first bytes, once they have arrived."""
+        data = self._slots[slot][:num_bytes]
+        self.arrive(data)
+        return zlib.crc32(data.cpu().numpy())
+
+    def close(self) -> None:
+        """Drop the slots. Tensors that `take` returned stay valid."""
+        self._slots = []
+
+
+class Slots(ABC):
+    """Slots of one node, on its local main process only. One thread at a time calls the methods.
+
+    ```python
+    slots.open_for(engine)                # memory for this engine's `OpenSlots`; `opened()` after all replies
+    slots.write(k % 2, specs, tensors)    # blocks until the bytes are in the slot
+    connection.send(LoadBucket(...))
+    slots.transmit(k % 2, num_bytes)      # blocks until the workers have the bytes, if they cannot read the slot
+    ```
+    """
+
+    kind: ClassVar[str]  # name in `weight_transport`
+    opened_as: ClassVar[type[OpenedSlots]]  # the workers' end
+    engines_see_sender: ClassVar[bool] = False  # whether an engine's visible GPUs include the local main process's
+    warning: str | None = None  # reason why the slots are slower than they could be, with the cure
+
+    def __init__(self, memory: list[torch.Tensor]):
+        self.memory = memory
+        self.num_bytes = memory[0].numel()
+
+    @classmethod
+    @abstractmethod
+    def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
+        """Create slots of `num_bytes` bytes each."""
+
+    @staticmethod
+    def refusal(machine: Machine) -> str | None:
+        """Return why this transport cannot work on `machine`, with the cure, or `None` if it can."""
+        return None
+
+    @abstractmethod
+    def open_for(self, engine: int) -> msgspec.Struct:
+        """Return the message with which the workers of engine number `engine` open the slots."""
+
+    def opened(self) -> None:
+        """Remove the files that the workers needed only to open the slots, after all replies or a failure."""
+
+    def write(self, slot: int, specs: Sequence[TensorSpec], tensors: Sequence[Pieces]) -> None:
+        """Copy the tensors into the slot, cast to the dtypes of their specs. On return all bytes are in the slot.
+
+        Raises:
+            `WeightSyncError`: if a tensor has another shape than its spec.
+        """
+        for spec, pieces in zip(specs, tensors, strict=True):
+            if pieces.shape != spec.shape:
+                raise WeightSyncError(
+                    f"{spec.name} was gathered with shape {pieces.shape}, expected {spec.shape}: the model changed "
+                    "after the trainer was built. Resize or replace its layers before."
+                )
+            target = self.memory[slot][spec.offset : spec.offset + spec.num_bytes]
+            pieces.copy_to(target.view(getattr(torch, spec.dtype)))
+        if self.memory[slot].is_cuda or any(pieces.data.is_cuda for pieces in tensors):
+            torch.cuda.current_stream().synchronize()
+
+    def transmit(self, slot: int, num_bytes: int) -> None:
+        """Send the slot's first bytes to the workers, after `LoadBucket`; a no-op if they can read the slot itself."""
+
+    def close(self) -> None:
+        """Release the memory that other processes could still see. No `write` may follow."""
+
+
+def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
+    """Run `call()` in a thread and return its result. A late thread is abandoned, because NCCL may block forever.
+
+    Raises:
+        `TimeoutError`: if the call does not end within `seconds`.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.extend((call(), None))
+        except Exception as error:
+            outcome.extend((None, error))
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(f"not done after {seconds:.0f} s")
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,145 @@
+"""Transport by broadcast over NCCL, or over gloo without GPUs.
+
+The sender and the workers of its node are a process group of their own, separate from the training ranks' groups.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ..errors import WeightSyncError
+from ..wire.messages import NUM_SLOTS
+from .base import Machine, OpenedSlots, Slots, SlotSettings
+
+
+class Broadcast(msgspec.Struct, frozen=True):
+    """Slots on each worker's own device; a bucket arrives as a broadcast from rank 0 of a process group."""
+
+    backend: str  # "nccl" or "gloo"
+    store: str  # file through which the group's processes find each other, in the run's private folder
+    size: int  # number of processes: the sender and all workers of the node's engines
+    first_rank: int  # lowest rank among this engine's workers
+    timeout_s: float  # limit for every broadcast
+
+
+class OpenedBroadcastSlots(OpenedSlots):
+    """Slots on this worker's own device, which receive the sender's broadcasts."""
+
+    memory_type = Broadcast
+
+    def __init__(self, slots: list[torch.Tensor], device: torch.device, memory: Broadcast, worker: int):
+        super().__init__(slots, device)
+        self._memory = memory
+        self._rank = memory.first_rank + worker
+        self._group: Any = None
+
+    @classmethod
+    def open(cls, memory: Broadcast, slot_bytes: int, device: torch.device, worker: int) -> Self:
+        slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
+        return cls(slots, device, memory, worker)
+
+    def arrive(self, data: torch.Tensor) -> None:
+        if self._group is None:  # join at the first bucket: opening the slots must not wait for the sender
+            memory = self._memory
+            self._group = pair_group(memory.backend, memory.store, self._rank, memory.size, memory.timeout_s)
+        self._group.broadcast(data, 0).wait()
+
+
+class BroadcastSlots(Slots):
+    """Slots on this rank's device, broadcast to slots on the workers' own devices by NCCL, or by gloo without a GPU.
+
+    The sender and the node's workers form a process group of their own, separate from the training ranks' groups. Its
+    rendezvous is a file in the run's private folder, so this library opens no port for it.
+
+    Args:
+        num_bytes (`int`):
+            Size of a slot, in bytes.
+        device (`torch.device`):
+            Device of this rank.
+        store (`Path`):
+            Path of the rendezvous file, which must not exist yet.
+        workers (`Sequence[int]`):
+            Number of workers of each engine.
+        timeout_s (`float`):
+            Time limit of the rendezvous and of every broadcast, in seconds.
+    """
+
+    kind = "nccl"
+    opened_as = OpenedBroadcastSlots
+
+    def __init__(self, num_bytes: int, device: torch.device, store: Path, workers: Sequence[int], timeout_s: float):
+        super().__init__([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._store, self._timeout_s, self._workers = store, timeout_s, workers
+        self._group = None
+
+    @classmethod
+    def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
+        store = settings.folder / "weights.store"
+        return cls(num_bytes, settings.device, store, settings.workers, settings.timeout_s)
+
+    @staticmethod
+    def refusal(machine: Machine) -> str | None:
+        if machine.gpu and machine.shared:
+            return (
+                "`weight_transport='nccl'`: an engine is on the local main process's GPU, and NCCL refuses two "
+                "processes on one GPU. Use 'ipc' or 'host'."
+            )
+        return None
+
+    def open_for(self, engine: int) -> Broadcast:
+        first = 1 + sum(self._workers[:engine])
+        return Broadcast(self._backend, str(self._store), 1 + sum(self._workers), first, self._timeout_s)
+
+    def _join(self) -> Any:
+        if self._group is None:
+            self._group = pair_group(self._backend, str(self._store), 0, 1 + sum(self._workers), self._timeout_s)
+        return self._group
+
+    def transmit(self, slot: int, num_bytes: int) -> None:
+        try:
+            self._join().broadcast(self.memory[slot][:num_bytes], 0).wait()
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"A bucket of weights did not reach the engines' workers within {self._timeout_s:.0f} s ({error}). "
+                "See the engines' logs, or set `weight_transport='host'`."
+            ) from error
+        if self.memory[slot].is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+
+def pair_group(backend: str, store: str, rank: int, size: int, timeout_s: float) -> Any:
+    """Join the group. With gloo this blocks until all processes have joined; NCCL connects in the first collective.
+
+    It avoids `init_process_group`, because the caller has, or is about to get, a default group of its own, to which
+    this group must not belong.
+
+    Args:
+        backend (`str`):
+            `"nccl"`, or `"gloo"` on the loopback interface.
+        store (`str`):
+            Path of a file in a private folder, through which the processes find each other.
+        rank (`int`), size (`int`):
+            Rank of this process in the group, and size of the group. Rank 0 is the sender.
+        timeout_s (`float`):
+            Limit for joining, and for every collective of the group.
+
+    Raises:
+        `RuntimeError`: torch's error if a process does not join in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    file_store = dist.FileStore(store, size)
+    file_store.set_timeout(timeout)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(file_store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # no port is open beyond the node
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(file_store, rank, size, options)

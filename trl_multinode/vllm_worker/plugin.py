@@ -1,0 +1,40 @@
+"""Entry point that vLLM calls in each of its processes. Without the run marker it does nothing. Imports nothing heavy.
+
+`register` does three things in a process of one of our engines. (1) It makes the kernel kill this process when its
+parent dies: vLLM leaves its engine core and workers alive, holding the GPU, when the parent is killed (vllm #55510).
+(2) It reports its pid, so that the engine can verify that every vLLM process did this. (3) It registers our
+weight-transfer backend.
+"""
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+RUN_MARKER = "TRL_MULTINODE_ENGINE"  # set to "<pid of the engine process>:<folder for reports>"
+BACKEND = "trl_multinode"
+PR_SET_PDEATHSIG = 1
+
+
+def register() -> None:
+    """Register this package in a process of vLLM; a no-op outside the engines of this package."""
+    marker = os.environ.get(RUN_MARKER)
+    if marker is None:
+        return
+    engine_pid, folder = marker.split(":", 1)
+    if os.getpid() != int(engine_pid):
+        _die_with_parent()
+        (Path(folder) / str(os.getpid())).touch()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, "trl_multinode.vllm_worker.worker", "BucketReceiver")
+
+
+def _die_with_parent() -> None:
+    """Make the kernel kill this process when the *thread* that forked it ends; in vLLM that is a main thread."""
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # the parent died between the two calls
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,128 @@
+"""Additions to vLLM's layer-wise reload, in a worker: packing on a CPU, and a check for layers that lack weights."""
+
+from collections.abc import Iterable
+
+import torch
+from vllm.config import ModelConfig
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+try:
+    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+except ImportError:  # vLLM 0.26 and 0.27 have one set for loading and for the meta device
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS as SKIP_LOAD_TENSORS
+
+LOADABLE = "weight_loader_numel"  # attribute of a padded parameter: the number of its elements in a checkpoint
+
+
+def begin_reload(model: torch.nn.Module, device: torch.device) -> None:
+    """Start a reload: from now on the loaders of `model` collect their weights layer by layer."""
+    if device.type == "cpu":
+        forget_packed_experts(model)
+    if not hasattr(BaseLayerWithLoRA, "load_weights"):  # vLLM 0.26 cannot load the base layer of one with LoRA
+        BaseLayerWithLoRA.load_weights = load_base_layer
+    initialize_layerwise_reload(model)
+
+
+def end_reload(model: torch.nn.Module, model_config: ModelConfig) -> str | None:
+    """
+    Finish a reload after the last bucket.
+
+    Returns:
+        `str`, *optional*: an error message if layers did not get all their weights. This function does not raise it,
+        because vLLM accepts no further update after one whose end failed.
+    """
+    lacking = [f"{name} ({reason})" for name, reason in incomplete_layers(model, is_tied(model_config))]
+    finalize_layerwise_reload(model, model_config)
+    repack_vocabulary_layers(model)
+    if not lacking:
+        return None
+    return (
+        f"{len(lacking)} layers of vLLM's {type(model).__name__} did not get all their weights, and would keep old or "
+        f"random ones: {', '.join(lacking[:5])}. The trainer's model has other names, or other tensors, than vLLM "
+        "expects for this architecture: use versions of transformers and vLLM that agree on it."
+    )
+
+
+def load_base_layer(layer: BaseLayerWithLoRA, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Load checkpoint weights into the layer that `layer` adds an adapter to, as later versions of vLLM do."""
+    own = getattr(layer.base_layer, "load_weights", None)  # fused layers separate query, key and value themselves
+    return own(weights) if own is not None else AutoWeightsLoader(layer.base_layer).load_weights(weights)
+
+
+def is_tied(model_config: ModelConfig) -> bool:
+    """Return whether the head shares the weights of the embedding."""
+    return getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+
+
+def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str]]:
+    """
+    Return the layers that got too few elements in this reload, each with the reason.
+
+    vLLM logs a line at most: a layer that got nothing keeps its old weights, and the missing part of a linear layer (a
+    query without its key, experts without their second matrix) is uninitialized memory. The check leaves out quantized
+    layers, whose scales need not be in a checkpoint, a tied head, and the padding of layers such as a vocabulary.
+    """
+    found = []
+    for name, layer in model.named_modules():
+        info, expected = get_layerwise_info(layer), num_elements(layer)
+        is_tied_head = tied and isinstance(layer, ParallelLMHead)
+        if not expected or not info.can_load() or is_quantized(layer) or is_tied_head:
+            continue
+        if info.load_numel == 0:
+            found.append((name, "nothing came"))
+        elif has_no_padding(layer) and info.load_numel < expected:
+            found.append((name, f"{info.load_numel} of {expected} elements came"))
+    return found
+
+
+def has_no_padding(layer: torch.nn.Module) -> bool:
+    """Return whether `num_elements(layer)` counts no padding.
+
+    Linear layers have no padding, and vLLM 0.31 records how many elements of padded experts are not padding.
+    """
+    return isinstance(layer, LinearBase) or any(hasattr(p, LOADABLE) for p in layer.parameters(recurse=False))
+
+
+def num_elements(layer: torch.nn.Module) -> int:
+    """Return the number of elements that a checkpoint has for the layer's own parameters."""
+    own = [parameter for name, parameter in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS]
+    return sum(getattr(parameter, LOADABLE, parameter.numel()) for parameter in own)
+
+
+def is_quantized(layer: torch.nn.Module) -> bool:
+    """Return whether vLLM has quantized the layer."""
+    method = getattr(layer, "quant_method", None)
+    return method is not None and not type(method).__name__.startswith("Unquantized")
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Drop the experts' kernels, so that vLLM builds new ones after the reload and packs the new weights. CPU only.
+
+    vLLM 0.31 packs experts on a CPU only while it builds their kernel. With the old kernel, reloaded weights stayed
+    unpacked (log-probs 0.04 to 0.9 from the trainer's). On GPUs it stays: captured graphs hold its tensors.
+    """
+    for module in model.modules():
+        if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def repack_vocabulary_layers(model: torch.nn.Module) -> None:
+    """Rebuild the packed copy that a head tied to the embedding has on a CPU.
+
+    vLLM's reload does not rebuild it (log-probs -5.16 where the trainer had -6.01). On GPUs the call has no effect. A
+    quantized head is left out: processing it twice could replace a parameter that a captured graph reads.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, VocabParallelEmbedding) and isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)

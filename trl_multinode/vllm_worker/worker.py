@@ -1,0 +1,227 @@
+"""Code in vLLM's worker processes: it copies buckets out of the staging slots and loads them."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.linear import LinearBase
+
+from ..transports.base import SELF_TEST_S, OpenedSlots, call_with_timeout
+from ..transports.opening import open_slots
+from ..wire.messages import ADAPTER_TENSORS, OpenSlots
+from .reloading import begin_reload, end_reload
+
+
+@dataclass
+class SlotsInfo(WeightTransferInitInfo):
+    """Request to open the slots, in the form in which vLLM hands it to a worker."""
+
+    request: bytes  # `OpenSlots` as msgpack
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """Request to load a bucket, in the form in which vLLM hands it to a worker."""
+
+    bucket: int
+    slot: int
+    version: list[int]  # update, step
+    first: int  # first bucket of this update
+
+
+class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
+    """Weight-transfer engine that loads the buckets of the local main process, from staging slots of any kind.
+
+    Each worker calls it in this order:
+
+    ```python
+    receiver.init_transfer_engine(slots)      # open the slots
+    receiver.start_weight_update()            # the first bucket begins vLLM's layer-wise reload
+    for bucket in buckets:
+        receiver.receive_weights(bucket)      # *copies out of the slot*, then loads; returning is the acknowledgement
+    receiver.finish_weight_update()           # vLLM packs the weights; an earlier adapter is dropped
+    receiver.commit()                         # the new adapter is active; only now is the version committed
+    ```
+
+    Tensors of a LoRA adapter (recognized by name) wait for the commit, which builds a `LoRAModel` of them in memory.
+    Its number is that of the update. An update may consist of adapter tensors only.
+    """
+
+    init_info_cls = SlotsInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.committed = [0, 0]
+        self._version = [0, 0]
+        self._next_bucket: int | None = None
+        self._reloads = False
+        self._lacking: str | None = None
+        self._adapter: dict[str, torch.Tensor] = {}
+        self.slots: OpenedSlots | None = None
+
+    def init_transfer_engine(self, init_info: SlotsInfo) -> None:
+        request = msgspec.msgpack.decode(init_info.request, type=OpenSlots)
+        self._buckets = request.buckets
+        worker = self.parallel_config.rank
+        self.shutdown()  # close the slots of a transport that failed its self test
+        self.slots = open_slots(request, self.device, worker)
+
+    def start_weight_update(self) -> None:
+        self._next_bucket = None
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        """
+        Copy a bucket out of its slot and load it.
+
+        Raises:
+            `RuntimeError`: if buckets come out of order (an update needs all its buckets), or if the GPU has no room
+                for a bucket beside the engine.
+        """
+        try:
+            with set_current_vllm_config(self.vllm_config):  # vLLM 0.26 does not set it; later versions do
+                self._receive(update_info)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"{self.device} has no room for weight bucket {update_info.bucket} beside the engine ({error}). Lower "
+                "`vllm_gpu_memory_utilization`, or `sync_bucket_mb`: a reload holds up to two buckets and a layer."
+            ) from error
+
+    def _receive(self, update_info: BucketInfo) -> None:
+        if self._next_bucket is None:
+            self._begin(update_info)
+        if update_info.bucket != self._next_bucket:
+            raise RuntimeError(f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due.")
+        self._next_bucket += 1
+        assert self.slots is not None
+        self._load(self.slots.take(update_info.slot, self._buckets[update_info.bucket]))
+
+    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        # Adapters wait in host memory, because vLLM copies the active one into its own buffers
+        self._adapter |= {name: tensor.cpu() for name, tensor in tensors if name.endswith(ADAPTER_TENSORS)}
+        if weights := [(name, tensor) for name, tensor in tensors if not name.endswith(ADAPTER_TENSORS)]:
+            self.model.load_weights(weights)
+
+    def finish_weight_update(self) -> None:
+        if self._next_bucket != len(self._buckets):
+            raise RuntimeError(f"Only {self._next_bucket or 0} of {len(self._buckets)} weight buckets came.")
+        if self._reloads:
+            self._end_reload()
+
+    def commit(self) -> list[int]:
+        """Commit the update; return its number, its step and the number of the active adapter (0: none).
+
+        Raises:
+            `RuntimeError`: if layers did not get all their weights.
+        """
+        if self._lacking:
+            raise RuntimeError(self._lacking)
+        self.committed = self._version
+        if self._adapter:
+            self._activate(number=self.committed[0])
+        return [*self.committed, self.committed[0] if self._adapter else 0]
+
+    def shutdown(self) -> None:
+        if self.slots is not None:
+            self.slots.close()
+        self.slots = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Override an abstract method of vLLM 0.26, whose trainers send through it; here `weights/sync.py` sends."""
+        raise NotImplementedError
+
+    def _begin(self, info: BucketInfo) -> None:
+        self._next_bucket, self._version = info.first, list(info.version)
+        self._reloads = info.first == 0
+        if self._reloads:
+            self._begin_reload()
+
+    def _begin_reload(self) -> None:
+        """Begin an update that replaces all weights and the adapter."""
+        self._lacking = None
+        self._adapter = {}
+        begin_reload(self.model, self.device)
+
+    def _end_reload(self) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            self._lacking = end_reload(self.model, self.model_config)
+
+    def _activate(self, number: int) -> None:
+        """Build a LoRA adapter from the received tensors and activate it.
+
+        The sender has multiplied the scaling into B, so r = alpha here and vLLM multiplies by 1. The containers are
+        new, because vLLM merges q, k, v and similar entries in them; the tensors stay unchanged.
+        """
+        manager = self.model.lora_manager
+        rank = max(tensor.shape[0] for name, tensor in self._adapter.items() if name.endswith(ADAPTER_TENSORS[0]))
+        adapter = LoRAModel.from_lora_tensors(
+            number, dict(self._adapter), PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu",
+            dtype=manager.lora_config.lora_dtype, weights_mapper=rename_mapper(self.model),
+        )  # fmt: skip
+        manager.remove_all_adapters()
+        manager.add_adapter(adapter)
+        if unknown := sorted(set(adapter.loras) - set(manager.modules)):
+            raise RuntimeError(f"vLLM has no LoRA for {unknown[0]} in this model: use `lora_sync='merged'`.")
+        manager.activate_adapter(number)
+
+
+def rename_mapper(model: torch.nn.Module) -> Any:
+    """Return the mapper from a checkpoint's module names to vLLM's, with q, k and v separate.
+
+    The method that returns it has another name in vLLM 0.26 and 0.28.
+    """
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+
+
+class WorkerExtension:
+    """Methods that the engine calls in every worker by `collective_rpc`."""
+
+    def commit_weights(self) -> list[int]:
+        """Commit; return `[update, step, adapter]` of the last update that this worker loaded completely."""
+        return self.weight_transfer_engine.commit()  # type: ignore[attr-defined]
+
+    def crc_of_slot(self, slot: int, num_bytes: int) -> int:
+        """Return the CRC-32 of a slot's first bytes.
+
+        Raises:
+            `TimeoutError`: if they do not arrive; the sender then tries another transport.
+        """
+        slots = self.weight_transfer_engine.slots  # type: ignore[attr-defined]
+        return call_with_timeout(SELF_TEST_S, lambda: slots.crc(slot, num_bytes))
+
+    def weights_digest(self) -> str:
+        """Return the SHA-256 of this worker's weights, bit by bit, without adapters."""
+        digest = hashlib.sha256()
+        for name, tensor in _weights(self.weight_transfer_engine.model):  # type: ignore[attr-defined]
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+@torch.no_grad()
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, buffers, and the weights that a CPU kernel has packed.
+
+    The packed weights are read back as the kernel's product with the identity, which is exact.
+    """
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase) and hasattr(module, "cpu_linear"):
+            identity = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
+            yield f"{name} packed", module.cpu_linear(identity, module.weight, None)

@@ -1,0 +1,102 @@
+"""Choice of the weights that a sync sends, with the reason, and construction of the sync."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..engine.node_engines import NodeEngines
+from ..errors import ConfigurationError
+from ..run.topology import Topology
+from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
+from .shards import ShardGather
+from .source import ModuleSource
+from .sync import WeightSync
+from .transport import Transport
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """Source of the weights that the syncs of a run send, and the reason for it."""
+
+    source: type[ModuleSource]
+    lora_rank: int = 0  # rank of the adapter that the engines serve separately from the weights; 0: none
+    reason: str | None = None  # reason why a LoRA adapter is merged although the user did not request it
+
+    @property
+    def serves_adapter(self) -> bool:
+        return self.lora_rank > 0
+
+
+def plan_sync(base: nn.Module, has_adapters: bool, lora_sync: str, dtype: torch.dtype, on_gpu: bool) -> SyncPlan:
+    """Choose the source of the weights, as far as the choice is known before the engines run.
+
+    Args:
+        base (`nn.Module`):
+            Model without PEFT's wrapper.
+        has_adapters (`bool`):
+            Presence of LoRA adapters in the model.
+        lora_sync (`str`):
+            Value of the setting `lora_sync`.
+        dtype (`torch.dtype`), on_gpu (`bool`):
+            Dtype of the engines' weights, and whether the engines run on GPUs.
+
+    Raises:
+        `ConfigurationError`: if `lora_sync="adapter"` is not possible.
+    """
+    if not has_adapters:
+        return SyncPlan(ModuleSource)
+    if lora_sync == "merged":
+        return SyncPlan(PeftSource)
+    obstacle = adapter_obstacle(base, dtype, on_gpu)
+    return SyncPlan(AdapterSource, lora_rank(base)) if obstacle is None else merged(obstacle, lora_sync)
+
+
+def merged(obstacle: str, lora_sync: str) -> SyncPlan:
+    """Return the plan that merges the adapter because of an obstacle.
+
+    Raises:
+        `ConfigurationError`: if `lora_sync="adapter"`.
+    """
+    if lora_sync == "adapter":
+        raise ConfigurationError(f"`lora_sync='adapter'`, but {obstacle}. Use 'merged' or 'auto'.")
+    reason = f"every weight sync sends all weights, with the LoRA adapter merged into them: {obstacle}"
+    return SyncPlan(PeftSource, reason=reason)
+
+
+def checked_with_engines(
+    plan: SyncPlan, base: nn.Module, engines: NodeEngines, lora_sync: str, gather: ShardGather
+) -> SyncPlan:
+    """Return the plan, or a merging one if the engines of any node lack LoRA. A collective of all training ranks.
+
+    One node without LoRA decides for all, because all nodes must send the same tensors.
+    """
+    if not plan.serves_adapter or gather.extremes(all(engine.ready.serves_lora for engine in engines))[0]:
+        return plan
+    return merged(f"vLLM has no LoRA for a {type(base).__name__}", lora_sync)
+
+
+def build_sync(
+    plan: SyncPlan,
+    base: nn.Module,
+    dtype: torch.dtype,
+    gather: ShardGather,
+    engines: NodeEngines,
+    bucket_bytes: int,
+    transport: Transport,
+    topology: Topology,
+) -> WeightSync:
+    """Build the weight sync of this rank. A collective of all training ranks.
+
+    Raises:
+        `ConfigurationError`: if the ranks would send different tensors.
+    """
+    sender = engines if topology.is_local_main else None
+    sync = WeightSync(plan.source(base, dtype, gather), sender, bucket_bytes, transport)
+    lowest, highest = gather.extremes(sync.plan_crc)
+    if lowest != highest:
+        raise ConfigurationError(
+            f"{topology}: the ranks would send different weights (names, shapes or dtypes differ), so their models "
+            "are not the same. Use the same model, config and library versions on every node."
+        )
+    return sync

@@ -1,0 +1,135 @@
+"""Transport to the engines: choice of the slots' memory, with its reason, a self test and the host-memory fallback."""
+
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from ..engine.node_engines import NodeEngines
+from ..errors import ConfigurationError
+from ..run.reporter import warn
+from ..run.topology import EngineDevices, visible_devices
+from ..transports.base import SELF_TEST_S, Machine, Slots, SlotSettings, call_with_timeout
+from ..transports.opening import TRANSPORTS
+from ..wire.messages import CheckSlot, OpenSlots, TensorSpec
+
+SELF_TEST_BYTES = 1 << 20
+
+
+def choose(wanted: str, machine: Machine) -> tuple[str, str]:
+    """Return the transport and the reason for it.
+
+    `"auto"` takes only a transport that has been executed on such a machine. On GPUs none has run yet, only its code
+    on a CPU, so `"auto"` takes host memory, which needs nothing from the GPUs.
+
+    Args:
+        wanted (`str`):
+            Value of `weight_transport`.
+        machine (`Machine`):
+            Properties of this node.
+
+    Raises:
+        `ConfigurationError`: if the wanted transport cannot work on this machine.
+    """
+    if wanted == "host":
+        return "host", "as configured"
+    if wanted == "auto":
+        if machine.gpu is None:
+            return "host", "the engines run on the CPU"
+        peers = "peer access" if machine.peer_access else "no peer access"
+        return "host", f"{machine.gpu} GPUs, {peers}; ipc and nccl never ran on a GPU yet, so they must be named"
+    if refusal := TRANSPORTS[wanted].refusal(machine):
+        raise ConfigurationError(refusal)
+    return wanted, "as configured; experimental" if machine.gpu else "as configured; over gloo, on the CPU"
+
+
+def machine_of(devices: EngineDevices, environ: Mapping[str, str] = os.environ) -> Machine:
+    """Return the properties of this node, as its ranks see it."""
+    if devices.sender is None:
+        return Machine(None)
+    names = visible_devices(environ, torch.cuda.device_count())
+    engines = [names.index(gpu) for own in devices.per_engine for gpu in own if gpu != devices.sender]
+    sender = names.index(devices.sender)
+    return Machine(
+        "AMD" if torch.version.hip else "NVIDIA",
+        shared=any(devices.sender in own for own in devices.per_engine),
+        peer_access=all(torch.cuda.can_device_access_peer(gpu, sender) for gpu in engines),
+    )
+
+
+@dataclass
+class Transport(SlotSettings):
+    """Transport of weights to the engines of one node. Only its local main process calls `open`.
+
+    Args:
+        **settings:
+            Fields of [`SlotSettings`]; `kind` is the name that `choose` returned.
+        report (`Callable[[str], None]`, *optional*):
+            Function that reports a failed self test or slow slots.
+    """
+
+    report: Callable[[str], None] = warn
+
+    def open(self, engines: NodeEngines, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+        """Return slots that every worker has opened, and that passed a self test if they are not in host memory.
+
+        Args:
+            engines (`NodeEngines`):
+                Engines of this node.
+            num_bytes (`int`):
+                Size of a slot, in bytes.
+            layouts (`Sequence[tuple[TensorSpec, ...]]`):
+                Layout of each bucket's tensors in its slot.
+        """
+        num_bytes = max(num_bytes, SELF_TEST_BYTES)
+        if self.kind != "host":
+            slots = None
+            try:
+                slots = self._make(self.kind, num_bytes)
+                self._open_in_workers(slots, engines, layouts)
+                self._test(slots, engines)
+                return slots
+            except (RuntimeError, TimeoutError) as error:
+                self.report(
+                    f"weight_transport={self.kind!r} failed its self test ({type(error).__name__}: {error}); weights "
+                    "go through host memory instead. Set weight_transport='host' to start without the test."
+                )
+                if slots is not None:
+                    slots.close()
+        return self._open_in_workers(self._make("host", num_bytes), engines, layouts)
+
+    def _make(self, kind: str, num_bytes: int) -> Slots:
+        slots = TRANSPORTS[kind].create(num_bytes, self)
+        if slots.warning:
+            self.report(slots.warning)
+        return slots
+
+    @staticmethod
+    def _open_in_workers(slots: Slots, engines: NodeEngines, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+        try:
+            engines.post_all(lambda engine: _open_request(slots, engine, layouts)).wait()
+        finally:
+            slots.opened()
+        return slots
+
+    @staticmethod
+    def _test(slots: Slots, engines: NodeEngines) -> None:
+        """Write noise into a slot and make every worker compare its checksum; raise the first failure."""
+        noise = torch.randint(0, 256, (SELF_TEST_BYTES,), dtype=torch.uint8)
+        slots.memory[0][:SELF_TEST_BYTES].copy_(noise)
+        check = CheckSlot(slot=0, num_bytes=SELF_TEST_BYTES, crc=zlib.crc32(noise.numpy()))
+        pending = engines.post_all(check)
+        try:
+            call_with_timeout(SELF_TEST_S, lambda: slots.transmit(0, SELF_TEST_BYTES))
+        finally:
+            failures = pending.failures()  # reads every reply even after a failure
+        if failures:
+            raise failures[0]
+
+
+def _open_request(slots: Slots, engine: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> OpenSlots:
+    memory = msgspec.Raw(msgspec.msgpack.encode(slots.open_for(engine)))
+    return OpenSlots(transport=slots.kind, memory=memory, slot_bytes=slots.num_bytes, buckets=tuple(layouts))

@@ -1,0 +1,141 @@
+"""Framing of the protocol: length-prefixed msgspec structs on a unix stream socket, and a rank's blocking end of it.
+
+Nothing is pickled. End of file means that the other process has ended.
+"""
+
+import asyncio
+import socket
+import struct
+import time
+from pathlib import Path
+
+import msgspec
+
+from ..errors import EngineDiedError, EngineStalledError
+from .messages import Message, Reply, Request
+
+LENGTH = struct.Struct("<Q")
+MAX_FRAME_BYTES = 1 << 31  # a greater length is a corrupt header
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+def frame(message: Message) -> bytes:
+    """Encode a message with its length in front."""
+    body = _encoder.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def _body_length(header: bytes | bytearray) -> int:
+    (length,) = LENGTH.unpack(header)
+    if length > MAX_FRAME_BYTES:
+        raise EngineDiedError(f"Corrupt frame: it claims {length} bytes (limit {MAX_FRAME_BYTES}).")
+    return length
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request | None:
+    """Read the next request; return `None` at end of file."""
+    try:
+        header = await reader.readexactly(LENGTH.size)
+        return _request_decoder.decode(await reader.readexactly(_body_length(header)))
+    except (asyncio.IncompleteReadError, ConnectionResetError):
+        return None
+
+
+def reason_of_end(failure_path: Path) -> str | None:
+    """Return the reason that an ended engine wrote, if any; wait up to 0.5 s, because it writes while it exits."""
+    for _ in range(20):
+        if failure_path.exists() and (reason := failure_path.read_text()):
+            return reason
+        time.sleep(0.025)
+    return None
+
+
+class Connection:
+    """Blocking end of the stream in a rank. Only one thread may use it at a time.
+
+    Args:
+        path (`str`):
+            Path of the engine's socket.
+        name (`str`):
+            Name of the engine, for error messages ("engine 0 of node 1").
+        log_path (`Path`):
+            Log of the engine, for error messages.
+        connect_timeout_s (`float`):
+            Deadline for connecting.
+    """
+
+    def __init__(self, path: str, name: str, log_path: Path, connect_timeout_s: float = 30.0):
+        self.name = name
+        self.log_path = log_path
+        self._socket_path = Path(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.settimeout(connect_timeout_s)
+        deadline = time.monotonic() + connect_timeout_s
+        while (error := self._connect(path)) is not None:
+            # For a moment between the engine's `bind` and `listen` the socket exists but refuses connections
+            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
+                raise EngineDiedError(f"{name}: cannot connect to its socket ({error}). Log: {log_path}") from error
+            time.sleep(0.05)
+
+    def _connect(self, path: str) -> OSError | None:
+        try:
+            self._socket.connect(path)
+            return None
+        except OSError as error:
+            return error
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message, timeout_s: float) -> None:
+        """Send a message; raise `EngineDiedError` if the engine ended, `EngineStalledError` if it does not read."""
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.sendall(frame(message))
+        except TimeoutError as error:
+            raise EngineStalledError(
+                f"{self.name} did not read a message for {timeout_s:.0f} s. Log: {self.log_path}"
+            ) from error
+        except OSError as error:
+            raise self.ended(f"closed the connection ({error})") from error
+
+    def receive(self, timeout_s: float) -> Reply:
+        """Return the next reply; raise `EngineStalledError` if it does not arrive in time."""
+        deadline = time.monotonic() + timeout_s
+        length = _body_length(self._read(LENGTH.size, deadline, timeout_s))
+        body = self._read(length, deadline, timeout_s)
+        try:
+            return _reply_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise EngineDiedError(f"{self.name} sent a corrupt message ({error}). Log: {self.log_path}") from error
+
+    def _read(self, num_bytes: int, deadline: float, timeout_s: float) -> bytearray:
+        """Read exactly `num_bytes`: a selector would not report bytes of the next reply that are buffered here."""
+        data = bytearray(num_bytes)
+        rest = memoryview(data)
+        while rest:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                received = self._socket.recv_into(rest)
+            except TimeoutError as error:
+                raise EngineStalledError(
+                    f"{self.name} sent nothing for {timeout_s:.0f} s. Log: {self.log_path}"
+                ) from error
+            except OSError as error:
+                raise self.ended(f"broke the connection ({error})") from error
+            if not received:
+                raise self.ended("ended")
+            rest = rest[received:]
+        return data
+
+    def ended(self, symptom: str) -> EngineDiedError:
+        """Return the error for an engine that has ended, with the reason that it wrote, if any."""
+        reason = reason_of_end(self._socket_path.with_suffix(".failure"))
+        what = f"ended: {reason}" if reason else symptom
+        return EngineDiedError(f"{self.name} {what}. Log: {self.log_path}")
+
+    def close(self) -> None:
+        self._socket.close()
