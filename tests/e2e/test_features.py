@@ -84,8 +84,7 @@ def engine_of(name: str) -> str:
 def launched(folder: Path, names, **how) -> Path:
     """The scenarios, one after another, on two nodes of one rank."""
     tiny_qwen2(seed=1).save_pretrained(folder / "reference")
-    env = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRACKIO_DIR": str(folder / "trackio")}
-    with Nodes(2, 1, folder=folder, env=env, forked=True, **how) as nodes:
+    with Nodes(2, 1, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True, **how) as nodes:
         nodes.launch(SCRIPT, str(folder), ",".join(names))
         nodes.wait(timeout_s=1200)
         print(nodes.rank_log(0)[-4000:])

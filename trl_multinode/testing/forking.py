@@ -20,7 +20,7 @@ NUMBER_BYTES = 16  # of a pid or an exit code, in digits
 Node = tuple[str, list[str]]  # arguments of `namespaces.enter_node`
 STOP_LIMIT_S = 10.0
 # Libraries read these when they are imported, which the template has done once for all launches
-READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DS_", "OMP_", "TORCH_", "PYTHON", "XDG_")
+READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DS_", "OMP_", "TORCH_", "PYTHON", "XDG_", "TRACKIO_")
 
 
 class ForkedProcess:
@@ -103,6 +103,7 @@ class _Template:
         # Not the marker and the TMPDIR of a node: the template belongs to none
         of_no_node = {name: value for name, value in environment.items() if name != MARKER_VARIABLE}
         of_no_node |= {"TMPDIR": tempfile.gettempdir(), ROOM_VARIABLE: ROOM.partition("=")[2]}
+        of_no_node.setdefault("TRACKIO_DIR", os.path.join(self._folder, "trackio"))  # not in the user's home
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(self.socket_path)
             listener.listen()

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
+import uuid
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -20,7 +20,6 @@ from trl_multinode.testing.models import tiny_qwen2
 
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {}
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-NUMBERS = count()
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
@@ -149,7 +148,7 @@ def conversations(folder: Path) -> Scenario:
 @scenario
 def trackers(folder: Path) -> Scenario:
     """TensorBoard and trackio get TRL's numbers."""
-    project = f"arm{next(NUMBERS)}"  # one for each
+    project = f"arm-{uuid.uuid4().hex}"  # forked launches share trackio's folder
     made = Scenario({"report_to": ["tensorboard", "trackio"], "project": project, "trackio_space_id": None})
     made.observe = lambda trainer: tracked(Path(trainer.args.output_dir), project) if RANK == 0 else {}
     return made
