@@ -114,6 +114,25 @@ def test_of_two_failures_at_once_one_line_wins_everywhere(tmp_path, store):
         assert "ValueError: of rank" in the_line(ranks)
 
 
+def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceback(tmp_path, store):
+    def body(rank: int) -> None:
+        class Slow(Exception):  # the line of rank 0 arrives while this one is printed
+            def __str__(self):
+                time.sleep(1.0 if sys._getframe(1).f_globals["__name__"] == "traceback" else 0.0)
+                return "printed slowly"
+
+        watch = enter(rank, store)
+        with watch.guard():
+            if rank == 0:
+                raise ValueError("of rank 0")
+            raise Slow
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert "of rank 0" in the_line(ranks)
+        for rank in ranks[1:]:
+            assert rank.text.count("printed slowly") == 1, "the traceback was cut"
+
+
 def test_a_killed_rank_is_named_by_its_node(tmp_path, store):
     with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
         all_up(ranks)

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -106,7 +107,7 @@ def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path):
         start = time.monotonic()
         spoken = wait_until(lambda: all(line_of(nodes, rank) for rank in {0, 1, 2, 3} - silent), start + LIMIT_S)
         print(f"{name}: all ranks ended after {time.monotonic() - start:.1f} s")
-        assert spoken, "\n".join(f"rank {rank}: {nodes.rank_log(rank)[-600:]}" for rank in range(4))
+        assert spoken, "\n".join(f"rank {rank}: {what_it_does(nodes, rank)}" for rank in range(4))
         lines = {line_of(nodes, rank) for rank in {0, 1, 2, 3} - silent}
         assert len(lines) == 1 and re.search(expected, lines.pop()), lines
         for rank in silent:
@@ -120,6 +121,14 @@ def line_of(nodes: Nodes, rank: int) -> str | None:
     """The failure line, if it is among the last ones of the rank's log."""
     lines = [line for line in nodes.rank_log(rank).splitlines()[-5:] if "the run failed" in line]
     return lines[-1] if lines else None
+
+
+def what_it_does(nodes: Nodes, rank: int) -> str:
+    """The end of a rank's log, with the stacks of all its threads if it is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(nodes.rank_pid(rank), signal.SIGUSR1)
+        time.sleep(1.0)
+    return nodes.rank_log(rank)[-6000:]
 
 
 def wait_until(condition: Callable[[], bool], deadline: float) -> bool:

@@ -1,4 +1,7 @@
-"""The deciding tests on the real stack: vLLM, ZeRO-3, several `accelerate launch`. Three launches check all of it."""
+"""The deciding tests on the real stack: vLLM, ZeRO-3, several `accelerate launch`. Three launches check all of it.
+
+The launch of two nodes is an ordinary one. The other two fork their ranks; their engines are started as always.
+"""
 
 import json
 import os
@@ -113,7 +116,7 @@ def failure_line(log: str) -> str:
 
 
 def test_one_node_of_four_ranks_gives_the_same_completions_and_losses(two_by_two, tmp_path):
-    with Nodes(1, 4, folder=tmp_path) as nodes:
+    with Nodes(1, 4, folder=tmp_path, forked=True) as nodes:
         nodes.launch(SCRIPTS / "story.py", str(tmp_path), "layout")
         assert nodes.wait(timeout_s=600) == [0], nodes.rank_log(0)[-3000:]
         assert nodes.pids(0) == []
@@ -125,7 +128,7 @@ def test_one_node_of_four_ranks_gives_the_same_completions_and_losses(two_by_two
 
 
 def test_groups_straddle_ranks_and_nodes_and_ranks_call_as_they_like(tmp_path):
-    with Nodes(2, 3, folder=tmp_path) as nodes:
+    with Nodes(2, 3, folder=tmp_path, forked=True) as nodes:
         nodes.launch(SCRIPTS / "straddling.py", str(tmp_path))
         assert nodes.wait(timeout_s=600) == [0, 0], nodes.rank_log(0)[-3000:]
         assert nodes.pids(0) + nodes.pids(1) == []

@@ -24,8 +24,10 @@ from ..wire.supervisor import (
     PidWatch,
     become_subreaper,
     exit_cause,
+    first_ended,
     kill_descendants,
     record_shared_memory,
+    title_of,
     unlink_shared_memory,
 )
 from .backend import Backend
@@ -74,7 +76,8 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     def ended(pid: int) -> None:
         if pid == spec.owner_pid:
             leave(spec, None, 0, owner_died=True)
-        leave(spec, f"{titles[pid]} (pid {pid}) {exit_cause(pid)}", 1)
+        first = first_ended(pid, titles)
+        leave(spec, f"{titles[first]} (pid {first}) {exit_cause(first)}", 1)
 
     titles: dict[int, str] = {}
     watch = PidWatch(ended)
@@ -85,7 +88,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     check_reports(Path(spec.report_folder))
     record_shared_memory(Path(spec.shared_memory_record))
     for process in vllm_processes():
-        titles[process.pid] = " ".join(process.cmdline())[:80]  # vLLM names its processes VLLM::EngineCore and so on
+        titles[process.pid] = title_of(process)
         watch.add(process.pid)
     print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
     await EngineServer(spec, backend).serve()

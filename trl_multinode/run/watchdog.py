@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5  # a failure then reaches every rank within about a second
 SYMPTOM_DELAY_S = 1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
+PRINTING_S = 2.0  # longest wait for the main thread to print its traceback
 EXIT_CODE = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
@@ -71,6 +72,7 @@ class Watchdog:
         os.set_blocking(self._wake_write, False)
         self._poll.register(self._wake_read, select.POLLIN)
         self._lock = threading.Lock()
+        self._printing = threading.Lock()  # the failure line comes after a traceback, not in the middle of one
         self._catch_signals()
         self._hook_exceptions()
         if topology.launched:
@@ -125,7 +127,8 @@ class Watchdog:
 
     def fail_with(self, error: BaseException) -> None:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
-        traceback.print_exception(error)
+        with self._printing:
+            traceback.print_exception(error)
         self.report(f"{type(error).__name__}: {error}", SYMPTOM_DELAY_S if is_symptom(error) else 0.0)
         time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)
         os._exit(EXIT_CODE)
@@ -275,6 +278,7 @@ class Watchdog:
         waiting.start()
         waiting.join(GRACE_S + 1.0)
         sys.stdout.flush()
+        self._printing.acquire(timeout=PRINTING_S)  # never released: a later traceback would follow the line
         report(f"the run failed: {line}", error=True)
         os._exit(EXIT_CODE)
 

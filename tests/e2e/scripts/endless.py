@@ -1,6 +1,8 @@
 """Trains until something ends it. Usage: endless.py FOLDER [RANK_THAT_FAILS]."""
 
+import faulthandler
 import os
+import signal
 import sys
 
 from common import RANK, make_trainer
@@ -22,6 +24,8 @@ def reward(completions, **_):
 
 
 os.environ["TQDM_DISABLE"] = "1"
+faulthandler.enable()
+faulthandler.register(signal.SIGUSR1)  # the test asks a silent rank for its stacks
 prompts = [f"{i} + {i + 1} =" for i in range(64)]
 trainer = make_trainer(
     tiny_qwen2(), reward, folder, prompts, per_device_train_batch_size=4, learning_rate=1e-3, max_steps=100_000,

@@ -1,0 +1,46 @@
+"""Which process of an engine's tree is named as the one that ended first."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from trl_multinode.wire.supervisor import first_ended, title_of
+
+
+@pytest.fixture
+def tree():
+    """Two processes in the place of vLLM's core and its worker."""
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def ended(process: subprocess.Popen) -> int:
+    process.kill()
+    psutil.wait_procs([psutil.Process(process.pid)], timeout=0.5)
+    return process.pid
+
+
+def test_a_worker_that_ended_alone_is_named(tree):
+    core, worker = tree
+    assert first_ended(ended(worker), [core.pid, worker.pid]) == worker.pid
+
+
+def test_a_killed_core_is_named_although_the_end_of_its_worker_is_seen_first(tree):
+    core, worker = tree
+    ended(core)
+    assert first_ended(ended(worker), [core.pid, worker.pid]) == core.pid
+
+
+def test_a_title_has_no_padding():
+    script = (
+        "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, "a" * 100], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert title_of(psutil.Process(process.pid)) == "VLLM::EngineCore"
+        process.kill()
