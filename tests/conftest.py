@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import psutil
 import pytest
+import torch
 from compatibility import Compatibility, pytest_addoption  # noqa: F401
 
 from trl_multinode.testing.forking import template_pid
@@ -31,6 +32,7 @@ def unused_shared_memory() -> set[str]:
 
 
 def pytest_configure(config):
+    torch.set_num_threads(1)  # forked ranks would wait for the threads of an OpenMP pool, which a fork does not have
     config.pluginmanager.register(Compatibility(config.getoption("--compatibility")))
 
 
