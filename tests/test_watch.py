@@ -5,43 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
 
 import pytest
-from forks import FORK, forked
+from forks import forked
+from store_host import RANKS, StoreHost, enter
 
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.run import store as run_store
 from trl_multinode.run import watchdog as watch_module
-from trl_multinode.run.store import connect_store
-from trl_multinode.run.topology import Topology
 from trl_multinode.run.watchdog import Watchdog
 
-RANKS, PER_NODE = 4, 2
 FAILED = "[trl_multinode] the run failed: "
-
-
-class StoreHost:
-    """The run's rendezvous store in a process of its own, as the launcher of node 0 has it."""
-
-    def __init__(self):
-        receive, send = FORK.Pipe(duplex=False)
-        self.process = FORK.Process(target=self._serve, args=(send,))
-        self.process.start()
-        assert receive.poll(20)
-        self.port = receive.recv()
-
-    @staticmethod
-    def _serve(send) -> None:
-        from torch.distributed import TCPStore
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
-        send.send(store.port)
-        time.sleep(120)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
 
 
 @pytest.fixture
@@ -58,18 +32,7 @@ def short_waits(monkeypatch):
         monkeypatch.setattr(module, "STORE_TIMEOUT_S", 3.0)
 
 
-def enter(rank: int, store: StoreHost, launched: bool = False) -> Watchdog:
-    """What a rank's host does first."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    node, local = divmod(rank, PER_NODE)
-    topology = Topology(rank, RANKS, local, PER_NODE, node, RANKS // PER_NODE, launched)
-    watch = Watchdog(topology, lambda: "reward")
-    watch.watch_local_ranks(connect_store(topology, watch.run))
-    print("up", flush=True)
-    return watch
-
-
-def in_a_collective(watch: Watchdog) -> None:
+def in_a_collective(watch: Watchdog | None) -> None:
     """The main thread waits for ranks that never come."""
     time.sleep(60)
 

@@ -16,6 +16,7 @@ from .engine.node_engines import NodeEngines
 from .engine.settings import EngineSettings, check_vllm, engine_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
+from .run.meeting import Meeting
 from .run.phases import Phases
 from .run.reporter import report
 from .run.store import connect_store
@@ -60,6 +61,8 @@ class NodeHost:
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
             if store is not None:
                 self.watch.watch_local_ranks(store)
+        self._meeting = Meeting(self.topology, store, self._state)
+        self.watch.add_chore(self._meeting.report_progress)
         logs = folder / "logs" / f"node{self.topology.node}"
         self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
         atexit.register(self.close)
@@ -75,6 +78,15 @@ class NodeHost:
 
     def _report(self, text: str) -> None:
         report(f"node {self.topology.node}: {text}")
+
+    def _state(self) -> str:
+        """Return what this rank does, for a line of a rank that waits for it. The watch thread calls it."""
+        if self.phases.current != "generate":
+            return f"in phase {self.phases.current}"
+        connections = filter(
+            None, (self.engines, self.ahead_engines)
+        )  # the look-ahead's too, for which a rank may wait
+        return f"generating, {sum(engines.rows_left for engines in connections)} rows left"
 
     # ---- pre-flight checks ------------------------------------------------------------------------------------------
 
@@ -145,6 +157,11 @@ class NodeHost:
             folder=self._fleet.folder if self.topology.is_local_main else Path(),
             report=self._report,
         )
+
+    def align(self) -> None:
+        """Wait until all ranks call this; unlike a collective, the wait has no limit. The log counts it as `wait`."""
+        with self.phases("wait"):
+            self._meeting.wait()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

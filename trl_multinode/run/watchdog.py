@@ -61,6 +61,7 @@ class Watchdog:
         self.run = next(_runs)
         self._store = RunStore(topology, self.run)
         self._cleanups: list[Callable[[], None]] = []
+        self._chores: list[Callable[[Store], None]] = []
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
@@ -105,6 +106,10 @@ class Watchdog:
     def add_cleanup(self, cleanup: Callable[[], None]) -> None:
         """Register a function that the watch thread calls before a failed run exits; it must not wait long."""
         self._cleanups.append(cleanup)
+
+    def add_chore(self, chore: "Callable[[Store], None]") -> None:
+        """Register a function that the watch thread calls twice a second with its client of the store."""
+        self._chores.append(chore)
 
     def report(self, cause: str, delay_s: float = 0.0) -> None:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
@@ -239,6 +244,8 @@ class Watchdog:
             for fd in fired:
                 self._on_event(fd)
             line = self._due_line() or self._store.fatal_line()
+            for chore in self._chores if line is None else ():
+                self._store.lend(chore)
             self._store_call_start = None
             if line is not None:
                 self._leave(line)
