@@ -23,7 +23,7 @@ from .run.store import connect_store
 from .run.topology import EngineDevices, Topology, assign_engines
 from .run.watchdog import Watchdog
 from .transports.opening import TRANSPORTS
-from .weights.building import build_sync, checked_with_engines, plan_sync
+from .weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
 from .weights.probe import probe_engines
 from .weights.shards import ShardGather
 from .weights.source import keep_head_during_backward
@@ -128,19 +128,21 @@ class NodeHost:
         settings = EngineSettings(
             self.settings, self.topology, self.devices, self.dtype, keywords, plan.lora_rank, self._engines_see_sender
         )
+        bucket_bytes, transport = int(self.settings.sync_bucket_mb * 2**20), self._transport()
         with self.watch.guard():
+            gather = ShardGather(self.topology.ranks_per_node, self.args.device)
             if self.topology.is_local_main:
+                reserve_slots(plan, self._base, self.dtype, gather, bucket_bytes, transport)
                 self._fleet.start(settings, count, self._base, processing_class)
+                transport.folder = self._fleet.folder
             self.engines = self._fleet.connect(count, settings.window)
             if self.settings.max_staleness:
                 self.ahead_engines = self._fleet.connect(count, settings.window)
-            gather = ShardGather(self.topology.ranks_per_node, self.args.device)
             plan = checked_with_engines(plan, self._base, self.engines, lora_sync, gather)
             if plan.reason and self.topology.rank == 0:
                 self._report(plan.reason)
-            bucket_bytes = int(self.settings.sync_bucket_mb * 2**20)
             self._sync = build_sync(
-                plan, self._base, self.dtype, gather, self.engines, bucket_bytes, self._transport(), self.topology
+                plan, self._base, self.dtype, gather, self.engines, bucket_bytes, transport, self.topology
             )
         return self.engines
 
@@ -154,7 +156,6 @@ class NodeHost:
             timeout_s=self.settings.engine_stall_timeout,
             seen_as=[gpus.index(self.devices.sender) for gpus in seen] if with_sender else [],
             workers=[self.settings.vllm_tensor_parallel_size] * count,
-            folder=self._fleet.folder if self.topology.is_local_main else Path(),
             report=self._report,
         )
 
