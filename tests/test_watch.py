@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 from forks import forked
@@ -209,3 +210,50 @@ def test_a_rank_that_leaves_by_sys_exit_with_an_error_does_not_leave_the_others_
 
     with forked(body, RANKS, tmp_path) as ranks:
         assert the_line(ranks).startswith("node 0, rank 1, phase reward: ")
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(3, "exit code 3"), (True, "exit code 1"), ("no data", "the message 'no data'")],
+)
+def test_a_rank_whose_script_ends_with_an_error_outside_the_trainer_ends_all(tmp_path, store, status, expected):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        if rank == 1:
+            with suppress(SystemExit):  # as Python at the end of a script, before it calls the functions of `atexit`
+                sys.exit(status)
+            watch.close_at_exit()
+        in_a_collective(watch)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        line = "node 0, rank 1, phase reward: SystemExit: the script of this rank ended with "
+        assert the_line(ranks) == line + expected
+
+
+def test_a_trainer_that_is_closed_while_its_script_leaves_with_an_error_does_not_wait(tmp_path, store):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        try:
+            if rank == 1:
+                raise SystemExit(3)
+            in_a_collective(watch)
+        finally:
+            watch.close()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert the_line(ranks).endswith(
+            "rank 1, phase reward: SystemExit: the script of this rank ended with exit code 3"
+        )
+
+
+def test_a_rank_that_leaves_well_before_the_others_waits_for_them(tmp_path, store):
+    def body(rank: int) -> float:
+        watch = enter(rank, store)
+        with suppress(SystemExit):
+            sys.exit(0) if rank == 1 else time.sleep(1.0)
+        left = time.time()
+        watch.close_at_exit()
+        return time.time() - left
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert ranks[1].result > 0.8

@@ -54,6 +54,7 @@ class NodeHost:
         self._sync: WeightSync | None = None
         self.engines: NodeEngines | None = None
         self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
+        self._ends = False
         self.engine_clocks: list[tuple[float, float]] = []  # per engine, at the last sync: busy seconds, total seconds
         with self.watch.guard():
             store = connect_store(self.topology, self.watch.run)
@@ -65,7 +66,7 @@ class NodeHost:
         self.watch.add_chore(self._meeting.report_progress)
         logs = folder / "logs" / f"node{self.topology.node}"
         self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,11 +82,11 @@ class NodeHost:
 
     def _state(self) -> str:
         """Return what this rank does, for a line of a rank that waits for it. The watch thread calls it."""
+        if self._ends:
+            return "which has closed its trainer or ended its script"
         if self.phases.current != "generate":
             return f"in phase {self.phases.current}"
-        connections = filter(
-            None, (self.engines, self.ahead_engines)
-        )  # the look-ahead's too, for which a rank may wait
+        connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
         return f"generating, {sum(engines.rows_left for engines in connections)} rows left"
 
     # ---- pre-flight checks ------------------------------------------------------------------------------------------
@@ -191,8 +192,15 @@ class NodeHost:
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Shut the engines down cleanly. `atexit` calls this; a script may call it earlier, and more than once."""
-        self.watch.close()
+        """Shut the engines down cleanly. A script may call it before its end, and more than once."""
+        self._end(self.watch.close)
+
+    def _close_at_exit(self) -> None:
+        self._end(self.watch.close_at_exit)
+
+    def _end(self, close_watch: Callable[[], None]) -> None:
+        self._ends = True
+        close_watch()
         self.watch.forget_processes()
         self._fleet.close(self.engines)
         self._drop_large_objects()
@@ -207,4 +215,4 @@ class NodeHost:
         last = self.step()
         self.step = lambda: last
         self._model = self._base = self._sync = None
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)

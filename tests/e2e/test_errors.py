@@ -1,4 +1,4 @@
-"""Two rules through a real launch: every rank ends with the same sentence, cause and cure, within a minute."""
+"""Rules through a real launch: every rank ends with the same sentence, cause and cure, within a minute."""
 
 from pathlib import Path
 
@@ -36,3 +36,9 @@ def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
     line = lines.pop()
     assert "node 1, rank 2" in line and "Row 3 of rank 2: its prompt has 100 tokens" in line
     assert "vllm_max_model_length" in line
+
+
+def test_a_rank_whose_script_exits_outside_train_does_not_leave_the_others_waiting(tmp_path):
+    lines, _ = end_of_run(tmp_path, "exit", "the run failed")
+    assert len(lines) == 1
+    assert "node 1, rank 2, phase set-up: SystemExit: the script of this rank ended with exit code 3" in lines.pop()

@@ -1,4 +1,4 @@
-"""Runs into an error. Usage: errors.py FOLDER small_dataset|long_prompt."""
+"""Runs into an error. Usage: errors.py FOLDER small_dataset|long_prompt|exit."""
 
 import sys
 import time
@@ -37,6 +37,11 @@ if case == "small_dataset":
     model = str(Path(folder) / "model")  # a config without weights: whoever opened a weights file would say that
     tiny_qwen2().config.save_pretrained(model)
     make_trainer(model, Recorder(), folder, prompts[:2], **settings)
+elif case == "exit":
+    trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings)
+    if RANK == 2:
+        sys.exit(3)
+    trainer.train()
 else:
     trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, vllm_max_model_length=40, **settings)
     trainer.vllm_generation.sync_weights()
