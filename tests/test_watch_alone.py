@@ -20,6 +20,7 @@ from trl_multinode.run.watchdog import Watchdog
 
 ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
+LAUNCHED_2 = Topology(0, 2, 0, 2, 0, 1, launched=True)
 
 
 def test_a_single_process_raises_its_exceptions_as_python_does():
@@ -83,6 +84,21 @@ def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch, capsys):
 
     assert run_store.when_written(Late(), "pid/1", "rank 1 has no trainer yet") == "17"
     assert "rank 1 has no trainer yet" in capsys.readouterr().out
+
+
+def test_a_wait_goes_on_when_the_watch_thread_gives_the_store_up():
+    class Store:
+        done = 0
+
+        def add(self, key, amount) -> int:
+            of_the_run.give_up()  # at any moment, in the other thread
+            self.done += 1
+            return self.done
+
+    of_the_run = run_store.RunStore(ALONE, 0)
+    of_the_run._topology, of_the_run._store = LAUNCHED_2, Store()
+    of_the_run.wait_for_all(linger_s=0.0)
+    assert of_the_run.alone and not of_the_run.all_finished()
 
 
 def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):
@@ -176,7 +192,6 @@ def store():
 def test_a_closed_watch_leaves_nothing_in_the_process(tmp_path, store):
     def body(rank: int) -> list:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        topology = Topology(0, 2, 0, 2, 0, 1, launched=True)
         run_store.RunStore.wait_for_all = lambda *_, **__: None  # for the other rank, which does not exist
         read, write = os.pipe()
         os.set_blocking(write, False)
@@ -188,7 +203,7 @@ def test_a_closed_watch_leaves_nothing_in_the_process(tmp_path, store):
 
         before, found = state(), []
         for _ in range(3):
-            watch = Watchdog(topology)
+            watch = Watchdog(LAUNCHED_2)
             found.append(state()[0] is not before[0] and signal.getsignal(signal.SIGTERM) is noop_handler)
             watch.close()
             watch.report("too late to matter")
