@@ -59,7 +59,7 @@ LIBRARIES = {
 }
 # Files that import torch.distributed
 DISTRIBUTED = {
-    "run.store", "run.watchdog", "rollouts.text_logging", "batches.row_exchange", "weights.shards",
+    "run.meeting", "run.store", "run.watchdog", "rollouts.text_logging", "batches.row_exchange", "weights.shards",
     "transports.broadcast", "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
 }  # fmt: skip

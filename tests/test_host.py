@@ -145,3 +145,16 @@ def test_the_engines_type_follows_training_and_can_be_set(tmp_path):
     assert engine_dtype(NodeSettings(bf16=True), model) == torch.bfloat16
     assert engine_dtype(NodeSettings(fp16=True), model) == torch.float16
     assert engine_dtype(NodeSettings.of(config(tmp_path, engine_dtype="float16")), model) == torch.float16
+
+
+def test_a_ranks_state_for_those_that_wait_for_it():
+    host = NodeHost.__new__(NodeHost)
+    host.phases, host._ends, host.ahead_engines = SimpleNamespace(current="reward"), False, None
+    host.engines = SimpleNamespace(rows_left=12)
+    assert host._state() == "in phase reward"
+    host.phases.current = "generate"
+    assert host._state() == "generating, 12 rows left"
+    host.engines, host.ahead_engines = SimpleNamespace(rows_left=0), SimpleNamespace(rows_left=5)
+    assert host._state() == "generating, 5 rows left"
+    host._ends = True
+    assert host._state() == "which has closed its trainer or ended its script"

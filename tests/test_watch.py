@@ -5,43 +5,18 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import timedelta
+from contextlib import suppress
 
 import pytest
-from forks import FORK, forked
+from forks import forked
+from store_host import RANKS, StoreHost, enter
 
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.run import store as run_store
 from trl_multinode.run import watchdog as watch_module
-from trl_multinode.run.store import connect_store
-from trl_multinode.run.topology import Topology
 from trl_multinode.run.watchdog import Watchdog
 
-RANKS, PER_NODE = 4, 2
 FAILED = "[trl_multinode] the run failed: "
-
-
-class StoreHost:
-    """The run's rendezvous store in a process of its own, as the launcher of node 0 has it."""
-
-    def __init__(self):
-        receive, send = FORK.Pipe(duplex=False)
-        self.process = FORK.Process(target=self._serve, args=(send,))
-        self.process.start()
-        assert receive.poll(20)
-        self.port = receive.recv()
-
-    @staticmethod
-    def _serve(send) -> None:
-        from torch.distributed import TCPStore
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
-        send.send(store.port)
-        time.sleep(120)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
 
 
 @pytest.fixture
@@ -58,18 +33,7 @@ def short_waits(monkeypatch):
         monkeypatch.setattr(module, "STORE_TIMEOUT_S", 3.0)
 
 
-def enter(rank: int, store: StoreHost, launched: bool = False) -> Watchdog:
-    """What a rank's host does first."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    node, local = divmod(rank, PER_NODE)
-    topology = Topology(rank, RANKS, local, PER_NODE, node, RANKS // PER_NODE, launched)
-    watch = Watchdog(topology, lambda: "reward")
-    watch.watch_local_ranks(connect_store(topology, watch.run))
-    print("up", flush=True)
-    return watch
-
-
-def in_a_collective(watch: Watchdog) -> None:
+def in_a_collective(watch: Watchdog | None) -> None:
     """The main thread waits for ranks that never come."""
     time.sleep(60)
 
@@ -246,3 +210,50 @@ def test_a_rank_that_leaves_by_sys_exit_with_an_error_does_not_leave_the_others_
 
     with forked(body, RANKS, tmp_path) as ranks:
         assert the_line(ranks).startswith("node 0, rank 1, phase reward: ")
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [(3, "exit code 3"), (True, "exit code 1"), ("no data", "the message 'no data'")],
+)
+def test_a_rank_whose_script_ends_with_an_error_outside_the_trainer_ends_all(tmp_path, store, status, expected):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        if rank == 1:
+            with suppress(SystemExit):  # as Python at the end of a script, before it calls the functions of `atexit`
+                sys.exit(status)
+            watch.close_at_exit()
+        in_a_collective(watch)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        line = "node 0, rank 1, phase reward: SystemExit: the script of this rank ended with "
+        assert the_line(ranks) == line + expected
+
+
+def test_a_trainer_that_is_closed_while_its_script_leaves_with_an_error_does_not_wait(tmp_path, store):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        try:
+            if rank == 1:
+                raise SystemExit(3)
+            in_a_collective(watch)
+        finally:
+            watch.close()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert the_line(ranks).endswith(
+            "rank 1, phase reward: SystemExit: the script of this rank ended with exit code 3"
+        )
+
+
+def test_a_rank_that_leaves_well_before_the_others_waits_for_them(tmp_path, store):
+    def body(rank: int) -> float:
+        watch = enter(rank, store)
+        with suppress(SystemExit):
+            sys.exit(0) if rank == 1 else time.sleep(1.0)
+        left = time.time()
+        watch.close_at_exit()
+        return time.time() - left
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert ranks[1].result > 0.8

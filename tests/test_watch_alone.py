@@ -1,21 +1,26 @@
 """What the watch leaves alone: single processes, pools of a reward function, handlers after its end."""
 
+import builtins
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
 from forks import FORK, forked
+from store_host import StoreHost
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run import watchdog as watch_module
+from trl_multinode.run.signals import noop_handler
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watchdog import Watchdog
 
 ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
+LAUNCHED_2 = Topology(0, 2, 0, 2, 0, 1, launched=True)
 
 
 def test_a_single_process_raises_its_exceptions_as_python_does():
@@ -79,6 +84,21 @@ def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch, capsys):
 
     assert run_store.when_written(Late(), "pid/1", "rank 1 has no trainer yet") == "17"
     assert "rank 1 has no trainer yet" in capsys.readouterr().out
+
+
+def test_a_wait_goes_on_when_the_watch_thread_gives_the_store_up():
+    class Store:
+        done = 0
+
+        def add(self, key, amount) -> int:
+            of_the_run.give_up()  # at any moment, in the other thread
+            self.done += 1
+            return self.done
+
+    of_the_run = run_store.RunStore(ALONE, 0)
+    of_the_run._topology, of_the_run._store = LAUNCHED_2, Store()
+    of_the_run.wait_for_all(linger_s=0.0)
+    assert of_the_run.alone and not of_the_run.all_finished()
 
 
 def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):
@@ -160,6 +180,45 @@ def test_after_the_end_signals_work_as_before(tmp_path):
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.result is True
+
+
+@pytest.fixture
+def store():
+    host = StoreHost()
+    yield host
+    host.end()
+
+
+def test_a_closed_watch_leaves_nothing_in_the_process(tmp_path, store):
+    def body(rank: int) -> list:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        run_store.RunStore.wait_for_all = lambda *_, **__: None  # for the other rank, which does not exist
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write)  # the script's own
+
+        def state() -> list:
+            pipes = sum(is_pipe(fd) for fd in os.listdir("/proc/self/fd"))
+            return [sys.excepthook, sys.exit, builtins.exit, signal.getsignal(signal.SIGTERM), pipes]
+
+        before, found = state(), []
+        for _ in range(3):
+            watch = Watchdog(LAUNCHED_2)
+            found.append(state()[0] is not before[0] and signal.getsignal(signal.SIGTERM) is noop_handler)
+            watch.close()
+            watch.report("too late to matter")
+            watch.forget_processes()
+        return [*found, state() == before, signal.set_wakeup_fd(-1) == write]
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.result == [True] * 5
+
+
+def is_pipe(fd: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:")
+    except OSError:
+        return False
 
 
 def test_a_failure_of_the_watch_itself_is_not_silent(tmp_path):

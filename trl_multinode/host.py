@@ -16,13 +16,14 @@ from .engine.node_engines import NodeEngines
 from .engine.settings import EngineSettings, check_vllm, engine_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
+from .run.meeting import Meeting
 from .run.phases import Phases
 from .run.reporter import report
 from .run.store import connect_store
 from .run.topology import EngineDevices, Topology, assign_engines
 from .run.watchdog import Watchdog
 from .transports.opening import TRANSPORTS
-from .weights.building import build_sync, checked_with_engines, plan_sync
+from .weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
 from .weights.probe import probe_engines
 from .weights.shards import ShardGather
 from .weights.source import keep_head_during_backward
@@ -53,6 +54,7 @@ class NodeHost:
         self._sync: WeightSync | None = None
         self.engines: NodeEngines | None = None
         self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
+        self._ends = False
         self.engine_clocks: list[tuple[float, float]] = []  # per engine, at the last sync: busy seconds, total seconds
         with self.watch.guard():
             store = connect_store(self.topology, self.watch.run)
@@ -60,9 +62,11 @@ class NodeHost:
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
             if store is not None:
                 self.watch.watch_local_ranks(store)
+        self._meeting = Meeting(self.topology, store, self._state)
+        self.watch.add_chore(self._meeting.report_progress)
         logs = folder / "logs" / f"node{self.topology.node}"
         self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,6 +79,15 @@ class NodeHost:
 
     def _report(self, text: str) -> None:
         report(f"node {self.topology.node}: {text}")
+
+    def _state(self) -> str:
+        """Return what this rank does, for a line of a rank that waits for it. The watch thread calls it."""
+        if self._ends:
+            return "which has closed its trainer or ended its script"
+        if self.phases.current != "generate":
+            return f"in phase {self.phases.current}"
+        connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
+        return f"generating, {sum(engines.rows_left for engines in connections)} rows left"
 
     # ---- pre-flight checks ------------------------------------------------------------------------------------------
 
@@ -116,19 +129,21 @@ class NodeHost:
         settings = EngineSettings(
             self.settings, self.topology, self.devices, self.dtype, keywords, plan.lora_rank, self._engines_see_sender
         )
+        bucket_bytes, transport = int(self.settings.sync_bucket_mb * 2**20), self._transport()
         with self.watch.guard():
+            gather = ShardGather(self.topology.ranks_per_node, self.args.device)
             if self.topology.is_local_main:
+                reserve_slots(plan, self._base, self.dtype, gather, bucket_bytes, transport)
                 self._fleet.start(settings, count, self._base, processing_class)
+                transport.folder = self._fleet.folder
             self.engines = self._fleet.connect(count, settings.window)
             if self.settings.max_staleness:
                 self.ahead_engines = self._fleet.connect(count, settings.window)
-            gather = ShardGather(self.topology.ranks_per_node, self.args.device)
             plan = checked_with_engines(plan, self._base, self.engines, lora_sync, gather)
             if plan.reason and self.topology.rank == 0:
                 self._report(plan.reason)
-            bucket_bytes = int(self.settings.sync_bucket_mb * 2**20)
             self._sync = build_sync(
-                plan, self._base, self.dtype, gather, self.engines, bucket_bytes, self._transport(), self.topology
+                plan, self._base, self.dtype, gather, self.engines, bucket_bytes, transport, self.topology
             )
         return self.engines
 
@@ -142,9 +157,13 @@ class NodeHost:
             timeout_s=self.settings.engine_stall_timeout,
             seen_as=[gpus.index(self.devices.sender) for gpus in seen] if with_sender else [],
             workers=[self.settings.vllm_tensor_parallel_size] * count,
-            folder=self._fleet.folder if self.topology.is_local_main else Path(),
             report=self._report,
         )
+
+    def align(self) -> None:
+        """Wait until all ranks call this; unlike a collective, the wait has no limit. The log counts it as `wait`."""
+        with self.phases("wait"):
+            self._meeting.wait()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -173,8 +192,15 @@ class NodeHost:
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Shut the engines down cleanly. `atexit` calls this; a script may call it earlier, and more than once."""
-        self.watch.close()
+        """Shut the engines down cleanly. A script may call it before its end, and more than once."""
+        self._end(self.watch.close)
+
+    def _close_at_exit(self) -> None:
+        self._end(self.watch.close_at_exit)
+
+    def _end(self, close_watch: Callable[[], None]) -> None:
+        self._ends = True
+        close_watch()
         self.watch.forget_processes()
         self._fleet.close(self.engines)
         self._drop_large_objects()
@@ -189,4 +215,4 @@ class NodeHost:
         last = self.step()
         self.step = lambda: last
         self._model = self._base = self._sync = None
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)

@@ -21,6 +21,7 @@ from .host import NodeHost
 from .libraries import replaced
 from .node_settings import is_node_mode
 from .reporting import StepReport, report_start
+from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
@@ -53,6 +54,8 @@ class NodeTrainer(HubTrainer):
     _config: ClassVar[type]  # this library's config for it
     # the module in which TRL looks up `VLLMGeneration`; default: that of `_trl`
     _builds_in: ClassVar[ModuleType | None] = None
+    # every rank calls `generate` exactly once per round, and a collective other than `gather` follows it
+    _generates_once: ClassVar[bool] = False
     _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute with the step at which vLLM last got weights
 
     def __init_subclass__(cls) -> None:
@@ -167,10 +170,24 @@ class NodeTrainer(HubTrainer):
         if self.host is None:
             return make()
         self._begin_round(following)
-        output = make()
+        with self._aligned(self.host):
+            output = make()
         if self.model.training and self.vllm_generation.generated:
             self._meter.add_round(*self.vllm_generation.lag)
         return output
+
+    @contextmanager
+    def _aligned(self, host: NodeHost) -> Iterator[None]:
+        """Let all ranks wait for the slowest one's completions before TRL's first collective of the round."""
+        if not self._generates_once:
+            with aligned_before_gather(self.accelerator, host.align):
+                yield
+            return
+        self.vllm_generation.on_generated = host.align
+        try:
+            yield
+        finally:
+            self.vllm_generation.on_generated = None
 
     def close(self) -> None:
         """
@@ -253,5 +270,6 @@ class RewardedNodeTrainer(NodeTrainer):
         if self.host is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._texts.remember(prompts, completions)
-        with self.host.phases("reward"):
+        gathers_in = sys.modules[self._trl.__module__]
+        with self.host.phases("reward"), aligned_before_gather(gathers_in, self.host.align):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

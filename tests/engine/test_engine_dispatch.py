@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -116,6 +117,18 @@ def test_a_slow_engine_leaves_most_of_the_later_requests_to_the_other(engines):
     groups = engines.generate(requests(30), 4, SAMPLING, 1)
     later = places(groups)[4:]  # the first fill both windows
     assert later.count(0) >= 0.7 * len(later)
+
+
+def test_another_thread_sees_how_many_rows_are_left(engines):
+    seen = [engines.rows_left]
+    with ThreadPoolExecutor(1) as other:
+        generated = other.submit(engines.generate, [PromptRequest([5] * 3, 2, seed=1)] * 6, 8, {}, 1)
+        while not generated.done():
+            seen.append(engines.rows_left)
+            time.sleep(0.005)
+    left = [rows for rows in seen if rows]
+    assert left == sorted(left, reverse=True) and set(left) <= {12, 10, 8, 6, 4, 2} and len(set(left)) > 2
+    assert seen[0] == engines.rows_left == 0
 
 
 def test_answers_come_in_the_order_of_the_requests_from_whichever_engine(engines):

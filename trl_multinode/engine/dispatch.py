@@ -104,6 +104,9 @@ class Dispatch:
         self._message = message
         self._open: dict[tuple[int, int], int] = {}  # engine, request id -> index of the request
         self._selector = selectors.DefaultSelector()
+        self.rows_left = sum(
+            request.num_completions for request in requests
+        )  # without a reply; any thread may read it
 
     def __enter__(self) -> "Dispatch":
         for client in self._clients:
@@ -127,6 +130,7 @@ class Dispatch:
                 index = self._open.pop((client.index, reply.request_id))
                 self._load.give_back(client.index, self._cost(index))
                 results[index] = client.rows(client.checked(reply))
+                self.rows_left -= len(results[index])
         return results
 
     def _cost(self, index: int) -> int:

@@ -72,6 +72,7 @@ class NodeEngines(Sequence[EngineClient]):
     ):
         self._window = window
         self._load = EngineLoad(load, len(sockets))
+        self._dispatch: Dispatch | None = None  # the running `generate`
         connections = [
             Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
             for i, path in enumerate(sockets)
@@ -97,6 +98,12 @@ class NodeEngines(Sequence[EngineClient]):
     def max_model_len(self) -> int:
         """Context length that every engine has, in tokens."""
         return min(client.ready.max_model_len for client in self)
+
+    @property
+    def rows_left(self) -> int:
+        """Number of completions for which the running `generate` still waits. Any thread may read it."""
+        dispatch = self._dispatch
+        return 0 if dispatch is None else dispatch.rows_left
 
     def post_all(self, message: Message | Callable[[int], Message]) -> PendingReplies:
         """Send a message to every engine without waiting; a function returns the message for an engine's index."""
@@ -130,7 +137,11 @@ class NodeEngines(Sequence[EngineClient]):
             prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling, min_update=min_update
         )
         with Dispatch(self, self._load, self._window, requests, message) as dispatch:
-            return dispatch.run()
+            self._dispatch = dispatch
+            try:
+                return dispatch.run()
+            finally:
+                self._dispatch = None
 
     def shutdown(self, timeout_s: float) -> None:
         """Send `Shutdown` to every engine without waiting for the reply: its owner waits for the process."""

@@ -12,6 +12,7 @@ class BufferedNodeTrainer(NodeTrainer):
     """[`NodeTrainer`] for a trainer that generates in `_fill_buffer` and may send weights only every few steps."""
 
     _sync_mark = "_last_vllm_sync_step"
+    _generates_once = True
 
     @property
     def steps_per_round(self) -> int:

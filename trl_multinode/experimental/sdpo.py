@@ -1,12 +1,12 @@
 """TRL's experimental SDPO on the engines of every node."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
+from ..rollouts.aligning import aligned_before_gather
 from .self_distillation import SelfDistillationFields, SelfDistillationNodeTrainer
 
 
@@ -26,5 +26,7 @@ class MultiNodeSDPOTrainer(SelfDistillationNodeTrainer, SDPOTrainer):
     _trl, _config = SDPOTrainer, MultiNodeSDPOConfig
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.host.phases("reward") if self.host is not None else nullcontext():
+        if self.host is None:
+            return super()._calculate_rewards(*args, **kwargs)
+        with self.host.phases("reward"), aligned_before_gather(self.accelerator, self.host.align):
             return super()._calculate_rewards(*args, **kwargs)

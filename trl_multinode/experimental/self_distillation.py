@@ -31,6 +31,7 @@ class SelfDistillationNodeTrainer(NodeTrainer):
     """[`NodeTrainer`] for a trainer that imports `VLLMGeneration` in its `__init__`."""
 
     _builds_in = vllm_generation
+    _generates_once = True
 
     def _prepare_training_batch(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         return self._one_round(partial(super()._prepare_training_batch, inputs))

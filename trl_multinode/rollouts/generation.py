@@ -83,6 +83,7 @@ class NodeGeneration:
         self.used = RoundRollouts(0, [], [], self.version)  # completions of the round's first `generate` call
         # called before the next round's requests are sent
         self.on_stale: Callable[[RoundRollouts], None] = lambda made: None
+        self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
         self.begin_round("train", 0)
 
     def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
@@ -132,6 +133,7 @@ class NodeGeneration:
         self._weights_changed = True  # until the sync has succeeded
         with self._phases("generate"):
             self.look_ahead.wait()  # before the barrier: an engine loads no weights while it generates
+        self._host.align()  # the barrier's limit is `ddp_timeout`, and a look-ahead may take longer
         with self._phases("wait"):
             self.accelerator.wait_for_everyone()  # then no rank generates, and all ranks start to gather together
         with self._phases("sync"):
@@ -172,6 +174,8 @@ class NodeGeneration:
         with self._phases("generate"), profiler or nullcontext():
             rows = self._first_call(prompts, images) if self._takes_ahead else self._fresh(prompts, images)
         self.rows = rows
+        if self.on_generated is not None:
+            self.on_generated()
         completion_ids = [row.tokens.tolist() for row in rows]
         if not self._returns_logprobs:
             return prompts, completion_ids, None, None

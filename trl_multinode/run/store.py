@@ -7,11 +7,16 @@
 | `done` | every rank that has finished | the number of these ranks |
 | `pid/<rank>` | every rank | its pid, for the other ranks of its node |
 | `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
+| `arrived` | every rank that comes to a meeting | the number of all arrivals; see [`Meeting`](meeting.py) |
+| `at/<rank>`, `state/<rank>` | every rank | the number of its last meeting; what it does, for ranks that wait for it |
+| `met/<number>` | the last rank of a meeting | empty; the key wakes the ranks that wait for it |
+| `reporter/<side>/<number>` | ranks that waited 30 s | their number, on node 0 and elsewhere; the first one reports |
 """
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -73,47 +78,54 @@ class RunStore:
         self._topology = topology
         self._store = connect_store(topology, run)
 
+    def lend(self, use: Callable[[Store], None]) -> None:
+        """Call `use` with this thread's client. If the store is gone, `fatal_line` finds that."""
+        if (store := self._store) is not None:
+            with suppress(RuntimeError):
+                use(store)
+
     @property
     def alone(self) -> bool:
         return self._store is None
 
     def give_up(self) -> None:
-        """Stop using the store, because it does not respond."""
+        """Stop using the store, because it does not respond. Calls that have begun go on with their client."""
         self._store = None
 
     def publish(self, line: str) -> str:
         """Write the fatal line unless the store has one already; return the line that every rank prints."""
-        if self._store is None:
+        if (store := self._store) is None:
             return line
         try:
-            return self._store.compare_set("fatal", "", line).decode()
+            return store.compare_set("fatal", "", line).decode()
         except RuntimeError:
             return store_gone()
 
     def fatal_line(self) -> str | None:
         """Return the fatal line, or `None` if no rank has written one."""
-        if self._store is None:
+        if (store := self._store) is None:
             return None
         try:
-            return self._store.get("fatal").decode() if self._store.check(["fatal"]) else None
+            return store.get("fatal").decode() if store.check(["fatal"]) else None
         except RuntimeError:
             return store_gone()
 
     def all_finished(self) -> bool:
         """Return `True` if every rank has finished; another rank of the node may then have exited normally."""
+        store = self._store
         try:
-            return self._store is not None and self._store.add("done", 0) >= self._topology.world_size
+            return store is not None and store.add("done", 0) >= self._topology.world_size
         except RuntimeError:
             return False
 
     def wait_for_readers(self) -> None:
         """Wait until all ranks have read the line, `GRACE_S` at most, because the store ends with its host."""
-        if self._store is None:
+        if (store := self._store) is None:
             return
         deadline = time.monotonic() + GRACE_S
         try:
-            self._store.add("readers", 1)
-            while time.monotonic() < deadline and self._store.add("readers", 0) < self._topology.world_size:
+            store.add("readers", 1)
+            while time.monotonic() < deadline and store.add("readers", 0) < self._topology.world_size:
                 time.sleep(0.1)
             time.sleep(0.3)  # keep the store alive until the last reader has seen the full count
         except RuntimeError:
@@ -127,12 +139,12 @@ class RunStore:
                 Seconds that the ranks of node 0 stay afterwards: the store ends with them, and the others must read
                 the full count first.
         """
-        if self._store is None:
+        if (store := self._store) is None:
             return
         reported = time.monotonic()
         try:
-            self._store.add("done", 1)
-            while (done := self._store.add("done", 0)) < self._topology.world_size:
+            store.add("done", 1)
+            while (done := store.add("done", 0)) < self._topology.world_size:
                 time.sleep(0.2)
                 if time.monotonic() - reported > PROGRESS_EVERY_S:
                     reported = time.monotonic()

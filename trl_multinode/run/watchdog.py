@@ -10,18 +10,18 @@ with `os._exit`, because its main thread may be blocked inside NCCL for ever.
 import itertools
 import os
 import select
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import TracebackType
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineDiedError, PeerFailureError
+from .exits import ScriptExits, is_good
 from .reporter import report
+from .signals import StopSignals
 from .store import GRACE_S, STORE_TIMEOUT_S, RunStore, store_gone, when_written
 from .topology import Topology
 
@@ -32,8 +32,6 @@ POLL_S = 0.5  # a failure then reaches every rank within about a second
 SYMPTOM_DELAY_S = 1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
 PRINTING_S = 2.0  # longest wait for the main thread to print its traceback
 EXIT_CODE = 1
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
 _runs = itertools.count()  # numbers a script's trainers, which all ranks build in the same order
 
 
@@ -61,21 +59,22 @@ class Watchdog:
         self.run = next(_runs)
         self._store = RunStore(topology, self.run)
         self._cleanups: list[Callable[[], None]] = []
+        self._chores: list[Callable[[Store], None]] = []
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
         self._closed = threading.Event()
         self._store_call_start: float | None = None  # of the pending call, if any
-        self._handlers: dict[int, Any] = {}  # signal -> Python's own handler, which `Watchdog` replaced
+        self._signals = StopSignals()
+        self._exits = ScriptExits(self._on_uncaught)
         self._poll = select.poll()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
-        self._poll.register(self._wake_read, select.POLLIN)
+        self._poll.register(self._signals.read_end, select.POLLIN)
         self._lock = threading.Lock()
         self._printing = threading.Lock()  # the failure line comes after a traceback, not in the middle of one
-        self._catch_signals()
-        self._hook_exceptions()
+        if not self._store.alone:
+            self._exits.watch()
         if topology.launched:
+            self._signals.catch()
             self._watch_launcher()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -92,7 +91,7 @@ class Watchdog:
         with self._lock:
             self._processes[pidfd] = cause
             self._poll.register(pidfd, select.POLLIN)
-        self._wake()
+        self._signals.wake()
 
     def forget_processes(self) -> None:
         """Stop watching all processes, before this rank shuts its engines down cleanly."""
@@ -106,13 +105,17 @@ class Watchdog:
         """Register a function that the watch thread calls before a failed run exits; it must not wait long."""
         self._cleanups.append(cleanup)
 
+    def add_chore(self, chore: "Callable[[Store], None]") -> None:
+        """Register a function that the watch thread calls twice a second with its client of the store."""
+        self._chores.append(chore)
+
     def report(self, cause: str, delay_s: float = 0.0) -> None:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
         line = f"{self.topology}, phase {self.phase()}: " + " ".join(cause.split())
         with self._lock:
             if self._local_failure is None or (delay_s == 0.0 and self._only_symptom):  # a cause replaces a symptom
                 self._local_failure, self._only_symptom = (line, time.monotonic() + delay_s), delay_s > 0.0
-        self._wake()
+        self._signals.wake()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -120,7 +123,7 @@ class Watchdog:
         try:
             yield
         except (Exception, SystemExit) as error:
-            good_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+            good_exit = isinstance(error, SystemExit) and is_good(error.code)
             if self._store.alone or self._closed.is_set() or good_exit:
                 raise
             self.fail_with(error)
@@ -129,9 +132,19 @@ class Watchdog:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
         with self._printing:
             traceback.print_exception(error)
-        self.report(f"{type(error).__name__}: {error}", SYMPTOM_DELAY_S if is_symptom(error) else 0.0)
+        self._fail(f"{type(error).__name__}: {error}", SYMPTOM_DELAY_S if is_symptom(error) else 0.0)
+
+    def _fail(self, cause: str, delay_s: float = 0.0) -> None:
+        self.report(cause, delay_s)
         time.sleep(STORE_TIMEOUT_S + 2 * GRACE_S)
         os._exit(EXIT_CODE)
+
+    def _on_uncaught(self, error: BaseException) -> bool:
+        """Treat an uncaught exception of the main thread, wherever it is raised, as a failure of all ranks."""
+        if self._closed.is_set():
+            return False
+        self.fail_with(error)
+        return True
 
     def close(self) -> None:
         """Wait until every rank of the run has called this, then stop watching.
@@ -142,52 +155,32 @@ class Watchdog:
         """
         if self._closed.is_set():
             return
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit) and not is_good(error.code):  # the script leaves, and closes in a `finally`
+            self._fail_at_exit(error.code)
         self._store.wait_for_all(linger_s=2 * POLL_S)
         self._closed.set()
-        self._restore_signals()
-        self._wake()
+        self._signals.restore()
+        self._exits.restore()
+        self._signals.wake()
         self._thread.join(2 * POLL_S + STORE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._signals.close()
 
-    # ---- set-up -----------------------------------------------------------------------------------------------------
+    def close_at_exit(self) -> None:
+        """End all ranks if the script of this one ends with an error; otherwise close. `atexit` calls it."""
+        if not self._closed.is_set() and (status := self._exits.bad_status()) is not None:
+            self._fail_at_exit(status)
+        self.close()
 
-    def _catch_signals(self) -> None:
-        """Receive signals through a pipe, because a Python handler would wait for the main thread to leave NCCL.
-
-        A handler that the script installs, before or later, stays in place (it may save a checkpoint before
-        preemption), and an ignored signal stays ignored (`nohup`).
-        """
-        if threading.current_thread() is not threading.main_thread() or not self.topology.launched:
-            return
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) in PYTHONS_OWN:
-                self._handlers[number] = signal.signal(number, noop_handler)
-        if not any(signal.getsignal(number) is noop_handler for number in STOP_SIGNALS):
-            return  # none of our handlers is installed, so leave the wakeup pipe to its owner
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        # A forked child shares the pipe: a pool that ends its workers by SIGTERM would otherwise end the run.
-        os.register_at_fork(after_in_child=self._restore_signals)
-
-    def _restore_signals(self) -> None:
-        if self._handlers and threading.current_thread() is threading.main_thread():
-            signal.set_wakeup_fd(-1)
-            for number, handler in self._handlers.items():
-                if signal.getsignal(number) is noop_handler:
-                    signal.signal(number, handler)
-            self._handlers.clear()
-
-    def _hook_exceptions(self) -> None:
-        """Treat an uncaught exception of the main thread, wherever it is raised, as a failure of all ranks."""
+    def _fail_at_exit(self, status: Any) -> None:
+        """End all ranks; a rank that waited for them with its own error would wait for ever."""
         if self._store.alone:
             return
-        previous = sys.excepthook
+        how = f"exit code {int(status)}" if isinstance(status, int) else f"the message {str(status)!r}"
+        self._fail(f"SystemExit: the script of this rank ended with {how}")
 
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if self._closed.is_set():
-                previous(kind, error, trace)
-            else:
-                self.fail_with(error)
-
-        sys.excepthook = hook
+    # ---- set-up -----------------------------------------------------------------------------------------------------
 
     def _watch_launcher(self) -> None:
         launcher = os.getppid()
@@ -207,10 +200,6 @@ class Watchdog:
         return f"the process of rank {rank}{main} ended (pid {pid}); if no line above gives the reason, it was killed"
 
     # ---- the thread -------------------------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):  # the pipe is full, so the thread wakes up anyway
-            os.write(self._wake_write, b"\0")
 
     def _run(self) -> None:
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
@@ -239,16 +228,16 @@ class Watchdog:
             for fd in fired:
                 self._on_event(fd)
             line = self._due_line() or self._store.fatal_line()
+            for chore in self._chores if line is None else ():
+                self._store.lend(chore)
             self._store_call_start = None
             if line is not None:
                 self._leave(line)
 
     def _on_event(self, fd: int) -> None:
-        if fd == self._wake_read:
-            for number in os.read(self._wake_read, 4096):  # 0 is a plain wake-up, any other byte a signal's number
-                # The pipe gets every signal that has a Python handler, for example a reward function's alarm.
-                if number in STOP_SIGNALS and signal.getsignal(number) is noop_handler:
-                    self.report(f"stopped by {signal.Signals(number).name}", SYMPTOM_DELAY_S)
+        if fd == self._signals.read_end:
+            for stop in self._signals.received():
+                self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S)
             return
         with self._lock:
             cause = self._processes.pop(fd, None)
@@ -281,10 +270,6 @@ class Watchdog:
         self._printing.acquire(timeout=PRINTING_S)  # never released: a later traceback would follow the line
         report(f"the run failed: {line}", error=True)
         os._exit(EXIT_CODE)
-
-
-def noop_handler(*_: object) -> None:
-    """Do nothing: the watch thread receives the signal through the wakeup pipe."""
 
 
 def is_symptom(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
 import torch
@@ -52,6 +52,8 @@ class SlotSettings:
             Private folder of the run.
         timeout_s (`float`, *optional*, defaults to `300.0`):
             Time limit of every broadcast of a bucket, in seconds.
+        largest (`TensorSpec`, *optional*):
+            Largest tensor of the model, for error messages.
     """
 
     kind: str = "host"
@@ -61,6 +63,7 @@ class SlotSettings:
     workers: Sequence[int] = (1,)
     folder: Path = Path()
     timeout_s: float = 300.0
+    largest: TensorSpec | None = None
 
 
 class OpenedSlots:
@@ -129,6 +132,12 @@ class OpenedSlots:
         self._slots = []
 
 
+class Reserved(Protocol):
+    """Memory that is set aside for slots."""
+
+    def close(self) -> None: ...
+
+
 class Slots(ABC):
     """Slots of one node, on its local main process only. One thread at a time calls the methods.
 
@@ -153,6 +162,11 @@ class Slots(ABC):
     @abstractmethod
     def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
         """Create slots of `num_bytes` bytes each."""
+
+    @classmethod
+    def reserve(cls, num_bytes: int, settings: SlotSettings) -> "Reserved | None":
+        """Set memory aside for slots of `num_bytes` bytes each, until `create`, if other processes may take it."""
+        return None
 
     @staticmethod
     def refusal(machine: Machine) -> str | None:

@@ -1,9 +1,12 @@
 """Transport through host shared memory: works on every machine."""
 
+import errno
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -11,13 +14,72 @@ import msgspec
 import torch
 
 from ..errors import WeightSyncError
-from ..wire.messages import NUM_SLOTS
+from ..wire.messages import NUM_SLOTS, TensorSpec
 from .base import OpenedSlots, Slots, SlotSettings
 from .page_lock import PageLock
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def explained(slot_bytes: int, largest: TensorSpec | None) -> Iterator[None]:
+    """Raise the error of a full shared memory with what was needed and the cure.
+
+    Args:
+        slot_bytes (`int`):
+            Size of one slot, in bytes.
+        largest (`TensorSpec`, *optional*):
+            Largest tensor of the model.
+    """
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG):
+            raise
+        raise WeightSyncError(
+            f"{SHARED_MEMORY} has {_mib(usage.free)} free of {_mib(usage.total)}, two slots of {_mib(slot_bytes)} for "
+            f"the weight sync need {_mib(NUM_SLOTS * slot_bytes)}, and vLLM's own segments come on top. "
+            f"{_cure(slot_bytes, largest)}"
+        ) from error
+
+
+def _cure(slot_bytes: int, largest: TensorSpec | None) -> str:
+    enlarge = "ive the container more shared memory (docker: --shm-size)."
+    if largest is None:
+        return f"Lower `sync_bucket_mb`, or g{enlarge}"
+    size = f"The largest tensor, {largest.name}, has {_mib(largest.num_bytes)}"
+    if 2 * largest.num_bytes > slot_bytes:  # smaller buckets would save less than half
+        return f"{size} and goes through a slot in one piece, whatever `sync_bucket_mb` is: g{enlarge}"
+    return f"{size}: lower `sync_bucket_mb` down to that, or g{enlarge}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.4g} MiB"
+
+
+class Reservation:
+    """Shared memory for the slots, in a file without a name, so that nothing is left if the process is killed.
+
+    Args:
+        slot_bytes (`int`), largest (`TensorSpec`, *optional*):
+            See [`explained`].
+    """
+
+    def __init__(self, slot_bytes: int, largest: TensorSpec | None):
+        self._file = tempfile.TemporaryFile(prefix="trl_multinode_", dir=SHARED_MEMORY, buffering=0)
+        try:
+            with explained(slot_bytes, largest):
+                os.posix_fallocate(self._file.fileno(), 0, NUM_SLOTS * slot_bytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._file.close()
 
 
 class HostMemory(msgspec.Struct, frozen=True):
@@ -59,27 +121,23 @@ class HostSlots(Slots):
             Size of a slot, in bytes.
         pin (`bool`):
             Page-lock the slots. If that fails, `self.page_lock.failure` holds the reason.
+        largest (`TensorSpec`, *optional*):
+            Largest tensor of the model, for the error message.
 
     Raises:
-        `WeightSyncError`: if the machine has too little free shared memory; the message names the cure.
+        `WeightSyncError`: if the node has too little shared memory; the message names the cure.
     """
 
     kind = "host"
     opened_as = OpenedHostSlots
 
-    def __init__(self, num_bytes: int, pin: bool):
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        if free < NUM_SLOTS * num_bytes:
-            raise WeightSyncError(
-                f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, the weight sync needs {NUM_SLOTS} x "
-                f"{num_bytes / 2**20:.0f} MiB. Lower `sync_bucket_mb`, or give the container more shared memory "
-                "(docker: --shm-size)."
-            )
+    def __init__(self, num_bytes: int, pin: bool, largest: TensorSpec | None = None):
         self.paths: list[str] = []
         self.page_lock: PageLock | None = None
         try:
-            for _ in range(NUM_SLOTS):
-                self._create(num_bytes)
+            with explained(num_bytes, largest):
+                for _ in range(NUM_SLOTS):
+                    self._create(num_bytes)
             super().__init__([torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths])
             if pin:
                 self._lock_pages()
@@ -89,7 +147,11 @@ class HostSlots(Slots):
 
     @classmethod
     def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
-        return cls(num_bytes, settings.pin)
+        return cls(num_bytes, settings.pin, settings.largest)
+
+    @classmethod
+    def reserve(cls, num_bytes: int, settings: SlotSettings) -> Reservation:
+        return Reservation(num_bytes, settings.largest)
 
     def _lock_pages(self) -> None:
         self.page_lock = PageLock(self.memory)
@@ -103,7 +165,7 @@ class HostSlots(Slots):
         handle, path = tempfile.mkstemp(prefix="trl_multinode_", dir=SHARED_MEMORY)
         self.paths.append(path)
         try:
-            os.ftruncate(handle, num_bytes)
+            os.posix_fallocate(handle, 0, num_bytes)  # after `ftruncate`, a write to a full memory would be a SIGBUS
         finally:
             os.close(handle)
 

@@ -8,6 +8,7 @@ from torch import nn
 from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError
 from ..run.topology import Topology
+from .buckets import plan_buckets, slot_layout
 from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
 from .shards import ShardGather
 from .source import ModuleSource
@@ -62,6 +63,18 @@ def merged(obstacle: str, lora_sync: str) -> SyncPlan:
         raise ConfigurationError(f"`lora_sync='adapter'`, but {obstacle}. Use 'merged' or 'auto'.")
     reason = f"every weight sync sends all weights, with the LoRA adapter merged into them: {obstacle}"
     return SyncPlan(PeftSource, reason=reason)
+
+
+def reserve_slots(
+    plan: SyncPlan, base: nn.Module, dtype: torch.dtype, gather: ShardGather, bucket_bytes: int, transport: Transport
+) -> None:
+    """Reserve the memory of the slots before the engines start. Local main process only, and no collective.
+
+    Raises:
+        `WeightSyncError`: if the node has too little shared memory; the message names the largest tensor and the cure.
+    """
+    buckets = plan_buckets(plan.source(base, dtype, gather).metadata(), bucket_bytes)
+    transport.reserve([slot_layout(bucket) for bucket in buckets])
 
 
 def checked_with_engines(

@@ -149,6 +149,7 @@ class WeightSync:
         if self._slots is not None:
             self._slots.close()
         self._slots = None
+        self._transport.close()
 
     @contextmanager
     def _sending(self, timings: SyncTimings) -> Iterator["BucketSender | None"]:

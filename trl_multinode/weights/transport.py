@@ -3,7 +3,8 @@
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 import torch
@@ -12,7 +13,7 @@ from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError
 from ..run.reporter import warn
 from ..run.topology import EngineDevices, visible_devices
-from ..transports.base import SELF_TEST_S, Machine, Slots, SlotSettings, call_with_timeout
+from ..transports.base import SELF_TEST_S, Machine, Reserved, Slots, SlotSettings, call_with_timeout
 from ..transports.opening import TRANSPORTS
 from ..wire.messages import CheckSlot, OpenSlots, TensorSpec
 
@@ -72,6 +73,27 @@ class Transport(SlotSettings):
     """
 
     report: Callable[[str], None] = warn
+    _reserved: Reserved | None = field(default=None, init=False)
+
+    def reserve(self, layouts: Sequence[tuple[TensorSpec, ...]]) -> None:
+        """Set the slots' memory aside until `open`. Call it before the engines start: vLLM takes shared memory too.
+
+        Args:
+            layouts (`Sequence[tuple[TensorSpec, ...]]`):
+                Layout of each bucket's tensors in its slot.
+
+        Raises:
+            `WeightSyncError`: if the node has too little memory; the message names the largest tensor and the cure.
+        """
+        self.largest = max(chain.from_iterable(layouts), key=lambda spec: spec.num_bytes)
+        num_bytes = max(layout[-1].offset + layout[-1].num_bytes for layout in layouts)
+        self._reserved = TRANSPORTS[self.kind].reserve(max(num_bytes, SELF_TEST_BYTES), self)
+
+    def close(self) -> None:
+        """Give back memory that was reserved and not used."""
+        if self._reserved is not None:
+            self._reserved.close()
+        self._reserved = None
 
     def open(self, engines: NodeEngines, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
         """Return slots that every worker has opened, and that passed a self test if they are not in host memory.
@@ -102,6 +124,7 @@ class Transport(SlotSettings):
         return self._open_in_workers(self._make("host", num_bytes), engines, layouts)
 
     def _make(self, kind: str, num_bytes: int) -> Slots:
+        self.close()  # the slots take this memory; if another process is faster, that is an error and no SIGBUS
         slots = TRANSPORTS[kind].create(num_bytes, self)
         if slots.warning:
             self.report(slots.warning)

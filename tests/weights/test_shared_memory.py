@@ -1,0 +1,105 @@
+"""Shared memory is reserved, not compared: a second run on the node gets an error, and never a SIGBUS."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from forks import forked
+
+from trl_multinode.config import MultiNodeGRPOConfig
+from trl_multinode.errors import WeightSyncError
+from trl_multinode.host import NodeHost
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.transports import host_memory
+from trl_multinode.transports.host_memory import HostSlots
+from trl_multinode.weights.buckets import WeightMeta, plan_buckets, slot_layout
+from trl_multinode.weights.transport import Transport
+
+MIB = 1 << 20
+MODEL = [WeightMeta("embed", torch.float32, (3 * MIB // 8,)), WeightMeta("norm", torch.float32, (8,))]  # 1.5 MiB
+LAYOUTS = [slot_layout(bucket) for bucket in plan_buckets(MODEL, MIB)]
+
+
+@pytest.fixture
+def four_mib(tmp_path, monkeypatch):
+    """A /dev/shm of 4 MiB."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    monkeypatch.setattr(host_memory, "SHARED_MEMORY", folder)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_two_runs_that_share_the_memory_do_not_share_its_last_bytes(tmp_path, four_mib):
+    def body(rank: int) -> str:
+        first = HostSlots(3 * MIB // 2, pin=False)  # both fitted when the free bytes were only compared
+        try:
+            second = HostSlots(MIB, pin=False)
+        except WeightSyncError as error:
+            return str(error)
+        for slot in (*first.memory, *second.memory):
+            slot.fill_(1)
+        return "both were filled"
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait() == 0, "SIGBUS is -7"
+        assert "has 1 MiB free of 4 MiB, two slots of 1 MiB for the weight sync need 2 MiB" in rank.result
+
+
+def test_memory_is_reserved_before_the_engines_start_and_nothing_is_left_if_they_do_not(four_mib):
+    transport = Transport("host")
+    transport.reserve(LAYOUTS)
+    with pytest.raises(WeightSyncError, match="has 1 MiB free"):
+        HostSlots(MIB, pin=False)
+    assert list(four_mib.iterdir()) == []  # no name, so nothing is left by a rank that is killed
+    transport.close()
+    HostSlots(MIB, pin=False).close()
+
+
+def test_slots_take_the_reserved_memory(four_mib):
+    transport = Transport("host")
+    transport.reserve(LAYOUTS)
+    slots = transport._make("host", 3 * MIB // 2)
+    assert slots.num_bytes == 3 * MIB // 2 and free(four_mib) == MIB
+    transport.close()  # the reservation is gone already
+    assert free(four_mib) == MIB
+    slots.close()
+
+
+def test_a_tensor_larger_than_a_bucket_is_named_because_no_setting_makes_it_smaller(four_mib):
+    HostSlots(MIB, pin=False)
+    with pytest.raises(WeightSyncError) as error:
+        Transport("host").reserve(LAYOUTS)
+    text = str(error.value)
+    assert "two slots of 1.5 MiB for the weight sync need 3 MiB" in text and "whatever `sync_bucket_mb` is" in text
+    assert "largest tensor, embed, has 1.5 MiB" in text and "--shm-size" in text and "ower `sync" not in text
+
+
+def test_a_large_bucket_can_be_made_smaller(four_mib):
+    many = [WeightMeta(f"layers.{i}.weight", torch.float32, (MIB // 8,)) for i in range(6)]  # 0.5 MiB each
+    with pytest.raises(WeightSyncError, match=r"has 0.5 MiB: lower `sync_bucket_mb` down to that, or"):
+        Transport("host").reserve([slot_layout(bucket) for bucket in plan_buckets(many, 8 * MIB)])
+
+
+def test_other_transports_reserve_nothing(four_mib):
+    Transport("nccl").reserve(LAYOUTS)
+    assert free(four_mib) == 4 * MIB
+
+
+def test_a_run_finds_a_full_memory_before_it_starts_an_engine(four_mib, tmp_path):
+    held = HostSlots(3 * MIB // 2, pin=False)  # of another run
+    host = NodeHost(MultiNodeGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False, engine_dtype="float32"))
+    with pytest.raises(WeightSyncError, match=r"has 1 MiB free of 4 MiB.* model.embed_tokens.weight"):
+        host.start_engines(tiny_qwen2(), tiny_tokenizer(), {"max_num_seqs": 8})
+    assert host._fleet._processes == []
+    host.close()
+    held.close()
+
+
+def free(folder: Path) -> int:
+    return shutil.disk_usage(folder).free

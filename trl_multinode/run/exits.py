@@ -1,0 +1,96 @@
+"""Ways in which a script ends by an error outside the trainer's methods: an uncaught exception, or `sys.exit`."""
+
+import builtins
+import dis
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+EXIT_FUNCTIONS = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
+
+
+class ScriptExits:
+    """Hooks that notice how the main thread's script ends, wherever it does so.
+
+    `sys.excepthook` gets every uncaught exception but `SystemExit`, of which Python keeps nothing for the functions of
+    `atexit`. So the functions that raise it are wrapped, and their last status is kept. A script that raises
+    `SystemExit` itself is noticed only inside the trainer's methods.
+
+    Args:
+        on_exception (`Callable[[BaseException], bool]`):
+            Function that is called with an uncaught exception; it returns `False` to leave it to the previous hook.
+    """
+
+    def __init__(self, on_exception: Callable[[BaseException], bool]):
+        self._on_exception = on_exception
+        self._status: Any = None  # of the last call of an exit function
+        self._script: FrameType | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def watch(self) -> None:
+        """Install the hooks."""
+        previous = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if not self._on_exception(error):
+                previous(kind, error, trace)
+
+        self._install(sys, "excepthook", hook)
+        for owner, name in EXIT_FUNCTIONS:
+            if hasattr(owner, name):  # `python -S` has no `exit`
+                self._install(owner, name, self._noticed(getattr(owner, name)))
+
+    def restore(self) -> None:
+        """Remove the hooks, except those on top of which the script has installed its own."""
+        while self._undo:
+            self._undo.pop()()
+        self._script = None
+
+    def bad_status(self) -> Any:
+        """Return the status with which the script ends; `None` if it does not end by an exit function with an error.
+
+        Call it at exit. A script that caught the `SystemExit` has returned from its last line.
+        """
+        if is_good(self._status) or (self._script is not None and has_returned(self._script)):
+            return None
+        return self._status
+
+    def _install(self, owner: Any, name: str, hook: Callable) -> None:
+        previous = getattr(owner, name)
+        setattr(owner, name, hook)
+
+        def undo() -> None:
+            if getattr(owner, name) is hook:
+                setattr(owner, name, previous)
+
+        self._undo.append(undo)
+
+    def _noticed(self, leave: Callable) -> Callable:
+        def leave_noticed(status: Any = None, /) -> None:
+            if threading.current_thread() is threading.main_thread():
+                self._status, self._script = status, script_frame()
+            leave(status)
+
+        return leave_noticed
+
+
+def is_good(status: Any) -> bool:
+    """Return whether Python would end with exit code 0 after `sys.exit(status)`."""
+    return status is None or (isinstance(status, int) and status == 0)
+
+
+def script_frame() -> FrameType | None:
+    """Return the frame of the running script's module; `None` if no script runs."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals is vars(sys.modules["__main__"])
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def has_returned(frame: FrameType) -> bool:
+    """Return whether a frame has ended by a `return` or its last line, and not by an exception."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

@@ -1,0 +1,92 @@
+"""Signals that end a run, received through a pipe, because a Python handler would wait for the main thread in NCCL."""
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from functools import cache
+from typing import Any, ClassVar
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class StopSignals:
+    """The watch thread's pipe: wake-ups of this process, and the signals that end a run.
+
+    A handler that the script installs, before or later, stays in place (it may save a checkpoint before preemption),
+    and an ignored signal stays ignored (`nohup`).
+    """
+
+    _catching: ClassVar[list["StopSignals"]] = []  # those whose pipe gets the signals, the last one at present
+
+    def __init__(self) -> None:
+        self.read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._handlers: dict[int, Any] = {}  # signal -> Python's own handler, which is replaced
+        self._previous_end = -1  # the wakeup file descriptor of the script
+
+    def wake(self) -> None:
+        """Make the read end readable. A no-op after `close`."""
+        with suppress(OSError):  # the pipe is full, so the thread wakes up anyway; or it is closed
+            os.write(self._write_end, b"\0")
+
+    def received(self) -> list[signal.Signals]:
+        """Read the pipe, and return the stop signals that no handler of the script receives.
+
+        The pipe gets every signal that has a Python handler, for example a reward function's alarm.
+        """
+        numbers = os.read(self.read_end, 4096)  # 0 is a plain wake-up, any other byte a signal's number
+        return [signal.Signals(n) for n in numbers if n in STOP_SIGNALS and signal.getsignal(n) is noop_handler]
+
+    def catch(self) -> None:
+        """Receive the signals from now on, if the main thread calls it and the script leaves one of them to Python."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) in PYTHONS_OWN:
+                self._handlers[number] = signal.signal(number, noop_handler)
+        if not any(signal.getsignal(number) is noop_handler for number in STOP_SIGNALS):
+            return  # none of our handlers is installed, so leave the wakeup pipe to its owner
+        self._previous_end = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._catching.append(self)
+        _restore_in_children()
+
+    def restore(self) -> None:
+        """Give the signals back to Python, and the wakeup pipe to its previous owner."""
+        if self not in self._catching or threading.current_thread() is not threading.main_thread():
+            return
+        self._catching.remove(self)
+        current = signal.set_wakeup_fd(self._previous_end)
+        if current != self._write_end:  # the script has installed its own meanwhile
+            signal.set_wakeup_fd(current)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) is noop_handler:
+                signal.signal(number, handler)
+        self._handlers.clear()
+
+    def close(self) -> None:
+        """Close the pipe, after `restore` and after its last reader."""
+        if self not in self._catching and self._write_end >= 0:
+            ends = self.read_end, self._write_end
+            self.read_end = self._write_end = -1
+            for end in ends:
+                os.close(end)
+
+
+@cache
+def _restore_in_children() -> None:
+    """Register once that a forked child drops the pipe, which it shares with its parent.
+
+    A pool that ends its workers by SIGTERM would otherwise end the run.
+    """
+
+    def restore_all() -> None:
+        for signals in StopSignals._catching[::-1]:
+            signals.restore()
+
+    os.register_at_fork(after_in_child=restore_all)
+
+
+def noop_handler(*_: object) -> None:
+    """Do nothing: the watch thread receives the signal through the wakeup pipe."""
