@@ -10,11 +10,9 @@ from safetensors.torch import safe_open
 from trl.trainer.utils import RepeatSampler
 
 from trl_multinode.errors import ConfigurationError
+from trl_multinode.saving.checkpoint_files import FORMAT, check_format, epochs_behind
 from trl_multinode.saving.checkpoints import (
-    FORMAT,
     CheckpointLog,
-    check_format,
-    epochs_behind,
     fast_forward,
     micro_steps_done,
 )
@@ -164,11 +162,15 @@ def test_only_unfinished_checkpoints_are_an_error_with_the_way_out_and_no_new_be
         log.last_whole()
     said = str(raised.value)
     assert "checkpoint-2 is unfinished, because the run ended" in said and "checkpoint-4 is unfinished, " in said
-    assert f"rm -r {tmp_path}/checkpoint-*" in said and "another `output_dir`" in said and "without" in said
+    assert (
+        f"`rm -r {tmp_path}/checkpoint-2 {tmp_path}/checkpoint-4`" in said
+        and "another `output_dir`" in said
+        and "without" in said
+    )
 
 
 def test_unfinished_checkpoints_on_another_node_are_an_error_here_too(tmp_path):
-    with pytest.raises(ConfigurationError, match="they are on another node"):
+    with pytest.raises(ConfigurationError, match="they are on another node.*`rm -r FOLDERS`"):
         CheckpointLog(tmp_path, accelerator([-2])).last_whole()
     finish(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-4").mkdir()

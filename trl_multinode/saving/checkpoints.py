@@ -5,11 +5,9 @@ transformers restores weights, optimizer and random states; this module adds the
 the block itself, and the epoch's permutation.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,11 @@ import torch
 
 from ..errors import ConfigurationError
 from ..run.reporter import warn
+from .checkpoint_files import MARKERS, OWN, read_metadata, why_unfinished, write_metadata
 from .rotation import by_age, delete, delete_files_of_other_launches, delete_leftovers, step_of, sync, sync_tree
 from .saved_rollouts import load_notes
 
-STATE_FILE = "trainer_state.json"  # transformers writes it last
-METADATA_FILE = "multinode.json"
-FORMAT = 1  # of the files that this library adds; a checkpoint without `METADATA_FILE` has format 0, read as well
 PREFIX = "checkpoint-"
-OWN = Path("_multinode")  # beside the checkpoints; Hub pushes exclude `_*`
-MARKERS = OWN / "saving"
 NOTHING, ONLY_UNFINISHED = -1, -2  # what a rank sees in place of the step of a finished checkpoint
 ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")  # part of DeepSpeed's file names, after "bf16_" or nothing
 
@@ -46,21 +40,6 @@ def fast_forward(sampler: Any, epochs: int) -> Any:
         for _ in range(epochs):
             torch.randperm(sampler.num_samples, generator=sampler.generator)
     return sampler
-
-
-def epochs_behind(checkpoint: Path) -> int:
-    """Return the number of epochs completed before a checkpoint.
-
-    Raises:
-        `ConfigurationError`: if the folder is not a checkpoint, or is an unfinished one.
-    """
-    try:
-        return int(json.loads((checkpoint / STATE_FILE).read_text())["epoch"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{checkpoint} is no finished checkpoint: its {STATE_FILE} cannot be read ({error}). Name another one, or "
-            "use `resume_from_checkpoint=True`, which takes the newest that is finished."
-        ) from error
 
 
 def micro_steps_done(global_step: int, steps_in_epoch: int | None, accumulation: int) -> int:
@@ -131,10 +110,7 @@ class CheckpointLog:
         """Remove what an earlier launch left in the folder, and write the metadata, the same on every node."""
         ranks = self._accelerator.num_processes
         delete_files_of_other_launches(folder, ranks, self._accelerator.distributed_type == "DEEPSPEED")
-        notes = {"format": FORMAT, "trl_multinode": _version(), "ranks": ranks}
-        part = folder / f"{METADATA_FILE}.rank{self._accelerator.process_index}"  # nodes may share the folder
-        part.write_text(json.dumps(notes))
-        part.replace(folder / METADATA_FILE)
+        write_metadata(folder, self._accelerator.process_index, ranks)
 
     def rotate(self, step: int, limit: int, best: str | None, deletes: bool) -> None:
         """Delete checkpoints beyond `save_total_limit`, after every rank has finished that of `step`. A collective.
@@ -220,78 +196,17 @@ class CheckpointLog:
 
     def _only_unfinished(self, unfinished: dict[Path, str]) -> ConfigurationError:
         seen = "; ".join(f"{folder.name} is {reason}" for folder, reason in unfinished.items())
+        folders = " ".join(map(str, unfinished)) or "FOLDERS"
         return ConfigurationError(
             f"{self._output_dir} has no finished checkpoint to resume from, only unfinished ones (rank "
             f"{self._accelerator.process_index}: {seen or 'they are on another node'}). To begin anew at step 1, "
-            f"delete them (`rm -r {self._output_dir}/{PREFIX}*` on every node), or use another `output_dir`, or call "
-            "`train()` without `resume_from_checkpoint`."
+            f"delete them on every node (`rm -r {folders}`), or use another `output_dir`, or call `train()` without "
+            "`resume_from_checkpoint`."
         )
 
     def _folders(self) -> list[Path]:
         found = self._output_dir.glob(f"{PREFIX}*")
         return [folder for folder in found if folder.name.removeprefix(PREFIX).isdigit() and folder.is_dir()]
-
-
-def why_unfinished(folder: Path) -> str | None:
-    """Return the reason why a checkpoint is unfinished, as far as this node sees it; `None` if it is finished."""
-    if any((folder.parent / MARKERS).glob(f"{folder.name}.rank*")):
-        return "unfinished, because the run ended while it was written"
-    try:
-        json.loads((folder / STATE_FILE).read_text())
-        if any(folder.glob("global_step*")) and not (folder / "latest").is_file():
-            return "unfinished, DeepSpeed's file `latest` is missing on this node"
-    except FileNotFoundError:
-        return f"unfinished, {STATE_FILE} is missing on this node"
-    except ValueError:
-        return f"unfinished, its {STATE_FILE} is cut off"
-    except OSError as error:
-        return f"not readable on this node ({error})"
-    return None
-
-
-def check_finished(folder: Path) -> None:
-    """Check that a checkpoint that the script names is finished.
-
-    Raises:
-        `ConfigurationError`: if a rank did not finish it, or if it is no checkpoint.
-    """
-    if (reason := why_unfinished(folder)) is not None:
-        raise ConfigurationError(
-            f"{folder} cannot be resumed: it is {reason}. Name another one, or use `resume_from_checkpoint=True`, "
-            "which takes the newest that is finished."
-        )
-
-
-def check_format(folder: Path) -> None:
-    """Check that this version can read what a version of this library added to a checkpoint.
-
-    Raises:
-        `ConfigurationError`: if a newer version wrote it, or if the metadata cannot be read.
-    """
-    try:
-        found = read_metadata(folder)
-        number = int(found.get("format", 0))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
-            f"{folder}/{METADATA_FILE} cannot be read ({error}), so the checkpoint may be damaged. Name another one: "
-            "`train(resume_from_checkpoint=PATH)`."
-        ) from error
-    if number > FORMAT:
-        writer = found.get("trl_multinode")
-        raise ConfigurationError(
-            f"{folder} has the checkpoint format {number} of trl_multinode {writer}; the installed version "
-            f"{_version()} knows formats up to {FORMAT}. Upgrade it (`pip install --upgrade "
-            f"trl-multinode`), or begin anew from its weights: `model={str(folder)!r}` and no "
-            "`resume_from_checkpoint`."
-        )
-
-
-def read_metadata(folder: Path) -> dict:
-    """Read the metadata of a checkpoint; empty for one of plain TRL, or of a version before format 1."""
-    try:
-        return json.loads((folder / METADATA_FILE).read_text())
-    except FileNotFoundError:
-        return {}
 
 
 def check_zero_ranks(folder: Path, accelerator: Any) -> None:
@@ -339,10 +254,3 @@ def _recorded_ranks(folder: Path, rank: int) -> int:
     """
     notes = load_notes(folder, rank) or {}  # format 0 has the number only there
     return read_metadata(folder).get("ranks") or notes.get("layout", [0])[0]
-
-
-def _version() -> str:
-    try:
-        return metadata.version("trl-multinode")
-    except metadata.PackageNotFoundError:  # run from its sources, without an installation
-        return "(not installed)"

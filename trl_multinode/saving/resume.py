@@ -10,7 +10,8 @@ import torch
 from ..errors import ConfigurationError
 from ..rollouts.look_ahead import from_arrays, to_arrays
 from ..run.reporter import report, warn
-from .checkpoints import CheckpointLog, check_finished, check_format, check_zero_ranks, epochs_behind, micro_steps_done
+from .checkpoint_files import check_finished, check_format, epochs_behind
+from .checkpoints import CheckpointLog, check_zero_ranks, micro_steps_done
 from .rotation import total_limit
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
 

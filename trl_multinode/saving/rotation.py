@@ -18,7 +18,7 @@ from ..run.reporter import warn
 
 DELETING = "deleting-"
 OF_A_RANK = re.compile(r"(?:zero_pp_rank_|rollouts_rank|rng_state_)(\d+)")  # files that each rank writes for itself
-NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # answers of file systems that cannot sync a folder
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)  # of file systems that have no such call
 
 
 # ---- sync to disk ---------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in NO_FOLDERS or not path.is_dir():
+        if error.errno not in CANNOT_SYNC:
             error.filename = str(path)
             raise
     finally:
@@ -115,9 +115,10 @@ def delete_files_of_other_launches(folder: Path, ranks: int, with_zero: bool) ->
 
     They would make the checkpoint look like one of the earlier launch. Ranks of this launch may be writing already.
     """
-    for path in list(folder.rglob("*")):
-        if (found := OF_A_RANK.search(path.name)) and int(found[1]) >= ranks:
-            path.unlink(missing_ok=True)
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            if (found := OF_A_RANK.search(name)) and int(found[1]) >= ranks:
+                Path(parent, name).unlink(missing_ok=True)
     if not with_zero:
         for states in folder.glob("global_step*"):
             shutil.rmtree(states, ignore_errors=True)
