@@ -131,6 +131,7 @@ class Resume:
             if not args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
             yield
+        self._limit = None
 
     @contextmanager
     def rotating(self) -> Iterator[None]:

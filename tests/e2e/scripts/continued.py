@@ -83,7 +83,7 @@ def kill_while_deleting(trainer, step: int | None) -> None:
     def cut_off(path, *args, **keywords):
         if trainer.state.global_step == step and "checkpoint-" in str(path):
             for file in ("latest", "model.safetensors"):
-                os.remove(os.path.join(path, file))
+                Path(path, file).unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         rmtree(path, *args, **keywords)
 
