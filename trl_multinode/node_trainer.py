@@ -135,10 +135,11 @@ class NodeTrainer(HubTrainer):
     def last_checkpoint(self) -> str | None:
         """
         Return the newest finished checkpoint in `output_dir`, for `train(resume_from_checkpoint=...)`, or `None` if
-        there is none. The log names unfinished ones. All training ranks must call it.
+        there is no checkpoint. The log names unfinished ones. All training ranks must call it.
 
         Raises:
-            `ConfigurationError`: on every rank, if there are finished checkpoints but none that every rank sees.
+            `ConfigurationError`: on every rank, if there are finished checkpoints but none that every rank sees, or if
+                there are only unfinished ones.
         """
         with self._guarded():
             folder = CheckpointLog(Path(self.args.output_dir), self.accelerator).last_whole()
@@ -232,8 +233,19 @@ class NodeTrainer(HubTrainer):
             return super().training_step(*args, **kwargs)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        with self._resume.saving() if self.host is not None else nullcontext():
+        if self.host is None:
             super()._save_checkpoint(model, trial)
+            return
+        with self._resume.rotating(), self._pushing_afterwards(), self._resume.saving():
+            super()._save_checkpoint(model, trial)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with self._resume.showing_limit() if self.host is not None else nullcontext():
+            super()._save(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self._resume.rotating_at_end() if self.host is not None else nullcontext():
+            return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

@@ -55,13 +55,15 @@ def whole(folder):
 
 @pytest.fixture(scope="module")
 def killed(folder, whole):
-    """Killed after a checkpoint, continued, killed inside another one, continued; 2 nodes x 1 rank."""
+    """Killed while an older checkpoint is deleted, continued, killed inside a new one, continued; 2 nodes x 1 rank."""
     job = {"output": "killed", "max_staleness": 1}
+    deleting = {"kill_deleting": INSIDE, "kill_at": INSIDE, "save_total_limit": 1}
     with Nodes(2, 1, folder=folder / "nodes", env=ENVIRONMENT, forked=True) as nodes:
-        assert 0 not in launch(nodes, folder, job | {"name": "first", "kill_at": INSIDE})
+        assert 0 not in launch(nodes, folder, job | deleting | {"name": "first"})
+        left = [path.name for path in (folder / "killed").rglob("*checkpoint-*") if path.is_dir()]
         assert 0 not in launch(nodes, folder, job | {"name": "second", "resume": True, "kill_inside": LAST - 1})
         assert launch(nodes, folder, job | {"name": "third", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
-        return {"logs": [nodes.rank_log(rank) for rank in range(2)]}
+        return {"logs": [nodes.rank_log(rank) for rank in range(2)], "left": left}
 
 
 def from_step(run: dict, step: int) -> tuple[list, dict]:
@@ -120,6 +122,14 @@ def test_a_killed_run_goes_on_with_the_look_ahead_it_had(folder, killed):
     assert results(folder, "second")[0]["rounds"][0]["lag"] == [1, 2]
 
 
+def test_a_run_killed_while_it_deleted_the_old_checkpoint_has_the_new_one(folder, killed):
+    """With `save_total_limit=1`; the folder of the old one lacks files, and has another name."""
+    deleting, whole = sorted(killed["left"], reverse=True)
+    assert whole == f"checkpoint-{INSIDE}" and deleting.startswith(f"deleting-checkpoint-{INSIDE - 1}-")
+    assert results(folder, "second")[0]["rounds"][0]["step"] > INSIDE
+    assert not list((folder / "killed").rglob("deleting-*"))
+
+
 def test_a_checkpoint_that_was_being_written_is_skipped_and_named(folder, killed):
     assert (folder / "killed" / f"checkpoint-{LAST - 1}").is_dir()
     for log in killed["logs"]:
@@ -133,7 +143,7 @@ def test_the_markers_of_finished_checkpoints_are_gone(folder, killed):
 
 # ---- other layouts --------------------------------------------------------------------------------------------------
 
-APART = {"output": "apart/node{node}", "save_on_each_node": True, "max_staleness": 0}
+APART = {"output": "apart/node{node}", "save_on_each_node": True, "max_staleness": 0, "save_total_limit": 1}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +165,7 @@ def test_nodes_that_do_not_share_it_go_on_too(folder, apart):
     for node in range(2):
         states = (folder / "apart" / f"node{node}" / f"checkpoint-{LAST}").rglob("*_optim_states.pt")
         assert [path.name for path in states] == [f"zero_pp_rank_{node}_mp_rank_00_optim_states.pt"]
+        assert [path.name for path in (folder / "apart" / f"node{node}").glob("check*")] == [f"checkpoint-{LAST}"]
     same(results(folder, "apart2"), results(folder, "full0"), INSIDE, LAST)
 
 

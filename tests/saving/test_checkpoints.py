@@ -1,6 +1,7 @@
 """Exact resume: positions, permutations, files, and which checkpoints are whole."""
 
 import json
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,14 @@ from safetensors.torch import safe_open
 from trl.trainer.utils import RepeatSampler
 
 from trl_multinode.errors import ConfigurationError
+from trl_multinode.saving.checkpoint_files import FORMAT, check_format, epochs_behind
 from trl_multinode.saving.checkpoints import (
     CheckpointLog,
-    epochs_behind,
     fast_forward,
-    load_rollouts,
     micro_steps_done,
+)
+from trl_multinode.saving.saved_rollouts import (
+    load_rollouts,
     pack_block,
     rollouts_file,
     save_rollouts,
@@ -91,7 +94,7 @@ def accelerator(others: list[int] = (), rank: int = 0, barrier=lambda: None):
 
     return SimpleNamespace(
         device=torch.device("cpu"), process_index=rank, num_processes=2, is_local_main_process=True, gather=gather,
-        pad_across_processes=lambda tensor, pad_index: tensor, wait_for_everyone=barrier,
+        pad_across_processes=lambda tensor, pad_index: tensor, wait_for_everyone=barrier, distributed_type="NO",
     )  # fmt: skip
 
 
@@ -135,8 +138,84 @@ def test_a_checkpoint_that_a_rank_did_not_finish_is_unfinished_although_the_main
 
 
 def test_the_marker_goes_after_the_last_rank_is_through(tmp_path):
+    markers = tmp_path / "_multinode" / "saving"
     seen = []
-    log = CheckpointLog(tmp_path, accelerator(barrier=lambda: seen.append(log._whole_steps())))
+    log = CheckpointLog(tmp_path, accelerator([2], barrier=lambda: seen.extend(markers.iterdir())))
     with log.saving(2) as folder:
         finish(folder)
-    assert seen == [[]] and log._whole_steps() == [2]
+    assert seen == [markers / "checkpoint-2.rank0"] and not any(markers.iterdir())
+    assert log.last_whole() == tmp_path / "checkpoint-2"
+
+
+# ---- nothing whole
+
+
+@pytest.mark.parametrize("other", [-1, -2], ids=["the other sees none", "the other sees some too"])
+def test_only_unfinished_checkpoints_are_an_error_with_the_way_out_and_no_new_beginning(tmp_path, other):
+    """A requeued run that begins anew at step 1 would look like one that resumed."""
+    log = CheckpointLog(tmp_path, accelerator([other]))
+    with pytest.raises(OSError, match="disk full"), log.saving(2) as folder:  # noqa: PT012
+        finish(folder)
+        raise OSError("disk full")
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(ConfigurationError, match="only unfinished ones") as raised:
+        log.last_whole()
+    said = str(raised.value)
+    assert "checkpoint-2 is unfinished, because the run ended" in said and "checkpoint-4 is unfinished, " in said
+    assert (
+        f"`rm -r {tmp_path}/checkpoint-2 {tmp_path}/checkpoint-4`" in said
+        and "another `output_dir`" in said
+        and "without" in said
+    )
+
+
+def test_unfinished_checkpoints_on_another_node_are_an_error_here_too(tmp_path):
+    with pytest.raises(ConfigurationError, match="they are on another node.*`rm -r FOLDERS`"):
+        CheckpointLog(tmp_path, accelerator([-2])).last_whole()
+    finish(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-4").mkdir()
+    assert CheckpointLog(tmp_path, accelerator([2])).last_whole() == tmp_path / "checkpoint-2"
+
+
+def test_a_folder_is_called_deletable_only_beside_one_that_all_ranks_can_resume(tmp_path, caplog):
+    (tmp_path / "checkpoint-4").mkdir()
+    finish(tmp_path / "checkpoint-2")
+    with pytest.raises(ConfigurationError, match="finished for all ranks"):
+        CheckpointLog(tmp_path, accelerator([3])).last_whole()
+    assert "checkpoint-4 is skipped" in caplog.text and "deleted" not in caplog.text
+    CheckpointLog(tmp_path, accelerator([2])).last_whole()
+    assert "missing on this node. It can be deleted." in caplog.text
+
+
+def test_a_state_that_cannot_be_read_is_a_reason_and_no_bare_error_on_one_rank(tmp_path, caplog):
+    finish(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-4" / "trainer_state.json").mkdir(parents=True)
+    assert CheckpointLog(tmp_path, accelerator([2])).last_whole() == tmp_path / "checkpoint-2"
+    assert "checkpoint-4 is skipped: not readable on this node" in caplog.text
+
+
+# ---- formats
+
+
+def test_a_checkpoint_names_its_format_and_one_without_is_taken(tmp_path):
+    with CheckpointLog(tmp_path, accelerator()).saving(2) as folder:
+        finish(folder)
+    written = json.loads((folder / "multinode.json").read_text())
+    assert written == {"format": FORMAT, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2}
+    check_format(folder)
+    (folder / "multinode.json").unlink()  # before format 1, or plain TRL
+    check_format(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format": 9, "trl_multinode": "3.1"}', r"format 9 of trl_multinode 3\.1.*formats up to 1.*pip install -"),
+        ('{"form', "multinode.json cannot be read"),
+        ("[1]", "multinode.json cannot be read"),
+    ],
+)
+def test_a_newer_format_is_refused_with_the_cure(tmp_path, text, message):
+    (tmp_path / "multinode.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        check_format(tmp_path)

@@ -7,20 +7,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.rollouts.look_ahead import LookAhead
 from trl_multinode.saving.checkpoints import (
     CheckpointLog,
-    SavedRollouts,
     check_zero_ranks,
+)
+from trl_multinode.saving.resume import Resume
+from trl_multinode.saving.saved_rollouts import (
+    SavedRollouts,
     load_rollouts,
     pack_block,
     rollouts_file,
     save_rollouts,
 )
-from trl_multinode.saving.resume import Resume
 from trl_multinode.wire.messages import WeightVersion
 
 PROMPTS = [[5, 6], [7]]
@@ -31,7 +34,7 @@ class Accelerator:
     """Of rank 0 of two; `other` is what the other rank puts into a gather of that shape, else the same as this one."""
 
     device = torch.device("cpu")
-    process_index, num_processes, is_local_main_process = 0, 2, True
+    process_index, num_processes, is_local_main_process, distributed_type = 0, 2, True, "DEEPSPEED"
 
     def __init__(self, other: list | None = None):
         self.other = other
@@ -65,9 +68,11 @@ def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterati
     """At optimizer step `step`; a round has two micro-steps per iteration, an optimizer step has one."""
     args = {
         "output_dir": str(output_dir), "gradient_accumulation_steps": 1, "per_device_train_batch_size": 2,
-        "steps_per_generation": 2, "save_only_model": False, "max_staleness": 1,
+        "steps_per_generation": 2, "save_only_model": False, "max_staleness": 1, "save_total_limit": None,
     } | fields  # fmt: skip
-    args = SimpleNamespace(**{name: value for name, value in args.items() if value is not None})
+    if args["max_staleness"] is None:  # TRL's own config has no such field
+        del args["max_staleness"]
+    args = SimpleNamespace(**args)
     return SimpleNamespace(
         args=args,
         accelerator=accelerator or Accelerator(),
@@ -247,3 +252,89 @@ def test_nodes_that_changed_places_are_told(tmp_path):
     """Rank 0 finds rank 1's file and the other way round."""
     with pytest.raises(ConfigurationError, match=r"no optimizer state for the ranks \[0, 1\].*--machine_rank"):
         check_zero_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))
+
+
+class Alone(Accelerator):
+    """Of one rank."""
+
+    num_processes = 1
+
+    def gather(self, mine):
+        return mine
+
+
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+def test_what_a_larger_launch_left_in_a_folder_does_not_make_the_new_checkpoint_unusable(tmp_path, prefix):
+    """Four ranks wrote it, or began to; then one rank came to the same step."""
+    folder = zero_checkpoint(tmp_path, 0, 1, 2, 3, prefix=prefix)
+    save_rollouts(folder, 3, SavedRollouts({}, {"block": [], "layout": [4, 1, 1, 1, 1]}))
+    (folder / "rng_state_3.pth").touch()
+    alone = Alone()
+    with CheckpointLog(tmp_path, alone).saving(4):
+        save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [1, 1, 1, 1, 1]}))
+    check_zero_ranks(folder, alone)
+    left = {path.name for path in folder.rglob("*") if path.is_file()}
+    assert left == {
+        f"{prefix}zero_pp_rank_0_mp_rank_00_{part}_states.pt" for part in ("optim", "model")
+    } | {"rollouts_rank0.safetensors", "multinode.json", "latest"}  # fmt: skip
+
+
+def test_zero_states_are_no_part_of_a_checkpoint_without_deepspeed(tmp_path):
+    """One rank under ZeRO, then two under DDP at the same step."""
+    folder, both = zero_checkpoint(tmp_path, 0), Accelerator()
+    (folder / "latest").write_text("global_step4")
+    both.distributed_type = "MULTI_GPU"
+    with CheckpointLog(tmp_path, both).saving(4):
+        pass
+    check_zero_ranks(folder, both)
+    assert [path.name for path in folder.iterdir()] == ["multinode.json"]
+
+
+def test_the_number_of_ranks_is_known_without_rollouts_too(tmp_path):
+    """`save_only_model`, and a node that sees only its own ranks."""
+    wide = Accelerator()
+    wide.num_processes = 4
+    folder = zero_checkpoint(tmp_path, 0)
+    with CheckpointLog(tmp_path, wide).saving(4):
+        pass
+    with pytest.raises(ConfigurationError, match="written by 4 ranks"):
+        check_zero_ranks(folder, Accelerator([[4, 1]]))
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_at_the_resume(tmp_path):
+    folder = saved_at(3, tmp_path)
+    (folder / "multinode.json").write_text('{"format": 2, "trl_multinode": "0.9", "ranks": 2}')
+    with pytest.raises(ConfigurationError, match="checkpoint format 2"):
+        Resume(trainer_at(3, tmp_path)).choose(str(folder))
+
+
+def test_a_checkpoint_without_a_format_resumes_with_its_rollouts(tmp_path):
+    """The first version wrote no `multinode.json`; its other files are the same."""
+    folder = saved_at(3, tmp_path)
+    (folder / "multinode.json").unlink()
+    trainer = resumed(trainer_at(3, tmp_path), folder)
+    assert [part["ids"].tolist() for part in trainer._buffered_inputs] == [[[1, 2]], [[3, 4]]]
+    assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None
+
+
+@pytest.mark.parametrize("content", ["strange", "cut off"])
+def test_a_rollouts_file_that_is_not_ours_is_as_good_as_none(tmp_path, content, caplog):
+    folder = saved_at(3, tmp_path)
+    path = rollouts_file(folder, 0)
+    if content == "strange":
+        save_file({"x": torch.zeros(1)}, path)
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    trainer = resumed(trainer_at(3, tmp_path), folder)
+    assert trainer._buffered_inputs is None and "generate them again" in caplog.text
+    zero = zero_checkpoint(tmp_path / "other", 0, 1)
+    rollouts_file(zero, 0).write_bytes(path.read_bytes())
+    check_zero_ranks(zero, Accelerator([[2, 1]]))
+
+
+def test_an_unfinished_checkpoint_that_the_script_names_is_refused(tmp_path):
+    """transformers' `get_last_checkpoint` names it, for example."""
+    folder = saved_at(3, tmp_path)
+    (tmp_path / "_multinode" / "saving" / "checkpoint-3.rank1").touch()
+    with pytest.raises(ConfigurationError, match="checkpoint-3 cannot be resumed: it is unfinished, because"):
+        Resume(trainer_at(3, tmp_path)).choose(str(folder))

@@ -5,23 +5,22 @@ transformers restores weights, optimizer and random states; this module adds the
 the block itself, and the epoch's permutation.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from ..errors import ConfigurationError
 from ..run.reporter import warn
+from .checkpoint_files import MARKERS, OWN, read_metadata, why_unfinished, write_metadata
+from .rotation import by_age, delete, delete_files_of_other_launches, delete_leftovers, step_of, sync, sync_tree
+from .saved_rollouts import load_notes
 
-STATE_FILE = "trainer_state.json"  # transformers writes it last
 PREFIX = "checkpoint-"
+NOTHING, ONLY_UNFINISHED = -1, -2  # what a rank sees in place of the step of a finished checkpoint
 ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")  # part of DeepSpeed's file names, after "bf16_" or nothing
 
 
@@ -41,21 +40,6 @@ def fast_forward(sampler: Any, epochs: int) -> Any:
         for _ in range(epochs):
             torch.randperm(sampler.num_samples, generator=sampler.generator)
     return sampler
-
-
-def epochs_behind(checkpoint: Path) -> int:
-    """Return the number of epochs completed before a checkpoint.
-
-    Raises:
-        `ConfigurationError`: if the folder is not a checkpoint, or is an unfinished one.
-    """
-    try:
-        return int(json.loads((checkpoint / STATE_FILE).read_text())["epoch"])
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"{checkpoint} is no finished checkpoint: its {STATE_FILE} cannot be read ({error}). Name another one, or "
-            "use `resume_from_checkpoint=True`, which takes the newest that is finished."
-        ) from error
 
 
 def micro_steps_done(global_step: int, steps_in_epoch: int | None, accumulation: int) -> int:
@@ -82,8 +66,9 @@ def micro_steps_done(global_step: int, steps_in_epoch: int | None, accumulation:
 class CheckpointLog:
     """Record of which checkpoint folders all ranks finished writing.
 
-    Each rank creates a marker file before it writes a checkpoint, and removes it once every rank has finished. A
-    folder is unfinished if a marker remains, or if the last file that transformers or DeepSpeed writes is missing.
+    Each rank creates a marker file before it writes a checkpoint, and removes it once the files of every rank are on
+    disk. A folder is unfinished if a marker remains, or if the last file that transformers or DeepSpeed writes is
+    missing.
 
     Args:
         output_dir (`Path`):
@@ -95,7 +80,8 @@ class CheckpointLog:
     def __init__(self, output_dir: Path, accelerator: Any):
         self._output_dir = output_dir
         self._accelerator = accelerator
-        self._markers = output_dir / "_multinode" / "saving"  # Hub pushes exclude `_*`
+        self._own = output_dir / OWN
+        self._markers = output_dir / MARKERS
 
     @contextmanager
     def saving(self, step: int) -> Iterator[Path]:
@@ -103,17 +89,64 @@ class CheckpointLog:
 
         The exit is a collective of all training ranks. If a rank fails inside, the folder stays marked as unfinished.
         """
-        marker = self._markers / f"{PREFIX}{step}.rank{self._accelerator.process_index}"
         self._markers.mkdir(parents=True, exist_ok=True)
-        marker.touch()
+        (self._markers / f"{PREFIX}{step}.rank{self._accelerator.process_index}").touch()
+        sync(self._markers)
+        sync(self._own)
         folder = self._output_dir / f"{PREFIX}{step}"
         folder.mkdir(parents=True, exist_ok=True)
+        if self._accelerator.is_local_main_process:
+            self._begin(folder)
         yield folder
         if self._accelerator.is_local_main_process:
             self._write_latest(folder)
+        sync_tree(folder)
         self._accelerator.wait_for_everyone()
         for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):  # also markers of an earlier run with more ranks
             marker.unlink(missing_ok=True)
+        sync(self._markers)
+
+    def _begin(self, folder: Path) -> None:
+        """Remove what an earlier launch left in the folder, and write the metadata, the same on every node."""
+        ranks = self._accelerator.num_processes
+        delete_files_of_other_launches(folder, ranks, self._accelerator.distributed_type == "DEEPSPEED")
+        write_metadata(folder, self._accelerator.process_index, ranks)
+
+    def rotate(self, step: int, limit: int, best: str | None, deletes: bool) -> None:
+        """Delete checkpoints beyond `save_total_limit`, after every rank has finished that of `step`. A collective.
+
+        Without the wait, a node could delete its older checkpoint while another node, whose marker remains, still
+        needs it. The checkpoint of `step` and the best one stay; unfinished ones are deleted first, then old ones.
+
+        Args:
+            step (`int`):
+                Optimizer step of the newest checkpoint.
+            limit (`int`):
+                Number of checkpoints to keep.
+            best (`str`, *optional*):
+                Folder of the best checkpoint.
+            deletes (`bool`):
+                `True` on the ranks that delete: one per folder.
+        """
+        self._accelerator.wait_for_everyone()
+        if not deletes:
+            return
+        folders = by_age(self._folders())
+        kept = {(self._output_dir / f"{PREFIX}{step}").resolve(), *([Path(best).resolve()] if best else ())}
+        old = [folder for folder in folders if folder.resolve() not in kept]
+        old.sort(key=lambda folder: why_unfinished(folder) is None)
+        too_many = len(folders) - max(limit, len(folders) - len(old))
+        delete(old[: max(0, too_many)], self._own)
+
+    def keep_only(self, best: str) -> None:
+        """Delete all checkpoints but the best one, as transformers does at the end with `save_total_limit=1`."""
+        if Path(best).is_dir():
+            delete([folder for folder in self._folders() if not folder.samefile(best)], self._own)
+
+    def delete_leftovers(self) -> None:
+        """Delete what an earlier run was deleting when it ended."""
+        if self._accelerator.is_local_main_process:
+            delete_leftovers(self._own)
 
     @staticmethod
     def _write_latest(folder: Path) -> None:
@@ -131,19 +164,27 @@ class CheckpointLog:
         return bool(self._accelerator.gather(vote).all())
 
     def last_whole(self) -> Path | None:
-        """Return the newest finished checkpoint that every rank sees, or `None` if no rank sees a finished one.
+        """Return the newest finished checkpoint that every rank sees, or `None` if no rank sees any checkpoint.
 
         A collective of all training ranks.
 
         Raises:
-            `ConfigurationError`: on every rank, if some ranks see finished checkpoints but none is common to all.
+            `ConfigurationError`: on every rank, if some ranks see finished checkpoints but none is common to all, or
+                if there are only unfinished ones.
         """
-        steps = self._whole_steps()
+        reasons = {folder: why_unfinished(folder) for folder in sorted(self._folders(), key=step_of)}
+        steps = [step_of(folder) for folder, reason in reasons.items() if reason is None]
+        unfinished = {folder: reason for folder, reason in reasons.items() if reason is not None}
+        first = ONLY_UNFINISHED if unfinished and not steps else NOTHING
         padded = self._accelerator.pad_across_processes(
-            torch.tensor([-1, *steps], device=self._accelerator.device), pad_index=-1
+            torch.tensor([first, *steps], device=self._accelerator.device), pad_index=NOTHING
         )
         seen = self._accelerator.gather(padded).tolist()
         common = [step for step in steps if seen.count(step) == self._accelerator.num_processes]
+        if not common and max(seen) < 0 and ONLY_UNFINISHED in seen:
+            raise self._only_unfinished(unfinished)
+        for folder, reason in unfinished.items() if self._accelerator.is_local_main_process else ():
+            warn(f"{folder} is skipped: {reason}." + (" It can be deleted." if common else ""))
         if max(seen) >= 0 and not common:
             raise ConfigurationError(
                 f"No checkpoint in {self._output_dir} is finished for all ranks: rank "
@@ -153,29 +194,19 @@ class CheckpointLog:
             )
         return self._output_dir / f"{PREFIX}{max(common)}" if common else None
 
-    def _whole_steps(self) -> list[int]:
-        whole = []
-        for folder in sorted(self._output_dir.glob(f"{PREFIX}*")):
-            if not folder.name.removeprefix(PREFIX).isdigit():
-                continue
-            if (reason := self._why_unfinished(folder)) is None:
-                whole.append(int(folder.name.removeprefix(PREFIX)))
-            elif self._accelerator.is_local_main_process:
-                warn(f"{folder} is skipped: {reason}. It can be deleted.")
-        return sorted(whole)
+    def _only_unfinished(self, unfinished: dict[Path, str]) -> ConfigurationError:
+        seen = "; ".join(f"{folder.name} is {reason}" for folder, reason in unfinished.items())
+        folders = " ".join(map(str, unfinished)) or "FOLDERS"
+        return ConfigurationError(
+            f"{self._output_dir} has no finished checkpoint to resume from, only unfinished ones (rank "
+            f"{self._accelerator.process_index}: {seen or 'they are on another node'}). To begin anew at step 1, "
+            f"delete them on every node (`rm -r {folders}`), or use another `output_dir`, or call `train()` without "
+            "`resume_from_checkpoint`."
+        )
 
-    def _why_unfinished(self, folder: Path) -> str | None:
-        if any(self._markers.glob(f"{folder.name}.rank*")):
-            return "unfinished, because the run ended while it was written"
-        try:
-            json.loads((folder / STATE_FILE).read_text())
-        except FileNotFoundError:
-            return f"unfinished, {STATE_FILE} is missing on this node"
-        except ValueError:
-            return f"unfinished, its {STATE_FILE} is cut off"
-        if any(folder.glob("global_step*")) and not (folder / "latest").is_file():
-            return "unfinished, DeepSpeed's file `latest` is missing on this node"
-        return None
+    def _folders(self) -> list[Path]:
+        found = self._output_dir.glob(f"{PREFIX}*")
+        return [folder for folder in found if folder.name.removeprefix(PREFIX).isdigit() and folder.is_dir()]
 
 
 def check_zero_ranks(folder: Path, accelerator: Any) -> None:
@@ -197,7 +228,7 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
     rank, world = accelerator.process_index, accelerator.num_processes
     files = folder.glob("global_step*/*_optim_states.pt")
     seen = {int(found[1]) for path in files if (found := ZERO_RANK.search(path.name))}
-    at_least = max(*(number + 1 for number in seen), _world_of(folder, rank)) if seen else 0
+    at_least = (_recorded_ranks(folder, rank) or max(seen) + 1) if seen else 0
     mine = torch.tensor([[at_least, int(rank in seen)]], device=accelerator.device)
     found = accelerator.gather(mine)
     saved_by = int(found[:, 0].max())
@@ -216,68 +247,10 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
         )
 
 
-def _world_of(folder: Path, rank: int) -> int:
-    """Return the number of ranks of the launch that wrote this rank's rollouts file, or 0 without that file.
+def _recorded_ranks(folder: Path, rank: int) -> int:
+    """Return the number of ranks of the launch that wrote a checkpoint, as far as this node knows it; 0 if not.
 
     A node whose folder is not shared has only the files of its own ranks, so counting them would not give this number.
     """
-    if not (path := rollouts_file(folder, rank)).exists():
-        return 0
-    with safe_open(path, framework="pt") as file:
-        return json.loads((file.metadata() or {})["notes"]).get("layout", [0])[0]
-
-
-# ---- saved state of a rank ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SavedRollouts:
-    """Generation state of one rank, as a checkpoint stores it."""
-
-    tensors: dict[str, torch.Tensor]  # names with a slash: "block0/prompt_ids", "ahead/tokens"
-    notes: dict  # all other values, as plain JSON
-
-
-def rollouts_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's rollouts in a checkpoint."""
-    return folder / f"rollouts_rank{rank}.safetensors"
-
-
-def save_rollouts(folder: Path, rank: int, saved: SavedRollouts) -> None:
-    """Save a rank's rollouts; the rename from `.part` ensures that a killed run leaves no partial `.safetensors`."""
-    path = rollouts_file(folder, rank)
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in saved.tensors.items()}  # slices share memory
-    save_file(tensors, path.with_suffix(".part"), metadata={"notes": json.dumps(saved.notes)})
-    path.with_suffix(".part").replace(path)
-
-
-def load_rollouts(folder: Path, rank: int, device: torch.device) -> SavedRollouts | None:
-    """Load a rank's rollouts; `None` if the checkpoint has no such file (from plain TRL, or from fewer ranks)."""
-    path = rollouts_file(folder, rank)
-    if not path.exists():
-        return None
-    with safe_open(path, framework="pt") as file:  # no `device` here: safetensors rejects "cpu:0"
-        notes = json.loads((file.metadata() or {})["notes"])
-        return SavedRollouts({name: file.get_tensor(name).to(device) for name in file.keys()}, notes)
-
-
-def pack_block(slices: list[dict]) -> SavedRollouts:
-    """Convert TRL's `_buffered_inputs`, a list of dicts of tensors, lists and `None`, into [`SavedRollouts`]."""
-    tensors = {
-        f"block{index}/{name}": value
-        for index, part in enumerate(slices)
-        for name, value in part.items()
-        if isinstance(value, torch.Tensor)
-    }
-    lists = [{name: value for name, value in part.items() if isinstance(value, list)} for part in slices]
-    return SavedRollouts(tensors, {"block": lists})
-
-
-def unpack_block(saved: SavedRollouts) -> list[dict]:
-    """Invert [`pack_block`]; `None` entries stay absent, because TRL reads them with `get`."""
-    slices = [dict(lists) for lists in saved.notes["block"]]
-    for name, tensor in saved.tensors.items():
-        group, _, key = name.partition("/")
-        if group.startswith("block"):
-            slices[int(group.removeprefix("block"))][key] = tensor
-    return slices
+    notes = load_notes(folder, rank) or {}  # format 0 has the number only there
+    return read_metadata(folder).get("ranks") or notes.get("layout", [0])[0]

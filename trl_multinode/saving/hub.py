@@ -45,6 +45,7 @@ class HubTrainer(Trainer):
     """
 
     host: NodeHost | None = None
+    _held_push: str | None = None  # inside `_pushing_afterwards`, the checkpoint to push, or ""
     _pushing = False  # `True` inside `push_to_hub`, which saves the model before it raises
 
     def init_hf_repo(self, token: str | None = None) -> None:
@@ -72,7 +73,24 @@ class HubTrainer(Trainer):
         self._check_repo()
         return pushed
 
+    @contextmanager
+    def _pushing_afterwards(self) -> Iterator[None]:
+        """Hold the push of a checkpoint until the context ends, when the checkpoint is finished.
+
+        A push that fails then raises after the checkpoint is marked as finished, and before an older one is deleted.
+        """
+        self._held_push = ""
+        try:
+            yield
+        finally:
+            held, self._held_push = self._held_push, None
+        if held:
+            self._push_from_checkpoint(held)
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._held_push is not None:
+            self._held_push = checkpoint_folder
+            return None
         if self.host is None or self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return super()._push_from_checkpoint(checkpoint_folder)
         self._raise_failed_pushes()

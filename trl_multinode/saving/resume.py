@@ -10,17 +10,10 @@ import torch
 from ..errors import ConfigurationError
 from ..rollouts.look_ahead import from_arrays, to_arrays
 from ..run.reporter import report, warn
-from .checkpoints import (
-    CheckpointLog,
-    SavedRollouts,
-    check_zero_ranks,
-    epochs_behind,
-    load_rollouts,
-    micro_steps_done,
-    pack_block,
-    save_rollouts,
-    unpack_block,
-)
+from .checkpoint_files import check_finished, check_format, epochs_behind
+from .checkpoints import CheckpointLog, check_zero_ranks, micro_steps_done
+from .rotation import total_limit
+from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
 
 
 class Resume:
@@ -39,6 +32,7 @@ class Resume:
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
         self._must_restore = False
+        self._limit: int | None = None  # `save_total_limit` while it is hidden from transformers
         self.epochs = 0  # epochs that the run completed before the checkpoint
 
     @property
@@ -51,8 +45,9 @@ class Resume:
 
         Raises:
             `ConfigurationError`: if `wanted` is `True` and no checkpoint is finished; if the checkpoint is unfinished,
-                or was written by another number of ranks.
+                or was written by another number of ranks, or by a newer version of this library.
         """
+        self._log.delete_leftovers()
         if wanted is True:
             self._folder = self._log.last_whole()
             if self._folder is None:
@@ -62,7 +57,10 @@ class Resume:
                 )
         else:
             self._folder = Path(wanted) if wanted else None
+            if self._folder is not None:
+                check_finished(self._folder)
         if self._folder is not None:
+            check_format(self._folder)
             check_zero_ranks(self._folder, self._accelerator)
             if getattr(self._trainer.args, "sync_ref_model", False):
                 warn(
@@ -103,7 +101,7 @@ class Resume:
         """
         inside, rank, staleness = self._inside_block(), self._accelerator.process_index, self._trainer.max_staleness
         saved = load_rollouts(folder, rank, self._accelerator.device)
-        usable = saved is not None and saved.notes["layout"] == self._layout()
+        usable = saved is not None and saved.notes.get("layout") == self._layout()
         if not self._log.all_have(usable):
             if inside or staleness:
                 why = "has rollouts" if usable else "has no rollouts, or those of another layout"
@@ -127,9 +125,39 @@ class Resume:
 
         It waits for a running look-ahead, unless `save_only_model` omits the rollouts.
         """
-        with self._log.saving(self._trainer.state.global_step) as folder:
-            if not self._trainer.args.save_only_model:
+        args = self._trainer.args
+        self._limit = args.save_total_limit
+        with self._log.saving(self._trainer.state.global_step) as folder, total_limit(args, None):
+            if not args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
+            yield
+        self._limit = None
+
+    @contextmanager
+    def rotating(self) -> Iterator[None]:
+        """Delete old checkpoints on exit, when the new one is finished, instead of inside, where transformers would.
+
+        All training ranks enter it, around [`saving`].
+        """
+        yield
+        args, state = self._trainer.args, self._trainer.state
+        if args.save_total_limit is not None and args.save_total_limit > 0:
+            self._log.rotate(state.global_step, args.save_total_limit, state.best_model_checkpoint, args.should_save)
+
+    @contextmanager
+    def rotating_at_end(self) -> Iterator[None]:
+        """Delete all but the best checkpoint on exit, instead of inside, where transformers would."""
+        args, state = self._trainer.args, self._trainer.state
+        with total_limit(args, None):
+            yield
+        if args.should_save and args.save_total_limit == 1 and state.best_model_checkpoint is not None:
+            self._log.keep_only(state.best_model_checkpoint)
+
+    @contextmanager
+    def showing_limit(self) -> Iterator[None]:
+        """Show the `save_total_limit` of the user inside [`saving`], for the arguments that a checkpoint stores."""
+        args = self._trainer.args
+        with total_limit(args, self._limit if args.save_total_limit is None else args.save_total_limit):
             yield
 
     def _collect(self) -> SavedRollouts:

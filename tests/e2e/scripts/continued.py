@@ -1,8 +1,9 @@
 """Runs that are killed and go on, or run through. Usage: continued.py FOLDER JOBS_JSON
 
 A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill_at` (optimizer
-step) ends every rank by SIGKILL right after that step's checkpoint, `kill_inside` in the middle of writing it;
-`resume` goes to `train()`; `copy_of` is a checkpoint that it resumes from a copy of, `without_rollouts` (ranks)
+step) ends every rank by SIGKILL right after that step's checkpoint, `kill_inside` in the middle of writing it,
+`kill_deleting` the rank that then deletes an older one, when two of its files are gone; `resume` goes to `train()`;
+`copy_of` is a checkpoint that it resumes from a copy of, `without_rollouts` (ranks)
 removes their file from the copy; `prompts` is the size of the dataset; "{node}" in `output` is the node's number.
 Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, per generation
 round what the reward function saw.
@@ -76,6 +77,19 @@ def kill_while_saving(trainer, step: int | None) -> None:
     trainer._save_optimizer_and_scheduler = cut_off
 
 
+def kill_while_deleting(trainer, step: int | None) -> None:
+    rmtree = shutil.rmtree
+
+    def cut_off(path, *args, **keywords):
+        if trainer.state.global_step == step and "checkpoint-" in str(path):
+            for file in ("latest", "model.safetensors"):
+                Path(path, file).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        rmtree(path, *args, **keywords)
+
+    shutil.rmtree = cut_off
+
+
 def copy(trainer, checkpoint: str, name: str, without_rollouts: list[int]) -> str:
     """Into a folder of this job; made by the main process."""
     target = Path(folder, f"{name}-{Path(checkpoint).name}")
@@ -87,8 +101,8 @@ def copy(trainer, checkpoint: str, name: str, without_rollouts: list[int]) -> st
     return str(target)
 
 
-def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, resume=None, copy_of=None,
-        without_rollouts=(), **settings) -> None:  # fmt: skip
+def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, kill_deleting=None, resume=None,
+        copy_of=None, without_rollouts=(), **settings) -> None:  # fmt: skip
     rounds = Rounds()
     output = output.format(node=os.environ.get("GROUP_RANK", "0"))
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
@@ -99,6 +113,7 @@ def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, re
     rounds.trainer = trainer
     trainer.add_callback(Record(name, rounds, kill_at))
     kill_while_saving(trainer, kill_inside)
+    kill_while_deleting(trainer, kill_deleting)
     if copy_of is not None:
         resume = copy(trainer, copy_of, name, without_rollouts)
     print(f"JOB {name} on rank {RANK}", flush=True)

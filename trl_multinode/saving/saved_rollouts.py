@@ -1,0 +1,70 @@
+"""Rollouts of one rank in a checkpoint: a safetensors file with tensors and JSON."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+
+@dataclass(frozen=True)
+class SavedRollouts:
+    """Generation state of one rank, as a checkpoint stores it."""
+
+    tensors: dict[str, torch.Tensor]  # names with a slash: "block0/prompt_ids", "ahead/tokens"
+    notes: dict  # all other values, as plain JSON
+
+
+def rollouts_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's rollouts in a checkpoint."""
+    return folder / f"rollouts_rank{rank}.safetensors"
+
+
+def save_rollouts(folder: Path, rank: int, saved: SavedRollouts) -> None:
+    """Save a rank's rollouts; the rename from `.part` ensures that a killed run leaves no partial `.safetensors`."""
+    path = rollouts_file(folder, rank)
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in saved.tensors.items()}  # slices share memory
+    save_file(tensors, path.with_suffix(".part"), metadata={"notes": json.dumps(saved.notes)})
+    path.with_suffix(".part").replace(path)
+
+
+def load_rollouts(folder: Path, rank: int, device: torch.device) -> SavedRollouts | None:
+    """Load a rank's rollouts; `None` if the checkpoint has no such file of ours (from plain TRL, or fewer ranks)."""
+    notes = load_notes(folder, rank)
+    if notes is None:
+        return None
+    with safe_open(rollouts_file(folder, rank), framework="pt") as file:  # no `device`: safetensors rejects "cpu:0"
+        return SavedRollouts({name: file.get_tensor(name).to(device) for name in file.keys()}, notes)
+
+
+def load_notes(folder: Path, rank: int) -> dict | None:
+    """Load the notes of a rank's rollouts; `None` without a file that has them."""
+    try:
+        with safe_open(rollouts_file(folder, rank), framework="pt") as file:
+            return json.loads((file.metadata() or {})["notes"])
+    except (OSError, SafetensorError, KeyError, ValueError):  # missing, cut off, or written by something else
+        return None
+
+
+def pack_block(slices: list[dict]) -> SavedRollouts:
+    """Convert TRL's `_buffered_inputs`, a list of dicts of tensors, lists and `None`, into [`SavedRollouts`]."""
+    tensors = {
+        f"block{index}/{name}": value
+        for index, part in enumerate(slices)
+        for name, value in part.items()
+        if isinstance(value, torch.Tensor)
+    }
+    lists = [{name: value for name, value in part.items() if isinstance(value, list)} for part in slices]
+    return SavedRollouts(tensors, {"block": lists})
+
+
+def unpack_block(saved: SavedRollouts) -> list[dict]:
+    """Invert [`pack_block`]; `None` entries stay absent, because TRL reads them with `get`."""
+    slices = [dict(lists) for lists in saved.notes["block"]]
+    for name, tensor in saved.tensors.items():
+        group, _, key = name.partition("/")
+        if group.startswith("block"):
+            slices[int(group.removeprefix("block"))][key] = tensor
+    return slices
