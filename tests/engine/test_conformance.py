@@ -75,6 +75,16 @@ def test_score_gives_the_trainers_log_probs(trainer):
     assert torch.allclose(torch.from_numpy(got.logprobs.copy()), expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_score_has_its_own_temperature(trainer, temperature):
+    ids = [5, 6, 7, 290, 299]
+    requests = [trainer.engines[0].post_score(ids, t) for t in (temperature, 1.0)]  # in one batch
+    got, plain = (torch.from_numpy(trainer.engines[0].scored(request).logprobs.copy()) for request in requests)
+    assert torch.allclose(got, trainer.logprobs([5], ids[1:], temperature), atol=1e-4)
+    assert torch.allclose(plain, trainer.logprobs([5], ids[1:]), atol=1e-4)
+    assert (got - plain).abs().max() > 0.1
+
+
 def test_returns_n_rows_of_bounded_length_per_prompt(trainer):
     groups = generate(trainer, ignore_eos=True)
     assert [[len(row.tokens) for row in rows] for rows in groups] == [[12] * 3] * 2

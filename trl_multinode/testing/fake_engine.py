@@ -111,11 +111,11 @@ class FakeBackend(Backend):
                 break
         return CompletionBuffer(ids[len(prompt) :], logprobs)
 
-    async def score(self, prompt: list[int]) -> list[CompletionBuffer]:
+    async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
         self._check_length(prompt)
         with torch.no_grad():
             ids = torch.tensor([prompt])
-            scores = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+            scores = (self._model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
         return [CompletionBuffer(prompt[1:], scores.gather(1, ids[0, 1:, None])[:, 0].tolist())]
 
     async def open_slots(self, request: OpenSlots) -> None:
