@@ -31,7 +31,7 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
-        self._monitor = DivergenceMonitor(host, self.args, self.model, self.vllm_generation)
+        self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -46,7 +46,10 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
             sampled = torch.zeros_like(self._scores[0])
             for row, made in zip(sampled, self.vllm_generation.rows, strict=True):
                 row[: len(made.logprobs)] = torch.tensor(made.logprobs)
-            self._monitor.check(output | {"old_per_token_logps": self._scores[0], "sampling_per_token_logps": sampled})
+            scores = {"old_per_token_logps": self._scores[0], "sampling_per_token_logps": sampled}
+            counts = self._monitor.check(output | scores)
+            if self.model.training:
+                self._meter.add_checked(*counts)
         self._scores = None
         return output
 
