@@ -66,13 +66,12 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             check_images(self.accelerator, inputs)
         make = partial(super()._generate_and_score_completions, with_lists_of_images(inputs))
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
-        if self.vllm_generation.generated:  # a `rollout_func` may take its log-probs from elsewhere
-            counts = self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
-            if self.model.training:
-                self._meter.add_checked(*counts)
         if self.model.training:
             self._meter.add_weights(output)
         return output
+
+    def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
+        return self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:
         """Replace `None`, which TRL 1.16 returns for a prompt without images, with an empty list: processors reject

@@ -14,8 +14,10 @@ from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import LogprobDivergenceError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_settings import NodeSettings
+from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.look_ahead import RoundRollouts
 from trl_multinode.rollouts.monitor import DivergenceMonitor, settings_not_scored
+from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.weights.probe import divergence_limit
 from trl_multinode.wire.messages import WeightVersion
 
@@ -170,6 +172,33 @@ def test_limit_zero_measures_and_never_trips(config):
     watcher = monitor(config(logprob_divergence_limit=0))
     watcher.check(batch([[-1.0]], [[-5.0]]))
     assert watcher.last == 4.0
+
+
+class Unscored(NodeTrainer):
+    """A trainer that never scores its completions, in the middle of a run; `make` is TRL's method."""
+
+    def __init__(self, logprobs: list[float]):
+        self.host = SimpleNamespace(topology="node 1, rank 3")
+        self.model = SimpleNamespace(training=True)
+        self._meter = StalenessMeter(SimpleNamespace())
+        rows = [Rollout(np.zeros(len(logprobs), np.int32), np.array(logprobs, np.float32), WeightVersion(4, 12), 0)]
+        self.vllm_generation = SimpleNamespace(rows=rows, version=WeightVersion(4, 12), lag=(0, 0), generated=True)
+
+    def _begin_round(self, following=None) -> None:
+        pass
+
+    def run(self, make=dict) -> dict[str, float]:
+        self._one_round(make)
+        return summarize_rounds([self._meter.take((0.0, 0.0), [])], [0.0])
+
+
+def test_a_trainer_that_compares_nothing_still_stops_at_an_engines_nan_and_logs_its_share():
+    assert Unscored([NAN] + [-1.0] * 199).run()["logprobs/nan_share"] == 1 / 200
+    assert Unscored([]).run().get("logprobs/nan_share") is None
+    with pytest.raises(
+        LogprobDivergenceError, match=r"rank 3: 50.0 % .* the engine, with the weights of update 4"
+    ):
+        Unscored([NAN, -1.0]).run()
 
 
 CHANGED = [

@@ -80,7 +80,7 @@ class DivergenceMonitor:
         mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
         trained = mask.nonzero(as_tuple=True)  # once, because it makes the host wait for the device
         scores = {side: output[key][trained].float() for side, key in SIDES.items() if key in output}
-        counts = self._check_nan(scores, self._generation.used.version)
+        counts = check_nan(self._where, scores, self._generation.used.version, self._generation.version)
         if len(scores) < len(SIDES):
             if self.limit:
                 warn("The log-prob check of the engines is off, because vllm_importance_sampling_correction is False.")
@@ -89,26 +89,9 @@ class DivergenceMonitor:
             self._judge(scores)
         elif self._requested is not None:
             scores = self._rescored(output, mask)
-            self._check_nan(scores, self._generation.version)
+            check_nan(self._where, scores, self._generation.version, self._generation.version)
             self._judge(scores)
         return counts
-
-    def _check_nan(self, scores: dict[str, torch.Tensor], version: WeightVersion) -> tuple[int, int]:
-        """Raise if too many log-probs are NaN; `version` are the weights with which the engine computed its own."""
-        if not scores:
-            return 0, 0
-        nan = torch.stack([values.isnan() for values in scores.values()])
-        tokens, count = nan.shape[1], int(nan.any(0).sum())
-        if count > NAN_LIMIT * tokens:
-            sides = [side for side, found in zip(scores, nan.any(1).tolist(), strict=True) if found]
-            if "trainer" in sides:
-                version = self._generation.version
-            raise LogprobDivergenceError(
-                f"{self._where}: {100 * count / tokens:.1f} % of the trained tokens ({count} of {tokens}) have a NaN "
-                f"log-prob (limit {100 * NAN_LIMIT:g} %), from the {' and the '.join(sides)}, with the weights "
-                f"of {version}. {NAN_CURES[sides[-1]]}"
-            )
-        return tokens, count
 
     def _judge(self, scores: dict[str, torch.Tensor]) -> None:
         difference = (scores["trainer"] - scores["engine"]).abs()
@@ -147,6 +130,36 @@ class DivergenceMonitor:
         scored = torch.from_numpy(self._generation.engines[engine].scored(request_id).logprobs[-kept:].copy())
         trained, own = mask[row][:kept].cpu(), output[SIDES["trainer"]][row][:kept].float().cpu()
         return {"engine": scored[trained], "trainer": own[trained]}
+
+
+def check_nan(
+    where: str, scores: dict[str, torch.Tensor], engine_version: WeightVersion, trainer_version: WeightVersion
+) -> tuple[int, int]:
+    """Raise if more than 1 % of a rank's log-probs are NaN, and return how many there are and how many are NaN.
+
+    Args:
+        where (`str`):
+            Node and rank, for the message.
+        scores (`dict[str, torch.Tensor]`):
+            Log-probs of the same tokens from `"engine"`, `"trainer"` or both.
+        engine_version (`WeightVersion`), trainer_version (`WeightVersion`):
+            Weights with which each side computed them.
+
+    Raises:
+        `LogprobDivergenceError`: the message names the side, its weights and the cure.
+    """
+    if not scores:
+        return 0, 0
+    nan = torch.stack([values.isnan() for values in scores.values()])
+    tokens, count = nan.shape[1], int(nan.any(0).sum())
+    if count > NAN_LIMIT * tokens:
+        sides = [side for side, found in zip(scores, nan.any(1).tolist(), strict=True) if found]
+        raise LogprobDivergenceError(
+            f"{where}: {100 * count / tokens:.1f} % of the trained tokens ({count} of {tokens}) have a NaN log-prob "
+            f"(limit {100 * NAN_LIMIT:g} %), from the {' and the '.join(sides)}, with the weights of "
+            f"{trainer_version if 'trainer' in sides else engine_version}. {NAN_CURES[sides[-1]]}"
+        )
+    return tokens, count
 
 
 def settings_not_scored(args: Any) -> list[str]:
