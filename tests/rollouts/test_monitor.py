@@ -195,9 +195,7 @@ class Unscored(NodeTrainer):
 def test_a_trainer_that_compares_nothing_still_stops_at_an_engines_nan_and_logs_its_share():
     assert Unscored([NAN] + [-1.0] * 199).run()["logprobs/nan_share"] == 1 / 200
     assert Unscored([]).run().get("logprobs/nan_share") is None
-    with pytest.raises(
-        LogprobDivergenceError, match=r"rank 3: 50.0 % .* the engine, with the weights of update 4"
-    ):
+    with pytest.raises(LogprobDivergenceError, match=r"rank 3: 50.0 % .* the engine, with the weights of update 4"):
         Unscored([NAN, -1.0]).run()
 
 
