@@ -76,8 +76,8 @@ class NodeFields(_Arguments):
             stay the same. `1` requires TRL's importance-sampling correction, which becomes the off-policy correction.
         logprob_divergence_limit (`float`, *optional*):
             Limit for the mean |engine log-prob - trainer log-prob| per token of a rank's batch. Above it the run
-            stops, because some weights of the engine must be stale. Default: 0.02 if both sides are float32, else 0.3.
-            `0` turns the check off.
+            stops, because some weights of the engine must be stale. Default: 0.02 if both sides compute in float32,
+            else 0.3. `0` turns the check off. More than 1 % of NaN among the trained tokens always stops the run.
         micro_batch_tokens (`int`, *optional*):
             Maximum number of slots (rows x padded length) of a micro-batch. The rows of every optimizer step are
             regrouped into micro-batches of similar cost. Every row, its prompt included, must fit. Default: TRL's

@@ -10,7 +10,7 @@
     │   └── PromptTooLongError (also ValueError)
     ├── WeightSyncError                        an update failed; the engine must not serve
     │   ├── WeightVersionError                 a reply came from other weights than expected
-    │   └── LogprobDivergenceError             log-probs of engine and trainer differ: stale weights
+    │   └── LogprobDivergenceError             log-probs of engine and trainer differ or are NaN
     ├── SavedWeightsError                      saved weights are not the trained model; nothing is pushed
     ├── HubPushError                           a push failed; raised if `hub_push_must_succeed`
     └── PeerFailureError                       another rank, launcher or node failed first
@@ -60,7 +60,7 @@ class WeightVersionError(WeightSyncError):
 
 
 class LogprobDivergenceError(WeightSyncError):
-    """Log-probs of engine and trainer differ by more than sampling noise, so some weights are stale."""
+    """Log-probs of engine and trainer differ by more than sampling noise, or too many of them are NaN."""
 
 
 class SavedWeightsError(MultiNodeError):

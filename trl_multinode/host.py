@@ -13,7 +13,7 @@ import torch
 
 from .engine.fleet import EngineFleet
 from .engine.node_engines import NodeEngines
-from .engine.settings import EngineSettings, check_vllm, engine_dtype
+from .engine.settings import EngineSettings, check_vllm, engine_dtype, training_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
 from .run.meeting import Meeting
@@ -24,7 +24,7 @@ from .run.topology import EngineDevices, Topology, assign_engines
 from .run.watchdog import Watchdog
 from .transports.opening import TRANSPORTS
 from .weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
-from .weights.probe import probe_engines
+from .weights.probe import divergence_limit, probe_engines
 from .weights.shards import ShardGather
 from .weights.source import keep_head_during_backward
 from .weights.sync import SyncTimings, WeightSync
@@ -72,6 +72,13 @@ class NodeHost:
     def dtype(self) -> torch.dtype:
         """Dtype of the engines' weights; defined once `start_engines` is called."""
         return self._dtype
+
+    @property
+    def divergence_limit(self) -> float:
+        """Limit for the mean |engine - trainer| log-prob per token; 0: none. Read it only once training has begun,
+        because DeepSpeed casts the model after the trainer's `__init__`."""
+        dtype = training_dtype(self.settings, self._model)
+        return divergence_limit(self.settings.logprob_divergence_limit, dtype, self.dtype)
 
     @property
     def _engines_see_sender(self) -> bool:
@@ -180,8 +187,7 @@ class NodeHost:
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
-            limit = self.settings.logprob_divergence_limit
-            probe_engines(self._model, engines, self.dtype, self.topology, limit)
+            probe_engines(self._model, engines, self.divergence_limit, self.topology)
         return timings
 
     def send_everything(self) -> None:

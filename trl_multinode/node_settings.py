@@ -66,6 +66,7 @@ class NodeSettings:
     seed: int = 42
     bf16: bool = False
     fp16: bool = False
+    mixed_precision: str = "no"  # the launcher's, if the config sets neither
 
     @classmethod
     def of(cls, args: Any) -> "NodeSettings":

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from .call_checks import check_call
@@ -23,6 +24,7 @@ from .node_settings import is_node_mode
 from .reporting import StepReport, report_start
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import NodeGeneration, Prompts
+from .rollouts.monitor import check_nan
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
 from .run.reporter import report
@@ -173,9 +175,22 @@ class NodeTrainer(HubTrainer):
         self._begin_round(following)
         with self._aligned(self.host):
             output = make()
-        if self.model.training and self.vllm_generation.generated:
-            self._meter.add_round(*self.vllm_generation.lag)
+        if self.vllm_generation.generated:  # a `rollout_func` may take its completions from elsewhere
+            counts = self._check_completions(output)
+            if self.model.training:
+                self._meter.add_round(*self.vllm_generation.lag)
+                self._meter.add_checked(*counts)
         return output
+
+    def _check_completions(self, output: Any) -> tuple[int, int]:
+        """Raise if this round's log-probs cannot be right, and return how many there are and how many are NaN.
+
+        Those of the engine may not be NaN. A trainer that scores its completions compares them here.
+        """
+        rows = [np.empty(0, np.float32), *(row.logprobs for row in self.vllm_generation.rows)]
+        logprobs = torch.from_numpy(np.concatenate(rows))
+        version = self.vllm_generation.version
+        return check_nan(str(self.host.topology), {"engine": logprobs}, version, version)  # type: ignore[union-attr]
 
     @contextmanager
     def _aligned(self, host: NodeHost) -> Iterator[None]:

@@ -47,7 +47,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
-        self._monitor = DivergenceMonitor(host, self.args, self.model, self.vllm_generation)
+        self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
         self._upcoming: UpcomingBatches | None = None
 
     def get_batch_samples(
@@ -66,11 +66,12 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             check_images(self.accelerator, inputs)
         make = partial(super()._generate_and_score_completions, with_lists_of_images(inputs))
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
-        if self.vllm_generation.generated:  # a `rollout_func` may take its log-probs from elsewhere
-            self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
         if self.model.training:
             self._meter.add_weights(output)
         return output
+
+    def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
+        return self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:
         """Replace `None`, which TRL 1.16 returns for a prompt without images, with an empty list: processors reject

@@ -31,7 +31,7 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
-        self._monitor = DivergenceMonitor(host, self.args, self.model, self.vllm_generation)
+        self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
@@ -42,13 +42,16 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self._scores = [] if self.host is not None else None
         output = self._one_round(partial(super()._generate_and_score_completions, inputs))
-        if self._scores:
-            sampled = torch.zeros_like(self._scores[0])
-            for row, made in zip(sampled, self.vllm_generation.rows, strict=True):
-                row[: len(made.logprobs)] = torch.tensor(made.logprobs)
-            self._monitor.check(output | {"old_per_token_logps": self._scores[0], "sampling_per_token_logps": sampled})
         self._scores = None
         return output
+
+    def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
+        assert self._scores, "TRL scored no completion of this round"
+        sampled = torch.zeros_like(self._scores[0])
+        for row, made in zip(sampled, self.vllm_generation.rows, strict=True):
+            row[: len(made.logprobs)] = torch.tensor(made.logprobs)
+        scores = {"old_per_token_logps": self._scores[0], "sampling_per_token_logps": sampled}
+        return self._monitor.check(output | scores)
 
 
 @dataclass

@@ -20,7 +20,7 @@ OFFLOAD = ZERO3 | {
     | {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
 }
-SETTINGS = {"ZERO3": ZERO3, "ZERO2": ZERO2, "OFFLOAD": OFFLOAD}
+SETTINGS = {"ZERO3": ZERO3, "ZERO2": ZERO2, "OFFLOAD": OFFLOAD, "BF16": ZERO3 | {"bf16": {"enabled": "auto"}}}
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
 pytestmark = [pytest.mark.two_node, pytest.mark.timeout(300)]
 
@@ -68,6 +68,13 @@ def test_balanced_micro_batches_give_the_same_gradients_in_a_real_launch(launche
     assert balanced["world"] == 2 and ours["micro_steps"] == []
     assert len(balanced["micro_steps"]) == 2 and min(balanced["micro_steps"]) > 1
     assert balanced["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-4)
+
+
+def test_the_alarms_limit_is_that_of_the_dtype_to_which_deepspeed_casts_the_model(launched):
+    single, half = launched("ours"), launched("bf16", "BF16")
+    assert (single["limit"], half["limit"]) == (0.02, 0.3)
+    assert single["difference"] < 1e-5 < half["difference"]  # it was trained in bfloat16
+    assert single["nan_shares"] == half["nan_shares"] == [0.0, 0.0]
 
 
 def test_zero_2_and_zero_3_with_and_without_offload_give_the_same_gradients_with_an_untied_head(launched):

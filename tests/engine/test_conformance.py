@@ -5,12 +5,16 @@ The fake thus shows of the protocol what vLLM shows. Other modules fork vLLM, wh
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from trl_multinode.engine.dispatch import PromptRequest
-from trl_multinode.errors import EngineRefusedError, WeightSyncError, WeightVersionError
+from trl_multinode.errors import EngineRefusedError, LogprobDivergenceError, WeightSyncError, WeightVersionError
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.rollouts.monitor import DivergenceMonitor
 from trl_multinode.testing.engines import FAKE, FORKED, REAL, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
@@ -73,6 +77,16 @@ def test_score_gives_the_trainers_log_probs(trainer):
     got = trainer.engines[0].score([5, 6, 7, 290, 299])
     expected = trainer.logprobs([5], [6, 7, 290, 299])
     assert torch.allclose(torch.from_numpy(got.logprobs.copy()), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_score_has_its_own_temperature(trainer, temperature):
+    ids = [5, 6, 7, 290, 299]
+    requests = [trainer.engines[0].post_score(ids, t) for t in (temperature, 1.0)]  # in one batch
+    got, plain = (torch.from_numpy(trainer.engines[0].scored(request).logprobs.copy()) for request in requests)
+    assert torch.allclose(got, trainer.logprobs([5], ids[1:], temperature), atol=1e-4)
+    assert torch.allclose(plain, trainer.logprobs([5], ids[1:]), atol=1e-4)
+    assert (got - plain).abs().max() > 0.1
 
 
 def test_returns_n_rows_of_bounded_length_per_prompt(trainer):
@@ -157,6 +171,38 @@ def test_a_load_that_lies_shows_in_log_probs_and_is_healed_by_the_next(trainer):
 def has_packed_head(trainer) -> bool:
     """Whether the head is tied and the engine keeps a packed copy of it: vLLM 0.26 has none on a CPU."""
     return trainer.model.config.tie_word_embeddings and not trainer.engines[0].ready.vllm_version.startswith("0.26")
+
+
+def test_an_engine_whose_weights_give_nan_is_an_alarm_until_the_next_update(trainer):
+    norm = trainer.model.model.norm.weight.data
+    good = norm.clone()
+    norm.fill_(3e38)  # finite, but every logit is a sum of inf and -inf
+    trainer.send()
+    norm.copy_(good)  # the trainer has numbers
+    for seed in (11, None):
+        groups = generate(trainer, seed, ignore_eos=True)
+        assert {token for rows in groups for row in rows for token in row.tokens.tolist()} == {0}  # no error of vLLM's
+        assert all(np.isnan(row.logprobs).all() for rows in groups for row in rows)
+        with pytest.raises(LogprobDivergenceError, match=r"100.0 % .* \(72 of 72\) .* from the engine, "):
+            check_log_probs(trainer, groups)
+    assert np.isnan(trainer.engines[0].score([5, 6, 7]).logprobs).all()
+    trainer.send()
+    assert difference(trainer) < 1e-3
+    check_log_probs(trainer, generate(trainer, ignore_eos=True))
+
+
+def check_log_probs(trainer, groups) -> None:
+    """Run the check of every round on completions that the engine has just generated."""
+    rows = [(prompt, row) for prompt, rows in zip(PROMPTS, groups, strict=True) for row in rows]
+    output = {
+        "old_per_token_logps": torch.stack([trainer.logprobs(p, row.tokens.tolist()) for p, row in rows]),
+        "sampling_per_token_logps": torch.stack([torch.from_numpy(row.logprobs.copy()) for _, row in rows]),
+        "completion_mask": torch.ones(len(rows), 12),
+    }
+    host = SimpleNamespace(topology="node 0, rank 0", settings=NodeSettings(), divergence_limit=0.02)
+    generation = SimpleNamespace(version=trainer.version, used=SimpleNamespace(version=trainer.version))
+    args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
+    DivergenceMonitor(host, args, generation).check(output)
 
 
 def test_half_an_update_makes_the_engine_refuse(trainer):

@@ -80,6 +80,16 @@ def test_both_model_runners_give_the_model_that_is_reloaded(runner):
     assert "self.model_runner.get_model()" in source("v1/worker/gpu_worker.py")
 
 
+def test_both_model_runners_score_prompts_where_their_temperature_is_known():
+    """`vllm_worker/logprobs.py` divides the logits of a scored prompt by the temperature of its request."""
+    assert "scores = self.sampler.compute_logprobs(logits)" in source(RUNNERS["v1"])
+    assert "self.prompt_logprobs_worker.compute_prompt_logprobs(\n            self.model.compute_logits," in source(
+        RUNNERS["v2"]
+    )
+    worker = source("v1/worker/gpu/sample/prompt_logprob.py")
+    assert "for start_idx in range(0, prompt_token_ids.shape[0], CHUNK_SIZE)" in worker
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_both_model_runners_have_log_probs_of_prompts_and_processed_ones(runner):
     """The probe after the first sync scores a prompt, and TRL's importance sampling needs processed log-probs."""

@@ -12,9 +12,12 @@ from trl import GRPOConfig
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import LogprobDivergenceError
+from trl_multinode.host import NodeHost
 from trl_multinode.node_settings import NodeSettings
+from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.look_ahead import RoundRollouts
-from trl_multinode.rollouts.monitor import DivergenceMonitor, comparable
+from trl_multinode.rollouts.monitor import DivergenceMonitor, settings_not_scored
+from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.weights.probe import divergence_limit
 from trl_multinode.wire.messages import WeightVersion
 
@@ -27,10 +30,19 @@ def config(tmp_path):
     return make
 
 
+class Host:
+    """The parts of a `NodeHost` that have to do with the limit; its model and engines are of `dtype`."""
+
+    topology = "node 1, rank 3"
+    divergence_limit = NodeHost.divergence_limit
+
+    def __init__(self, args, dtype: torch.dtype):
+        self.settings, self.dtype, self._model = NodeSettings.of(args), dtype, SimpleNamespace(dtype=dtype)
+
+
 def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
-    host = SimpleNamespace(topology="node 1, rank 3", dtype=dtype, settings=NodeSettings.of(args))
-    generation = SimpleNamespace(version=WeightVersion(4, 12))
-    return DivergenceMonitor(host, args, SimpleNamespace(dtype=dtype), generation)
+    generation = SimpleNamespace(version=WeightVersion(4, 12), used=made())
+    return DivergenceMonitor(Host(args, dtype), args, generation)
 
 
 def batch(trainer, engine, mask=None, **more) -> dict:
@@ -52,6 +64,19 @@ def test_the_limit_fits_the_types_of_both_sides_and_the_users_own_wins(config):
     assert divergence_limit(0.0, torch.float32, torch.float32) == 0.0
 
 
+def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end(config):
+    """DeepSpeed casts the model after the trainer's `__init__`; autocast never does."""
+    watcher = monitor(config(engine_dtype="float32"))
+    watcher._host._model.dtype = torch.bfloat16
+    watcher.check(batch([[-1.0]], [[-1.1]]))
+    assert watcher.limit == 0.3
+    for precision in ({"bf16": True}, {"fp16": True}, {"mixed_precision": "bf16"}):
+        args = config(engine_dtype="float32")
+        for name, value in precision.items():
+            setattr(args, name, value)  # on a machine without such a GPU, the config refuses them
+        assert monitor(args).limit == 0.3, precision
+
+
 def test_a_difference_within_the_limit_is_only_measured(config):
     watcher = monitor(config())
     watcher.check(batch([[-1.0, -2.0]], [[-1.01, -1.99]]))
@@ -65,6 +90,13 @@ def test_a_difference_above_the_limit_names_node_rank_version_and_cure(config):
     assert "node 1, rank 3: engine and trainer differ by 0.300 per token (limit 0.02)" in message
     assert "the weights of update 4 (step 12)" in message
     assert "`logprob_divergence_limit` sets the limit, 0 turns the check off" in message
+    assert "`engine_kwargs`" in message and "`rollout_func`" in message and "edited" in message
+
+
+def test_the_alarm_names_the_engine_kwargs_of_the_run(config):
+    args = config(engine_kwargs={"hf_overrides": {"rope_theta": 5.0}, "max_num_batched_tokens": 512})
+    with pytest.raises(LogprobDivergenceError, match=r"`engine_kwargs` \(hf_overrides, max_num_batched_tokens\)"):
+        monitor(args).check(batch([[-1.0]], [[-1.5]]))
 
 
 def test_padding_and_tool_tokens_do_not_count(config):
@@ -75,12 +107,54 @@ def test_padding_and_tool_tokens_do_not_count(config):
     assert watcher.last == 0.0
 
 
-def test_tokens_that_vllm_could_not_score_do_not_count(config):
+NAN = float("nan")
+
+
+def one_nan_in(tokens: int) -> list[list[float]]:
+    return [[NAN] + [-1.01] * (tokens - 1)]
+
+
+def test_single_tokens_that_vllm_could_not_score_do_not_count(config):
     watcher = monitor(config())
-    watcher.check(batch([[-1.0, -9.0]], [[-1.01, float("nan")]]))
+    assert watcher.check(batch([[-1.0] * 100], one_nan_in(100))) == (100, 1)
     assert watcher.last == pytest.approx(0.01, abs=1e-6)
-    watcher.check(batch([[-1.0]], [[float("nan")]]))
-    assert watcher.last == 0.0
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"logprob_divergence_limit": 0}, {"repetition_penalty": 1.1}], ids=str)
+def test_more_than_one_nan_in_a_hundred_tokens_is_an_alarm_whatever_the_limit(config, fields, stale):
+    with pytest.raises(LogprobDivergenceError) as error:
+        monitor(config(**fields)).check(batch([[-1.0] * 99], one_nan_in(99)), stale)
+    message = str(error.value)
+    assert "node 1, rank 3: 1.0 % of the trained tokens (1 of 99) have a NaN log-prob" in message
+    assert "limit 1 %" in message and "from the engine, with the weights of update 3 (step 11)" in message
+    assert "`engine_dtype='bfloat16'`" in message and "`engine_kwargs`" in message
+
+
+def test_nan_log_probs_of_the_trainer_are_an_alarm_that_names_training(config):
+    with pytest.raises(LogprobDivergenceError) as error:
+        monitor(config()).check(batch(one_nan_in(2), [[-1.0] * 2]))
+    message = str(error.value)
+    assert "50.0 % of the trained tokens (1 of 2)" in message
+    assert "from the trainer, with the weights of update 4 (step 12)" in message
+    assert "`learning_rate`" in message and "earlier checkpoint" in message
+    with pytest.raises(LogprobDivergenceError, match="from the engine and the trainer"):
+        monitor(config()).check(batch([[NAN, NAN]], [[NAN, NAN]]))
+
+
+def test_nan_log_probs_of_an_engine_are_an_alarm_without_the_trainers(config):
+    """`vllm_importance_sampling_correction=False`: TRL computes no log-probs of its own."""
+    output = batch([[-1.0]], [[NAN]])
+    del output["old_per_token_logps"]
+    with pytest.raises(LogprobDivergenceError, match="from the engine"):
+        monitor(config()).check(output)
+
+
+def test_nan_in_padding_and_tool_tokens_is_no_alarm(config):
+    watcher = monitor(config())
+    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], mask=[[1, 0]])) == (1, 0)
+    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], tool_mask=[[1, 0]])) == (1, 0)
+    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], mask=[[0, 0]])) == (0, 0)
 
 
 def test_an_infinite_difference_trips_the_alarm(config):
@@ -100,34 +174,83 @@ def test_limit_zero_measures_and_never_trips(config):
     assert watcher.last == 4.0
 
 
+class Unscored(NodeTrainer):
+    """A trainer that never scores its completions, in the middle of a run; `make` is TRL's method."""
+
+    def __init__(self, logprobs: list[float]):
+        self.host = SimpleNamespace(topology="node 1, rank 3")
+        self.model = SimpleNamespace(training=True)
+        self._meter = StalenessMeter(SimpleNamespace())
+        rows = [Rollout(np.zeros(len(logprobs), np.int32), np.array(logprobs, np.float32), WeightVersion(4, 12), 0)]
+        self.vllm_generation = SimpleNamespace(rows=rows, version=WeightVersion(4, 12), lag=(0, 0), generated=True)
+
+    def _begin_round(self, following=None) -> None:
+        pass
+
+    def run(self, make=dict) -> dict[str, float]:
+        self._one_round(make)
+        return summarize_rounds([self._meter.take((0.0, 0.0), [])], [0.0])
+
+
+def test_a_trainer_that_compares_nothing_still_stops_at_an_engines_nan_and_logs_its_share():
+    assert Unscored([NAN] + [-1.0] * 199).run()["logprobs/nan_share"] == 1 / 200
+    assert Unscored([]).run().get("logprobs/nan_share") is None
+    with pytest.raises(LogprobDivergenceError, match=r"rank 3: 50.0 % .* the engine, with the weights of update 4"):
+        Unscored([NAN, -1.0]).run()
+
+
 CHANGED = [
-    {"top_p": 0.9},
-    {"top_k": 20},
-    {"min_p": 0.1},
-    {"repetition_penalty": 1.1},
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"generation_kwargs": {"logit_bias": {3: 1.0}, "top_k": 5}}, "generation_kwargs['logit_bias']"),
+    ({"generation_kwargs": {"temperature": 0.5}}, "generation_kwargs['temperature']"),
+    ({"generation_kwargs": {"presence_penalty": 0.5, "frequency_penalty": -0.5}},
+     "generation_kwargs['presence_penalty'], generation_kwargs['frequency_penalty']"),
+    ({"repetition_penalty": 1.1, "top_p": 0.9, "generation_kwargs": {"extra_args": {}}},
+     "repetition_penalty, generation_kwargs['extra_args']"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "names"), CHANGED, ids=str)
+def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_line_that_names_them(
+    config, fields, names, caplog
+):
+    with caplog.at_level(logging.WARNING):
+        watcher = stale_monitor(config(**fields), engines := Engines())
+    (line,) = caplog.messages
+    assert f"is off, because TRL scores completions without {names}." in line
+    assert watcher.limit == 0.0
+    watcher.check(batch([[-1.0]], [[-5.0]]))
+    watcher._generation.on_stale(made())
+    assert engines.asked == []
+
+
+def test_no_line_says_that_it_is_off_if_the_user_turned_it_off(config, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert monitor(config(repetition_penalty=1.1, logprob_divergence_limit=0)).limit == 0.0
+    assert not caplog.messages
+
+
+SCORED = [
+    {},
+    {"temperature": 0.7},
+    {"top_p": 0.9, "top_k": 20, "min_p": 0.1},
     {"vllm_structured_outputs_regex": "[0-9]+"},
-    {"generation_kwargs": {"logit_bias": {3: 1.0}}},
-    {"generation_kwargs": {"temperature": 0.5}},
-    {"generation_kwargs": {"min_tokens": 8}},  # takes the end-of-sequence token out of the distribution
+    {"temperature": 0.7, "generation_kwargs": {"temperature": 0.7}},
+    {"repetition_penalty": 1.1, "generation_kwargs": {"repetition_penalty": 1.0, "logit_bias": None}},
+    {"generation_kwargs": {"stop": ["x"], "ignore_eos": True, "max_tokens": 3}},
+    {"generation_kwargs": {"min_tokens": 8, "bad_words": ["x"], "allowed_token_ids": [1, 2], "top_p": 0.5}},
+    {"generation_kwargs": {"structured_outputs": {"regex": "a"}}},
 ]
 
 
-@pytest.mark.parametrize("fields", CHANGED, ids=str)
-def test_settings_that_change_the_engines_distribution_turn_it_off_with_a_warning(config, fields, caplog):
-    args = config(**fields)
-    assert not comparable(args)
-    with caplog.at_level(logging.WARNING):
-        watcher = monitor(args)
-    assert watcher.limit == 0.0 and "is off" in caplog.text
-    watcher.check(batch([[-1.0]], [[-5.0]]))
-
-
-SCORED = [{}, {"temperature": 0.7}, {"top_p": 1.0, "top_k": 0}, {"generation_kwargs": {"stop": ["x"]}}]
-
-
 @pytest.mark.parametrize("fields", SCORED, ids=str)
-def test_temperature_and_stop_strings_leave_it_on(config, fields):
-    assert comparable(config(**fields)) and comparable(config(kind=GRPOConfig, **fields))
+def test_temperature_and_settings_that_only_forbid_tokens_or_end_rows_leave_it_on(config, fields, caplog):
+    assert settings_not_scored(config(**fields)) == settings_not_scored(config(kind=GRPOConfig, **fields)) == []
+    with caplog.at_level(logging.WARNING):
+        watcher = monitor(config(**fields))
+    assert not caplog.messages
+    with pytest.raises(LogprobDivergenceError):
+        watcher.check(batch([[-1.0]], [[-1.1]]))
 
 
 # ---- completions that older weights made: an engine scores one of them anew
@@ -141,6 +264,7 @@ class Engines:
     def __init__(self, logprob: float = -1.0):
         self.logprob = logprob
         self.asked: list[tuple[list[int], int]] = []
+        self.temperatures: list[float] = []
         self.answered: set[int] = set()
 
     def __len__(self) -> int:
@@ -149,8 +273,9 @@ class Engines:
     def __getitem__(self, engine: int) -> SimpleNamespace:
         return SimpleNamespace(post_score=partial(self.post_score, engine), scored=partial(self.scored, engine))
 
-    def post_score(self, engine: int, tokens) -> int:
+    def post_score(self, engine: int, tokens, temperature: float) -> int:
         self.asked.append((list(tokens), engine))
+        self.temperatures.append(temperature)
         return len(self.asked) - 1
 
     def scored(self, engine: int, request_id: int) -> Rollout:
@@ -200,12 +325,27 @@ def test_an_engine_that_holds_older_weights_trips_the_alarm_on_a_stale_round(con
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0.7}, {"logprob_divergence_limit": 0}, {"top_p": 0.9}], ids=str)
-def test_no_score_is_asked_for_that_could_not_be_compared(config, fields):
-    watcher = stale_monitor(config(**fields), engines := Engines())
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 5}], ids=str)
+def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, fields):
+    watcher = stale_monitor(config(**fields), engines := Engines(logprob=-1.5))
+    watcher._generation.on_stale(made())
+    assert engines.temperatures == [fields.get("temperature", 1.0)]
+    with pytest.raises(LogprobDivergenceError, match=r"differ by 0.500 per token"):
+        watcher.check(batch(FRESH, OLD, MASK), stale=True)
+
+
+def test_no_score_is_asked_for_if_the_check_is_off(config):
+    watcher = stale_monitor(config(logprob_divergence_limit=0), engines := Engines())
     watcher._generation.on_stale(made())
     watcher.check(batch(FRESH, OLD, MASK), stale=True)
     assert engines.asked == [] and watcher.last == 0.0
+
+
+def test_a_score_of_nan_is_an_alarm_that_names_the_engines_present_weights(config):
+    watcher = stale_monitor(config(), Engines(logprob=NAN))
+    watcher._generation.on_stale(made())
+    with pytest.raises(LogprobDivergenceError, match=r"100.0 % .*from the engine, with the weights of update 4"):
+        watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
 def test_a_row_is_scored_as_far_as_the_context_reaches(config):

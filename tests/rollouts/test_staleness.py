@@ -59,6 +59,16 @@ def test_a_token_without_a_log_prob_weighs_one():
     assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(1.0)
 
 
+def test_the_share_of_nan_is_that_of_the_trained_tokens_of_all_ranks():
+    first, second = meter(), meter()
+    assert "logprobs/nan_share" not in metrics(first, second)
+    first.add_checked(100, 1)
+    second.add_checked(200, 0)
+    second.add_checked(100, 1)
+    assert metrics(first, second)["logprobs/nan_share"] == 2 / 400
+    assert "logprobs/nan_share" not in metrics(first, second)  # taken
+
+
 def test_staleness_is_reported_in_rounds_and_in_optimizer_steps_over_all_ranks():
     first, second = meter(), meter()
     first.add_round(0, 0)

@@ -138,13 +138,13 @@ class EngineClient:
                 "update. See the engine's log; a run that continued would train on completions of an older policy."
             )
 
-    def score(self, tokens: Sequence[int]) -> Rollout:
-        """Return the log-probs of `tokens[1:]` under the engine's current weights."""
-        return self.scored(self.post_score(tokens))
+    def score(self, tokens: Sequence[int], temperature: float = 1.0) -> Rollout:
+        """Return the log-probs of `tokens[1:]` under the engine's current weights, of logits / `temperature`."""
+        return self.scored(self.post_score(tokens, temperature))
 
-    def post_score(self, tokens: Sequence[int]) -> int:
+    def post_score(self, tokens: Sequence[int], temperature: float = 1.0) -> int:
         """Request a score without waiting for it, and return the request's id."""
-        return self.post(Score(prompt=pack_ids(tokens)))
+        return self.post(Score(prompt=pack_ids(tokens), temperature=temperature))
 
     def scored(self, request_id: int) -> Rollout:
         """Wait for the score that `post_score` requested, and return it."""

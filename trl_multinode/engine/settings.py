@@ -144,9 +144,14 @@ def engine_dtype(settings: NodeSettings, model: Any) -> torch.dtype:
     """Return `engine_dtype` if it is set, else bfloat16 or float16 if training uses it, else the model's dtype."""
     if settings.engine_dtype != "auto":
         return getattr(torch, settings.engine_dtype)
-    if settings.bf16:
+    return training_dtype(settings, model)
+
+
+def training_dtype(settings: NodeSettings, model: Any) -> torch.dtype:
+    """Return the dtype in which the trainer computes: autocast leaves the model's own as it is."""
+    if settings.bf16 or settings.mixed_precision == "bf16":
         return torch.bfloat16
-    if settings.fp16:
+    if settings.fp16 or settings.mixed_precision == "fp16":
         return torch.float16
     return model.dtype
 

@@ -75,8 +75,8 @@ class Backend(ABC):
         """Return `num` completions; raise `Refused` if the request cannot be served."""
 
     @abstractmethod
-    async def score(self, prompt: list[int]) -> list[CompletionBuffer]:
-        """Return the log-probs of `prompt[1:]`, as one row."""
+    async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
+        """Return the log-probs of `prompt[1:]` at `temperature` over the whole vocabulary, as one row."""
 
     @abstractmethod
     async def open_slots(self, request: OpenSlots) -> None:

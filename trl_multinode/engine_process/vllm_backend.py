@@ -48,6 +48,7 @@ class VllmBackend(Backend):
         )
         args.enable_lora = args.enable_lora and has_lora(args)
         self._llm = AsyncLLM.from_engine_args(args)
+        await self._llm.collective_rpc("extend_logprobs")
         if self._llm.vllm_config.model_config.is_multimodal_model:
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
         self._params_cls = SamplingParams
@@ -101,9 +102,9 @@ class VllmBackend(Backend):
         asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
         return rows
 
-    async def score(self, prompt: list[int]) -> list[CompletionBuffer]:
+    async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
         """Return the log-probs of `prompt[1:]` under the current weights, as one row."""
-        params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
+        params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=temperature)
         *_, output = [output async for output in self._outputs(self._prompt(prompt, ()), params)]
         rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
         return [CompletionBuffer(prompt[1:], [position[token].logprob for token, position in rows])]

@@ -1,16 +1,31 @@
 """Check for wrong engine weights in every round, on every node: equal weights must give equal log-probs."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..errors import LogprobDivergenceError
 from ..run.reporter import warn
-from ..weights.probe import divergence_limit
+from ..wire.messages import WeightVersion
 from .generation import NodeGeneration
 from .look_ahead import RoundRollouts
 
-HARMLESS_KEYS = {"stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"}
+NAN_LIMIT = 0.01  # share of a rank's trained tokens
+SIDES = {"engine": "sampling_per_token_logps", "trainer": "old_per_token_logps"}  # keys of TRL's output
+# Keys of `generation_kwargs` that forbid tokens or end a completion: the engine's log-probs are over the whole
+# vocabulary, so these keys do not change them
+SCORED_KEYS = {
+    *("top_p", "top_k", "min_p", "structured_outputs", "min_tokens", "bad_words", "allowed_token_ids"),
+    *("stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"),
+}
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
+NAN_CURES = {
+    "engine": "The trainer has numbers for them: a float16 engine overflows above 65504, so try "
+    "`engine_dtype='bfloat16'`; leave out `engine_kwargs` that choose kernels, caches or quantization.",
+    "trainer": "Training has diverged: resume from an earlier checkpoint with a lower `learning_rate` or "
+    "`max_grad_norm`, and train in bfloat16 instead of float16.",
+}
 
 
 class DivergenceMonitor:
@@ -19,19 +34,20 @@ class DivergenceMonitor:
     It costs one subtraction and no collective, and for stale completions a prefill of one row.
 
     Args:
-        host ([`NodeHost`]), args ([`~trl.GRPOConfig`]), model (`PreTrainedModel`), generation ([`NodeGeneration`]):
+        host ([`NodeHost`]), args ([`~trl.GRPOConfig`]), generation ([`NodeGeneration`]):
             Objects of the calling rank.
     """
 
-    def __init__(self, host: Any, args: Any, model: torch.nn.Module, generation: NodeGeneration):
+    def __init__(self, host: Any, args: Any, generation: NodeGeneration):
+        self._host = host
         self._where = str(host.topology)
         self._generation = generation
-        self.limit = divergence_limit(host.settings.logprob_divergence_limit, model.dtype, host.dtype)
-        if self.limit and not comparable(args):
-            warn(
-                "The check of engine against trainer log-probs is off: top_p, top_k, min_p, repetition_penalty or "
-                "generation_kwargs change the engine's probabilities, and TRL scores without them."
-            )
+        if names := settings_not_scored(args):
+            if self._host.settings.logprob_divergence_limit != 0:
+                warn(
+                    "The check of engine against trainer log-probs is off, because TRL scores completions without "
+                    f"{', '.join(names)}."
+                )
             self.limit = 0.0
         self.last = 0.0
         self._temperature = args.temperature
@@ -39,42 +55,55 @@ class DivergenceMonitor:
         self._requested: tuple[int, int, int, int] | None = None  # row, number of scored tokens, engine, request id
         generation.on_stale = self.ask
 
-    def check(self, output: dict, stale: bool = False) -> None:
-        """Raise if the log-probs of engine and trainer differ too much on this rank.
+    @cached_property
+    def limit(self) -> float:
+        """Limit for the mean difference per token; 0 if the check is off. Its first use is in the first round."""
+        return self._host.divergence_limit
+
+    def check(self, output: dict, stale: bool = False) -> tuple[int, int]:
+        """Raise if the log-probs of engine and trainer differ too much on this rank, or if too many are NaN.
 
         Args:
             output (`dict`):
                 Output of TRL's `_generate_and_score_completions`.
             stale (`bool`, *optional*, defaults to `False`):
                 True if older weights made these completions, so that their log-probs do not test the engine's current
-                weights. The check then uses the row whose score `ask` requested, if any.
+                weights. The difference is then that of the row whose score `ask` requested, if any.
+
+        Returns:
+            Number of trained tokens, and of those whose log-prob is NaN.
 
         Raises:
-            `LogprobDivergenceError`: if the mean difference exceeds the limit; the message names node, rank and
-                weight version.
+            `LogprobDivergenceError`: if the mean difference exceeds the limit, or if more than 1 % of the trained
+                tokens have a NaN log-prob; the message names node, rank and weight version.
         """
-        if "old_per_token_logps" not in output or "sampling_per_token_logps" not in output:
+        mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
+        trained = mask.nonzero(as_tuple=True)  # once, because it makes the host wait for the device
+        scores = {side: output[key][trained].float() for side, key in SIDES.items() if key in output}
+        counts = check_nan(self._where, scores, self._generation.used.version, self._generation.version)
+        if len(scores) < len(SIDES):
             if self.limit:
                 warn("The log-prob check of the engines is off, because vllm_importance_sampling_correction is False.")
                 self.limit = 0.0
-            return
-        mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
-        if not stale:
-            difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()[mask]
+        elif not stale:
+            self._judge(scores)
         elif self._requested is not None:
-            difference = self._rescored(output, mask)
-        else:
-            return
-        self._judge(difference[~torch.isnan(difference)])
+            scores = self._rescored(output, mask)
+            check_nan(self._where, scores, self._generation.version, self._generation.version)
+            self._judge(scores)
+        return counts
 
-    def _judge(self, difference: torch.Tensor) -> None:
-        self.last = difference.mean().item() if difference.numel() else 0.0
+    def _judge(self, scores: dict[str, torch.Tensor]) -> None:
+        difference = (scores["trainer"] - scores["engine"]).abs()
+        self.last = difference.nanmean().nan_to_num(posinf=float("inf")).item()  # 0 if there is no number
         if self.limit and self.last > self.limit:
+            kwargs = ", ".join(self._host.settings.engine_kwargs) or "none set"
             raise LogprobDivergenceError(
                 f"{self._where}: engine and trainer differ by {self.last:.3f} per token (limit {self.limit:g}) with "
-                f"the weights of {self._generation.version}: some of the engine's weights are stale or wrong. Check "
-                "that vLLM supports reloading this architecture; `logprob_divergence_limit` sets the limit, 0 turns "
-                "the check off."
+                f"the weights of {self._generation.version}: some of the engine's weights are stale or wrong, its "
+                f"`engine_kwargs` ({kwargs}) make it compute something else, or the completions are not the engine's "
+                "(a `rollout_func`, an environment, edited rows). Check that vLLM supports reloading this "
+                "architecture; `logprob_divergence_limit` sets the limit, 0 turns the check off."
             )
 
     def ask(self, made: RoundRollouts) -> None:
@@ -83,26 +112,60 @@ class DivergenceMonitor:
         The request is a prefill of one row. It must go out before the next round's prompts, or it queues behind them.
         """
         self._requested = None
-        if not self.limit or self._temperature != 1.0:  # engines score at temperature 1
+        if not self.limit:
             return
         self._turn += 1
         engines, row = self._generation.engines, self._turn % len(made.rows)
         engine, prompt = self._turn % len(engines), made.prompts[row]
         tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM adds one token
         if len(tokens) > len(prompt):
-            self._requested = row, len(tokens) - len(prompt), engine, engines[engine].post_score(tokens)
+            request_id = engines[engine].post_score(tokens, temperature=self._temperature)
+            self._requested = row, len(tokens) - len(prompt), engine, request_id
 
-    def _rescored(self, output: dict, mask: torch.Tensor) -> torch.Tensor:
-        """Return the absolute log-prob differences of the row that `ask` chose."""
+    def _rescored(self, output: dict, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the log-probs of the trained tokens of the row that `ask` chose."""
         assert self._requested is not None
         row, kept, engine, request_id = self._requested
         self._requested = None
         scored = torch.from_numpy(self._generation.engines[engine].scored(request_id).logprobs[-kept:].copy())
-        return (output["old_per_token_logps"][row][:kept].float().cpu() - scored).abs()[mask[row][:kept].cpu()]
+        trained, own = mask[row][:kept].cpu(), output[SIDES["trainer"]][row][:kept].float().cpu()
+        return {"engine": scored[trained], "trainer": own[trained]}
 
 
-def comparable(args: Any) -> bool:
-    """Return whether the engine samples from TRL's scoring distribution, which applies temperature only."""
-    plain = (args.top_p in (None, 1.0), not args.top_k, not args.min_p, args.repetition_penalty in (None, 1.0))
-    harmless = set(args.generation_kwargs or {}) <= HARMLESS_KEYS
-    return all(plain) and harmless and not args.vllm_structured_outputs_regex
+def check_nan(
+    where: str, scores: dict[str, torch.Tensor], engine_version: WeightVersion, trainer_version: WeightVersion
+) -> tuple[int, int]:
+    """Raise if more than 1 % of a rank's log-probs are NaN, and return how many there are and how many are NaN.
+
+    Args:
+        where (`str`):
+            Node and rank, for the message.
+        scores (`dict[str, torch.Tensor]`):
+            Log-probs of the same tokens from `"engine"`, `"trainer"` or both.
+        engine_version (`WeightVersion`), trainer_version (`WeightVersion`):
+            Weights with which each side computed them.
+
+    Raises:
+        `LogprobDivergenceError`: the message names the side, its weights and the cure.
+    """
+    if not scores:
+        return 0, 0
+    nan = torch.stack([values.isnan() for values in scores.values()])
+    tokens, count = nan.shape[1], int(nan.any(0).sum())
+    if count > NAN_LIMIT * tokens:
+        sides = [side for side, found in zip(scores, nan.any(1).tolist(), strict=True) if found]
+        raise LogprobDivergenceError(
+            f"{where}: {100 * count / tokens:.1f} % of the trained tokens ({count} of {tokens}) have a NaN log-prob "
+            f"(limit {100 * NAN_LIMIT:g} %), from the {' and the '.join(sides)}, with the weights of "
+            f"{trainer_version if 'trainer' in sides else engine_version}. {NAN_CURES[sides[-1]]}"
+        )
+    return tokens, count
+
+
+def settings_not_scored(args: Any) -> list[str]:
+    """Return the names of the settings that change the engine's probabilities and that TRL's scores do not include."""
+    given = args.generation_kwargs or {}
+    neutral = NEUTRAL | {"temperature": args.temperature}
+    used = {"repetition_penalty": args.repetition_penalty} | given
+    changed = [key for key, value in used.items() if key not in SCORED_KEYS and value not in (None, neutral.get(key))]
+    return [f"generation_kwargs[{key!r}]" if key in given else key for key in changed]

@@ -24,6 +24,8 @@ class RoundSums:
     weights_squared: float = 0.0
     clipped: float = 0.0  # tokens (or sequences) that the correction clips or masks
     tokens: float = 0.0
+    trained_tokens: float = 0.0
+    nan_tokens: float = 0.0  # trained tokens whose log-prob is NaN, from the engine or from the trainer
     ahead_s: float = 0.0  # seconds of generating ahead
     waited_s: float = 0.0  # part of `ahead_s` in which the rank waited
     wall_s: float = 0.0
@@ -58,6 +60,11 @@ class StalenessMeter:
         sums.lag_steps += lag_steps
         sums.lag_rounds_max = max(sums.lag_rounds_max, lag_rounds)
         sums.lag_steps_max = max(sums.lag_steps_max, lag_steps)
+
+    def add_checked(self, trained_tokens: int, nan_tokens: int) -> None:
+        """Add the tokens that the check of log-probs counted in a training round."""
+        self._sums.trained_tokens += trained_tokens
+        self._sums.nan_tokens += nan_tokens
 
     def add_weights(self, output: dict) -> None:
         """Add the importance weights in an output of TRL's `_generate_and_score_completions`."""
@@ -112,6 +119,8 @@ def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[s
     }
     if total.engine_clock_s:
         metrics["busy/engines"] = total.engine_busy_s / total.engine_clock_s
+    if total.trained_tokens:
+        metrics["logprobs/nan_share"] = total.nan_tokens / total.trained_tokens
     if total.rounds:
         metrics |= {
             "staleness/rounds_mean": total.lag_rounds / total.rounds,

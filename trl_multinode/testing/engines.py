@@ -122,9 +122,9 @@ class SyncDriver:
         return self.version
 
     @torch.no_grad()
-    def logprobs(self, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    def logprobs(self, prompt: list[int], completion: list[int], temperature: float = 1.0) -> torch.Tensor:
         ids = torch.tensor([[*prompt, *completion]])
-        scores = self.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        scores = (self.model(ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
         return scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 

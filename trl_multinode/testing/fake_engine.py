@@ -103,7 +103,7 @@ class FakeBackend(Backend):
         for _ in range(min(max_tokens, self._context - len(prompt))):
             logits = self._model(torch.tensor([ids])).logits[0, -1].float()
             scores = (logits / (temperature or 1.0)).log_softmax(-1)
-            token = int(torch.multinomial(scores.exp(), 1, generator=random)) if temperature else int(scores.argmax())
+            token = sample(scores.exp(), random) if temperature else int(scores.argmax())
             ids.append(token)
             logprobs.append(scores[token].item())
             self._tokens += 1
@@ -111,11 +111,11 @@ class FakeBackend(Backend):
                 break
         return CompletionBuffer(ids[len(prompt) :], logprobs)
 
-    async def score(self, prompt: list[int]) -> list[CompletionBuffer]:
+    async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
         self._check_length(prompt)
         with torch.no_grad():
             ids = torch.tensor([prompt])
-            scores = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+            scores = (self._model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
         return [CompletionBuffer(prompt[1:], scores.gather(1, ids[0, 1:, None])[:, 0].tolist())]
 
     async def open_slots(self, request: OpenSlots) -> None:
@@ -173,6 +173,11 @@ class FakeBackend(Backend):
 
     async def stop(self) -> None:
         self._pending.clear()
+
+
+def sample(probs: torch.Tensor, random: torch.Generator) -> int:
+    """Sample as vLLM does. `torch.multinomial` draws the same token, but raises for NaN, where vLLM takes token 0."""
+    return int((probs / torch.empty_like(probs).exponential_(generator=random)).argmax())
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from ..transports.base import SELF_TEST_S, OpenedSlots, call_with_timeout
 from ..transports.opening import open_slots
 from ..wire.messages import ADAPTER_TENSORS, OpenSlots
+from .logprobs import extend_logprobs
 from .reloading import begin_reload, end_reload
 
 
@@ -190,6 +191,10 @@ def rename_mapper(model: torch.nn.Module) -> Any:
 
 class WorkerExtension:
     """Methods that the engine calls in every worker by `collective_rpc`."""
+
+    def extend_logprobs(self) -> None:
+        """Make vLLM score prompts at the temperature of their request."""
+        extend_logprobs(self.model_runner, self.vllm_config.use_v2_model_runner)  # type: ignore[attr-defined]
 
     def commit_weights(self) -> list[int]:
         """Commit; return `[update, step, adapter]` of the last update that this worker loaded completely."""

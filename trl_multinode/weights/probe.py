@@ -30,13 +30,11 @@ def probe_tokens(vocab_size: int) -> list[int]:
 
 
 @torch.no_grad()
-def probe_engines(
-    model: Any, engines: NodeEngines | None, dtype: torch.dtype, topology: Topology, wanted: float | None = None
-) -> None:
+def probe_engines(model: Any, engines: NodeEngines | None, limit: float, topology: Topology) -> None:
     """Compare the engines' log-probs of a fixed sequence with the trainer's, to detect weights that are still dummies.
 
     All training ranks take part, because a ZeRO-3 forward is a collective; those without `engines` only run the
-    forward. `wanted` is the configured `logprob_divergence_limit`.
+    forward. With a `limit` of 0, no rank compares.
 
     Raises:
         `LogprobDivergenceError`: if an engine exceeds the limit; the message names node and engine.
@@ -47,12 +45,9 @@ def probe_engines(
     ids = torch.tensor([tokens], device=model.device)
     logits = model(input_ids=ids).logits[0, :-1].float()
     model.train(was_training)
-    if engines is None:
+    if engines is None or not limit:
         return
     expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
-    limit = divergence_limit(wanted, model.dtype, dtype)
-    if not limit:
-        return
     for engine in engines:
         got = torch.from_numpy(engine.score(tokens).logprobs.copy())
         difference = (got - expected).abs().mean().item()

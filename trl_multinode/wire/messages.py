@@ -93,6 +93,7 @@ class Score(Message, frozen=True):
     """Request for a sequence's log-probs under the engine's current weights; answered by `Completions`."""
 
     prompt: bytes  # int32 (P,)
+    temperature: float = 1.0  # log-probs are those of the logits divided by it
 
 
 class OpenSlots(Message, frozen=True):

@@ -34,7 +34,7 @@ def make_trainer(
     args = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
-        bf16=False,
+        bf16=settings.pop("bf16", False),
         num_generations=4,
         max_completion_length=settings.pop("max_completion_length", 16),
         logging_steps=1,

@@ -1,5 +1,5 @@
-"""Two steps. Usage: small_run.py FOLDER ours|plain|balanced: with our config, TRL's own with `vllm_mode="node"` in it,
-or our config with balanced micro-batches.
+"""Two steps. Usage: small_run.py FOLDER ours|plain|balanced|bf16: with our config, TRL's own with `vllm_mode="node"`
+in it, our config with balanced micro-batches, or with bfloat16 training and a float32 engine.
 """
 
 import os
@@ -24,6 +24,7 @@ if config == "plain":
 else:
     settings["rollout_seed"] = 5
     settings["micro_batch_tokens"] = 50 if config == "balanced" else None  # 2 of the longest rows
+    settings |= {"bf16": config == "bf16", "engine_dtype": "float32"}
 recorder = Recorder()
 trainer = make_trainer(tiny_qwen2(tied=False), recorder, folder, [f"{i} =" for i in range(32)], **settings)
 trainer.train()
@@ -33,6 +34,8 @@ write_result(
     world=trainer.accelerator.num_processes,
     version=trainer.vllm_generation.version.update,
     difference=trainer._monitor.last,
+    limit=trainer._monitor.limit,
+    nan_shares=[entry["logprobs/nan_share"] for entry in trainer.state.log_history if "loss" in entry],
     rows=len(recorder.rows),
     micro_steps=[
         entry["balance/micro_steps"] for entry in trainer.state.log_history if "balance/micro_steps" in entry
