@@ -10,7 +10,7 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench gpu check test test-e2e compatibility lock clean
+.PHONY: help setup demo versions bench gpu check test test-e2e trl-tests compatibility lock clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -20,6 +20,7 @@ help:
 	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/gpu.md)"
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (10 minutes)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
+	@echo "make trl-tests DIR=...   TRL's own tests, from a checkout of TRL, under this library's classes (an hour)"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
 	@echo "make versions  contract and engine tests with the oldest and newest TRL and vLLM; half an hour"
@@ -71,6 +72,11 @@ test: setup
 
 test-e2e: setup
 	python -m pytest tests/e2e --durations 15
+
+# DIR: a checkout of TRL at any tag, because its package has no tests. ARGS: further words, as `--mode node -k eval`
+trl-tests: setup
+	@test -n "$(DIR)" || { echo "Usage: make trl-tests DIR=<a checkout of TRL> [ARGS='--mode plain -k eval']"; exit 2; }
+	python tests/trl_suite/run_suite.py $(DIR) $(ARGS)
 
 compatibility: setup
 	rm -f docs/compatibility.json

@@ -1,0 +1,196 @@
+"""Small local stand-ins for the hub's models and data that TRL's tests name, built without a network.
+
+A stand-in is the folder `trl-internal-testing/NAME` below the folder from which the tests run. transformers and
+datasets both take a relative path that exists before they ask the hub, so neither is patched.
+"""
+
+import codecs
+import contextlib
+import io
+import json
+import re
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+OTHER_MODELS = {"Qwen/Qwen2.5-0.5B-Instruct": "Qwen2ForCausalLM"}  # which TRL's tests of vLLM train
+LARGEST_STAND_IN = 30_000_000  # parameters; more means that a config has sizes that the table below does not know
+
+# Ids that TRL's tests write down: Qwen's tokens of the tool calls that they let the model "generate"
+PIECES = {
+    293: " b", 314: " {", 330: ' "', 397: ">\n", 411: "out", 497: '",', 522: "</", 606: "name", 788: '":',
+    894: " any", 927: "sh", 944: "'t", 1318: "text", 1414: " know", 1513: " don", 2765: " won", 4913: '{"',
+    5212: ' {"', 5392: " tool", 6023: "hi", 6659: "call", 7692: "async", 9520: "step", 11248: "}}\n",
+    14172: "tool", 16370: "arguments", 17453: "Done", 22785: "ply_tool", 35744: "increment", 64648: "multi",
+    93054: "_multi", 95642: '"}}\n',
+}  # fmt: skip
+FIRST_SPECIAL = 151643  # Qwen's
+SPECIAL = [
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+]  # fmt: skip
+ADDED = [
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+    "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
+]  # fmt: skip
+PAD, EOS = FIRST_SPECIAL, FIRST_SPECIAL + 2
+VOCABULARY = FIRST_SPECIAL + len(SPECIAL) + len(ADDED)
+
+# Sizes by the names that configs use. A config gets those that it has.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "num_hidden_layers": 2, "intermediate_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "max_position_embeddings": 32768,
+}  # fmt: skip
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "NemotronH": {
+        "layers_block_type": ["mamba", "attention", "moe"], "num_hidden_layers": 3, "mamba_num_heads": 8,
+        "mamba_head_dim": 4, "mamba_n_groups": 1, "n_groups": 1, "ssm_state_size": 16, "use_mamba_kernels": False,
+    },
+    "Cohere2": {"logit_scale": 1.0},
+}  # fmt: skip
+TEMPLATES = {"Qwen3": "qwen3.jinja"}  # beginning of a class -> TRL's copy of its chat template
+REMOTE_CODE = {
+    "configuration_remote.py": "from transformers import LlamaConfig\n\n\n"
+    'class RemoteConfig(LlamaConfig):\n    model_type = "remote"\n',
+    "modeling_remote.py": "from transformers import LlamaForCausalLM\n\nfrom .configuration_remote import "
+    "RemoteConfig\n\n\nclass RemoteForCausalLM(LlamaForCausalLM):\n    config_class = RemoteConfig\n",
+}
+
+
+def build(ids: Iterable[str], folder: Path, head_dim: int = 4) -> dict[str, str]:
+    """
+    Build the stand-ins of `ids` in `folder`, and return the reason for each that cannot be built.
+
+    Args:
+        head_dim (`int`, defaults to 4):
+            Size of an attention head. vLLM's CPU attention needs 32 or more.
+    """
+    missing = {}
+    for name in sorted(ids):
+        try:
+            if name.endswith("/zen"):
+                save_prompts(folder / name)
+            else:
+                save_model(name, folder / name, head_dim)
+        except Exception as error:  # a class that this transformers lacks, or a config with other names
+            missing[name] = f"no stand-in for {name}: {' '.join(str(error).split())[:120]}"
+    return missing
+
+
+# ---- models
+
+
+def save_model(name: str, folder: Path, head_dim: int) -> None:
+    """Save model and tokenizer of a hub's model such as `trl-internal-testing/tiny-Qwen2ForCausalLM-2.5`."""
+    named = OTHER_MODELS.get(name) or next(iter(re.findall(r"/(?:tiny|small)-(\w+For(?:Causal|Seq)\w+)", name)), None)
+    if named is None:
+        raise LookupError("only causal language models and sequence classifiers are built")
+    architecture = named.replace("Remote", "Llama")
+    small_model(getattr(transformers, architecture), head_dim).to(torch.bfloat16).save_pretrained(folder)
+    template = next((file for prefix, file in TEMPLATES.items() if architecture.startswith(prefix)), "qwen2_5.jinja")
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = resources.files("trl").joinpath("chat_templates", template).read_text()
+    tokenizer.save_pretrained(folder)
+    if architecture != named:
+        add_remote_code(folder)
+
+
+def small_model(cls: type[PreTrainedModel], head_dim: int) -> PreTrainedModel:
+    """Build a random model of a class of transformers; matrices are as large as a trained model's are."""
+    own = next((sizes for prefix, sizes in OWN_SIZES.items() if cls.__name__.startswith(prefix)), {})
+    known = vars(cls.config_class()) | dict.fromkeys(getattr(cls.config_class, "attribute_map", ()))
+    sizes = SIZES | {"hidden_size": 4 * head_dim, "head_dim": head_dim}
+    config = cls.config_class(**{key: value for key, value in sizes.items() if key in known} | own)
+    config.num_labels = 1
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in cls(config).parameters())
+    if parameters > LARGEST_STAND_IN:
+        raise ValueError(f"{cls.__name__} has {parameters} parameters with the sizes of {Path(__file__).name}")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = cls(config)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                torch.nn.init.xavier_uniform_(module.weight)
+    return model
+
+
+def add_remote_code(folder: Path) -> None:
+    """Turn a saved Llama into a model whose classes come with it (`trust_remote_code=True`)."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "remote", "architectures": ["RemoteForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_remote.RemoteConfig",
+        "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for file, source in REMOTE_CODE.items():
+        (folder / file).write_text(source)
+
+
+@cache
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
+    """
+    Build a tokenizer of bytes with Qwen's ids for the bytes, the special tokens and the tokens in TRL's tests. It
+    encodes text as bytes, and every other id decodes to a word of its own, so that random completions differ.
+    """
+    letters = bytes_to_letters()
+    vocabulary = {letters[byte]: index for index, byte in enumerate(qwens_order(letters))}
+    for index in range(len(vocabulary), FIRST_SPECIAL):
+        text = PIECES.get(index, f" w{index}")
+        vocabulary["".join(letters[byte] for byte in text.encode())] = index
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in ADDED])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
+
+
+def bytes_to_letters() -> dict[int, str]:
+    """Return the printable letter with which byte-level tokenizers write each byte (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
+
+
+def qwens_order(letters: dict[int, str]) -> list[int]:
+    """Return the bytes in the order of their ids in GPT-2's and Qwen's vocabulary."""
+    return sorted(letters, key=lambda byte: letters[byte])
+
+
+# ---- data
+
+
+def save_prompts(folder: Path) -> None:
+    """Save prompts like those of `trl-internal-testing/zen`: the first halves of 6 of the 19 lines of `import this`.
+
+    TRL's tests train for three epochs, so 4 prompts instead of 17 save three quarters of the time.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        import this
+    lines = codecs.decode(this.s, "rot13").splitlines()[2:8]
+    prompts = [" ".join(line.split()[: (len(line.split()) + 1) // 2]) for line in lines]
+    configs = {
+        "standard_prompt_only": prompts,
+        "conversational_prompt_only": [[{"role": "user", "content": prompt}] for prompt in prompts],
+    }
+    card = ["---", "configs:"]
+    for config, rows in configs.items():
+        card += [f"- config_name: {config}", "  data_files:"]
+        for split, part in Dataset.from_dict({"prompt": rows}).train_test_split(2, shuffle=False).items():
+            (folder / config).mkdir(parents=True, exist_ok=True)
+            part.to_parquet(folder / config / f"{split}.parquet")
+            card += [f"  - split: {split}", f"    path: {config}/{split}.parquet"]
+    (folder / "README.md").write_text("\n".join([*card, "---", ""]))
