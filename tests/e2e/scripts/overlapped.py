@@ -113,7 +113,8 @@ def sync(host, version) -> SyncTimings:
     return SyncTimings()
 
 
-NodeHost.start_engines, NodeHost.sync, NodeHost.close = start_engines, sync, lambda host: host.watch.close()
+NodeHost.start_engines, NodeHost.sync = start_engines, sync
+NodeHost._end = lambda host, close_watch: close_watch()
 
 
 class Rounds:
