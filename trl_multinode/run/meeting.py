@@ -3,10 +3,10 @@
 NCCL and gloo end a collective after `ddp_timeout` (1800 s by default), whether a rank has failed or is only slow. So
 the ranks first meet here, where a wait has no limit: it ends when the last rank arrives, or with the run.
 
-Costs, at 64 nodes of 7 ranks: a meeting takes 4 requests per rank (37 ms measured with 448 clients on 4 cores, 27 ms of
-it the store's). The store wakes a rank that waits; no rank polls. Each rank also writes its state every 10 s at most,
-and only if it has changed: 45 requests/s, beside 900 of the watchdogs. After 30 s two ranks, one of node 0 and one of
-the other nodes, report whom they wait for; the other ranks stay silent.
+Costs, at 64 nodes of 7 ranks: a meeting takes 4 requests per rank (37 ms measured with 448 clients on 4 cores, of
+which the store takes 27). The store wakes a rank that waits; no rank polls. Each rank also writes its state every 10
+s at most, and only if it has changed: 45 requests/s, beside 900 of the watchdogs. After 30 s two ranks, one of node 0
+and one of the other nodes, report whom they wait for; the other ranks stay silent.
 """
 
 import time
