@@ -115,6 +115,8 @@ class NodeTrainer(HubTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         host.step = lambda: self.state.global_step
+        if getattr(self, "max_completion_length", 0) is None:  # TRL's tool loop compares lengths with it
+            self.max_completion_length = self.vllm_generation.max_tokens
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
         self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation)
