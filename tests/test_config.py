@@ -1,8 +1,10 @@
 """Settings: the defaults that differ from TRL's, every rule with its cure, and TRL's own config taken literally."""
 
 from dataclasses import FrozenInstanceError, fields, replace
+from unittest import mock
 
 import pytest
+from transformers import TrainingArguments
 from trl import GRPOConfig
 
 import trl_multinode
@@ -11,6 +13,7 @@ from trl_multinode.call_checks import check_call, check_foreseeable
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode, sampling_keys
+from trl_multinode.reporting import report_choices
 
 
 def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
@@ -232,3 +235,46 @@ def test_engine_kwargs_may_not_replace_what_node_mode_sets(tmp_path, given):
 def test_that_is_checked_of_every_call_before_the_model(tmp_path):
     with pytest.raises(ConfigurationError, match="before `rollout_func` is called"):
         check_call(None, ours(tmp_path, max_staleness=1), {"model": "no/such/model", "rollout_func": print})
+
+
+# ---- choices with another result than their author may expect
+
+
+class Derived(GRPOConfig):
+    pass
+
+
+def choices(capsys, args, rank: int = 0) -> list[str]:
+    with mock.patch.object(TrainingArguments, "process_index", rank):
+        report_choices(args, MultiNodeGRPOConfig, isinstance(args, NodeFields))
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_mode_of_trls_is_reported_because_vllm_is_on_by_default_here(tmp_path, capsys, mode):
+    (line,) = choices(capsys, ours(tmp_path, vllm_mode=mode))
+    assert f"node mode is off: with vllm_mode='{mode}' TRL's own vLLM generates" in line
+    assert "leave vllm_mode out" in line and "use_vllm=False" in line
+
+
+@pytest.mark.parametrize("fields", [{}, {"vllm_mode": "colocate", "use_vllm": True}])
+def test_a_config_of_trls_and_one_derived_from_it_are_reported_with_the_way_to_node_mode(tmp_path, capsys, fields):
+    (line,) = choices(capsys, plain(tmp_path, **fields))
+    assert "node mode is off: a plain trl.GRPOConfig has TRL's defaults. For node mode use trl_multinode" in line
+    (line,) = choices(capsys, Derived(str(tmp_path), use_cpu=True, bf16=False, **fields))
+    assert "off: Derived is derived from trl.GRPOConfig and has TRL's defaults. For node mode derive it from" in line
+
+
+@pytest.mark.parametrize("fields", [{}, {"vllm_mode": "colocate"}])
+def test_transformers_continuous_batching_beside_vllm_is_reported(tmp_path, capsys, fields):
+    *_, line = choices(capsys, ours(tmp_path, use_transformers_continuous_batching=True, **fields))
+    assert "use_transformers_continuous_batching has no effect: vLLM generates" in line and "use_vllm=False" in line
+
+
+def test_every_other_choice_is_silent_and_only_the_main_process_prints(tmp_path, capsys):
+    batching = {"use_transformers_continuous_batching": True}
+    for args in (ours(tmp_path), ours(tmp_path, use_vllm=False), ours(tmp_path, use_vllm=False, **batching)):
+        assert choices(capsys, args) == []
+    assert choices(capsys, plain(tmp_path, use_vllm=True, vllm_mode="node")) == []
+    for args in (ours(tmp_path, vllm_mode="colocate"), plain(tmp_path), ours(tmp_path, **batching)):
+        assert choices(capsys, args, rank=1) == []

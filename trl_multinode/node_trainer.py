@@ -20,11 +20,10 @@ from .config import NodeFields
 from .host import NodeHost
 from .libraries import replaced
 from .node_settings import is_node_mode
-from .reporting import StepReport, report_start
+from .reporting import StepReport, report_choices, report_start
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
-from .run.reporter import report
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
 from .saving.resume import Resume
@@ -65,8 +64,8 @@ class NodeTrainer(HubTrainer):
         del call["self"]
         self.host = None
         settings = call["args"] = call.get("args") or self._default_args(call["model"])
+        report_choices(settings, self._config, isinstance(settings, NodeFields))
         if not is_node_mode(settings):
-            self._report_off(settings)
             super().__init__(**call)
             return
         self.host = NodeHost(settings)
@@ -92,14 +91,6 @@ class NodeTrainer(HubTrainer):
     def _default_args(self, model: Any) -> Any:
         name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
         return self._config(f"{name.split('/')[-1]}-{self._name}")
-
-    def _report_off(self, args: Any) -> None:
-        if not isinstance(args, NodeFields) and args.process_index == 0:
-            name = self._config.__name__.removeprefix("MultiNode")
-            report(
-                f"node mode is off: a plain trl.{name} has TRL's defaults. For node mode use trl_multinode.{name}, or "
-                "use_vllm=True, vllm_mode='node'."
-            )
 
     @contextmanager
     def _replacing(self, host: NodeHost) -> Iterator[None]:
