@@ -104,10 +104,11 @@ def _raise_missing(name: str, exported: list[str]) -> NoReturn:
 @cache
 def _report_without_node_mode(name: str) -> None:
     """Print once, on the main process, that a trainer of TRL could use vLLM but has no node mode."""
-    import trl
+    from dataclasses import fields, is_dataclass
 
-    fields = getattr(getattr(trl, name.removesuffix("Trainer") + "Config", None), "__dataclass_fields__", ())
-    if any("vllm" in field for field in fields) and os.environ.get("RANK", "0") == "0":
+    config = getattr(import_module("trl"), name.removesuffix("Trainer") + "Config", None)
+    names = [field.name for field in fields(config)] if is_dataclass(config) else []
+    if any("vllm" in field for field in names) and os.environ.get("RANK", "0") == "0":
         from .run.reporter import report
 
         report(

@@ -105,7 +105,7 @@ class NodeTrainer(HubTrainer):
         return NodeGeneration(host=host, **keywords)
 
     def _wire(self, host: NodeHost) -> None:
-        host.step = lambda: self.state.global_step
+        host.follow(self)
         if getattr(self, "max_completion_length", 0) is None:  # TRL's tool loop compares lengths with it
             self.max_completion_length = self.vllm_generation.max_tokens
         self._eval_rounds = 0
@@ -167,8 +167,9 @@ class NodeTrainer(HubTrainer):
 
     def close(self) -> None:
         """
-        Shut this trainer's engines down cleanly; otherwise they end with the process. All training ranks must call
-        it, and wait for each other. Call it before building another trainer, whose engines need the GPUs.
+        Shut this trainer's engines down cleanly. All training ranks must call it, and wait for each other. Without
+        this call, the engines end when the trainer is garbage-collected (under a launcher: when the next trainer is
+        built), when a new trainer's engines need their GPUs, or with the process.
         """
         if self.host is not None:
             self.host.close()

@@ -64,6 +64,7 @@ class Watchdog:
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
+        self._end: Callable[[], None] | None = None  # called by the watch thread as the last thing
         self._closed = threading.Event()
         self._store_call_start: float | None = None  # of the pending call, if any
         self._handlers: dict[int, Any] = {}  # signal -> Python's own handler, which `Watchdog` replaced
@@ -106,6 +107,11 @@ class Watchdog:
         """Register a function that the watch thread calls before a failed run exits; it must not wait long."""
         self._cleanups.append(cleanup)
 
+    def end_with(self, close: Callable[[], None]) -> None:
+        """Make the watch thread call `close`, which closes this object too, and end. It takes no lock."""
+        self._end = close
+        self._wake()
+
     def report(self, cause: str, delay_s: float = 0.0) -> None:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
         line = f"{self.topology}, phase {self.phase()}: " + " ".join(cause.split())
@@ -146,7 +152,8 @@ class Watchdog:
         self._closed.set()
         self._restore_signals()
         self._wake()
-        self._thread.join(2 * POLL_S + STORE_TIMEOUT_S)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * POLL_S + STORE_TIMEOUT_S)
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
@@ -233,6 +240,9 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.is_set():
             fired = [fd for fd, _ in self._poll.poll(POLL_S * 1000)]
+            if self._end is not None:
+                self._end()
+                return
             if self._closed.is_set():
                 return
             self._store_call_start = time.monotonic()
