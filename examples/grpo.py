@@ -16,10 +16,17 @@ from importlib import import_module
 from pathlib import Path
 
 from datasets import DatasetDict, load_dataset, load_from_disk
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
 
-from trl_multinode import GRPOConfig, GRPOTrainer
+from trl_multinode import (
+    GRPOConfig,
+    GRPOTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 
 REWARDS = {reward.__name__: reward for reward in (accuracy_reward, reasoning_accuracy_reward, think_format_reward)}
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}

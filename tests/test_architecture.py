@@ -23,11 +23,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 ARROWS = {
     "testing": "engine engine_process trainer transports vllm_worker weights wire",
     "check": "libraries",  # a launch that has not begun: accelerate's code
-    "__init__": "config libraries trainer trainers",  # loaded lazily
+    "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_trainer rollouts",
     "trainers": "config host node_trainer rollouts",
     "experimental": "config errors host node_settings node_trainer rollouts",
-    "node_trainer": "call_checks config host libraries node_settings reporting rollouts run saving",
+    "node_trainer": "call_checks config host libraries node_settings reporting rollouts saving",
     "call_checks": "errors node_settings run saving",
     "saving": "errors host libraries node_settings rollouts run weights",
     "batches": "errors libraries node_settings run",
@@ -235,7 +235,9 @@ LIGHT = ["trl_multinode", *(f"trl_multinode.{m}" for m in (
 
 
 def test_the_package_and_the_engines_own_modules_load_nothing_heavy():
+    probes = ("_no_name", "__wrapped__", "engine", "vllm_worker")  # tools ask for the first two, imports for modules
     code = f"import sys\nfor name in {LIGHT!r}:\n    __import__(name)\n"
+    code += f"    [getattr(sys.modules['trl_multinode'], probe, None) for probe in {probes!r}]\n"
     code += f"    print(name, [heavy for heavy in {HEAVY!r} if heavy in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr

@@ -1,15 +1,19 @@
 """Settings: the defaults that differ from TRL's, every rule with its cure, and TRL's own config taken literally."""
 
 from dataclasses import FrozenInstanceError, fields, replace
+from unittest import mock
 
 import pytest
+from transformers import TrainingArguments
 from trl import GRPOConfig
 
 import trl_multinode
+from trl_multinode import node_settings
 from trl_multinode.call_checks import check_call, check_foreseeable
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
+from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode, sampling_keys
+from trl_multinode.reporting import report_choices
 
 
 def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
@@ -98,7 +102,15 @@ def test_an_unknown_mode_is_refused_with_the_known_ones(tmp_path):
     ours(tmp_path, vllm_mode="nodes", use_vllm=False)  # not read then
 
 
-REFUSED = {"n": "`num_generations`", "seed": "`rollout_seed`", "logprobs": "sampled token's log-prob"}
+REFUSED = {
+    "n": "`num_generations`", "seed": "`rollout_seed`", "logprobs": "sampled token's log-prob",
+    "output_kind": "sets it for every request",
+}  # fmt: skip
+FOREIGN = {  # transformers' names and slips of the pen
+    "do_sample": "change `temperature`", "num_beams": "no beam search", "min_new_tokens": "use `min_tokens`",
+    "max_new_tokens": "use `max_completion_length`", "no_such_setting": "`SamplingParams` has no such setting.",
+    "_eos_token_id": "no such setting", "presence_penality": "did you mean 'presence_penalty'?",
+}  # fmt: skip
 
 
 @pytest.mark.feature("Generation", "`n`, `seed` or `logprobs` in `generation_kwargs`", engine="none", refused=True)
@@ -109,9 +121,34 @@ def test_generation_kwargs_that_node_mode_sets_itself_are_refused_with_the_cure(
     assert f"`generation_kwargs` may not contain '{key}' in node mode" in message and REFUSED[key] in message
 
 
+@pytest.mark.feature("Generation", "`generation_kwargs` that vLLM does not know", engine="none", refused=True)
+@pytest.mark.parametrize("key", FOREIGN)
+def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_starts(tmp_path, key, record_property):
+    message = refusal(ours, tmp_path, generation_kwargs={"top_k": 3, key: 1})
+    record_property("message", message)
+    assert f"`generation_kwargs` may not contain '{key}' in node mode" in message and FOREIGN[key] in message
+
+
+def test_without_vllms_source_only_known_slips_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_settings, "sampling_keys", frozenset)
+    assert ours(tmp_path, generation_kwargs={"min_tokens": 1, "no_such_setting": 1})
+    assert "no beam search" in refusal(ours, tmp_path, generation_kwargs={"num_beams": 2})
+    monkeypatch.setattr(node_settings, "find_spec", lambda name: None)
+    assert node_settings.sampling_keys() == sampling_keys.__wrapped__() == frozenset()
+
+
 @pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}])
 def test_generation_kwargs_are_trls_own_business_in_trls_modes(tmp_path, fields):
-    assert ours(tmp_path, generation_kwargs={"seed": 1}, **fields).generation_kwargs == {"seed": 1}
+    for mine in ({"seed": 1}, {"do_sample": False}):
+        assert ours(tmp_path, generation_kwargs=mine, **fields).generation_kwargs == mine
+
+
+def test_completions_without_a_limit_are_taken_unless_the_loss_divides_by_it(tmp_path):
+    settings = {"max_completion_length": None, "micro_batch_tokens": 64, "max_staleness": 1}
+    assert ours(tmp_path, **settings).max_completion_length is None
+    message = refusal(ours, tmp_path, max_completion_length=None, loss_type="dr_grpo")
+    assert "divides the loss by `max_completion_length`" in message
+    ours(tmp_path, max_completion_length=None, loss_type="dr_grpo", use_vllm=False)
 
 
 def test_a_plain_config_is_taken_literally(tmp_path):
@@ -198,3 +235,46 @@ def test_engine_kwargs_may_not_replace_what_node_mode_sets(tmp_path, given):
 def test_that_is_checked_of_every_call_before_the_model(tmp_path):
     with pytest.raises(ConfigurationError, match="before `rollout_func` is called"):
         check_call(None, ours(tmp_path, max_staleness=1), {"model": "no/such/model", "rollout_func": print})
+
+
+# ---- choices with another result than their author may expect
+
+
+class Derived(GRPOConfig):
+    pass
+
+
+def choices(capsys, args, rank: int = 0) -> list[str]:
+    with mock.patch.object(TrainingArguments, "process_index", rank):
+        report_choices(args, MultiNodeGRPOConfig, isinstance(args, NodeFields))
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_a_mode_of_trls_is_reported_because_vllm_is_on_by_default_here(tmp_path, capsys, mode):
+    (line,) = choices(capsys, ours(tmp_path, vllm_mode=mode))
+    assert f"node mode is off: with vllm_mode='{mode}' TRL's own vLLM generates" in line
+    assert "leave vllm_mode out" in line and "use_vllm=False" in line
+
+
+@pytest.mark.parametrize("fields", [{}, {"vllm_mode": "colocate", "use_vllm": True}])
+def test_a_config_of_trls_and_one_derived_from_it_are_reported_with_the_way_to_node_mode(tmp_path, capsys, fields):
+    (line,) = choices(capsys, plain(tmp_path, **fields))
+    assert "node mode is off: a plain trl.GRPOConfig has TRL's defaults. For node mode use trl_multinode" in line
+    (line,) = choices(capsys, Derived(str(tmp_path), use_cpu=True, bf16=False, **fields))
+    assert "off: Derived is derived from trl.GRPOConfig and has TRL's defaults. For node mode derive it from" in line
+
+
+@pytest.mark.parametrize("fields", [{}, {"vllm_mode": "colocate"}])
+def test_transformers_continuous_batching_beside_vllm_is_reported(tmp_path, capsys, fields):
+    *_, line = choices(capsys, ours(tmp_path, use_transformers_continuous_batching=True, **fields))
+    assert "use_transformers_continuous_batching has no effect: vLLM generates" in line and "use_vllm=False" in line
+
+
+def test_every_other_choice_is_silent_and_only_the_main_process_prints(tmp_path, capsys):
+    batching = {"use_transformers_continuous_batching": True}
+    for args in (ours(tmp_path), ours(tmp_path, use_vllm=False), ours(tmp_path, use_vllm=False, **batching)):
+        assert choices(capsys, args) == []
+    assert choices(capsys, plain(tmp_path, use_vllm=True, vllm_mode="node")) == []
+    for args in (ours(tmp_path, vllm_mode="colocate"), plain(tmp_path), ours(tmp_path, **batching)):
+        assert choices(capsys, args, rank=1) == []

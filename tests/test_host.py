@@ -1,5 +1,6 @@
 """What is checked before an engine starts, and what an engine is started with."""
 
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -66,6 +67,7 @@ def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
 
     host, large = NodeHost.__new__(NodeHost), Large()
     host.watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
+    host._closing = threading.Lock()
     host._fleet, host.ahead_engines = SimpleNamespace(close=lambda engines: None), None
     host.engines = SimpleNamespace(close=lambda: closed.append("engines"))
     host._model = host._base = host._sync = large

@@ -202,8 +202,3 @@ def test_the_stable_trainers_import_no_experimental_one():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.stdout.split("\n")[-2] == "[] True False", run.stdout + run.stderr
-
-
-def test_an_unknown_name_is_no_attribute():
-    with pytest.raises(AttributeError, match="KTOTrainer"):
-        trl_multinode.KTOTrainer  # noqa: B018

@@ -4,11 +4,17 @@
 from trl_multinode import GRPOConfig, GRPOTrainer   # instead of: from trl import GRPOConfig, GRPOTrainer
 ```
 
-TRL's other trainers that generate with vLLM keep their names here too; see docs/trainers.md.
+TRL's other trainers that generate with vLLM keep their names here too (docs/trainers.md). Every other public name of
+`trl` is TRL's own, so a script changes only `trl` to `trl_multinode` in `from trl import`.
 """
 
+import os
+import sys
+from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .libraries import explanation
 
@@ -28,6 +34,12 @@ if TYPE_CHECKING:
     from .trainers import MultiNodeRLOOConfig as RLOOConfig
     from .trainers import MultiNodeRLOOTrainer as RLOOTrainer
 
+    __all__ = [
+        "GRPOConfig", "GRPOTrainer", "MultiNodeGRPOConfig", "MultiNodeGRPOTrainer",
+        "RLOOConfig", "RLOOTrainer", "MultiNodeRLOOConfig", "MultiNodeRLOOTrainer",
+        "DistillationConfig", "DistillationTrainer", "MultiNodeDistillationConfig", "MultiNodeDistillationTrainer",
+    ]  # fmt: skip
+
 __version__ = "0.1.0"
 
 # Classes load on first use, because vLLM's processes import this package for its plugin and must not load TRL.
@@ -43,31 +55,66 @@ _HOMES = {"GRPOConfig": "config", "GRPOTrainer": "trainer"} | {
     }.items()
     for kind in ("Config", "Trainer")
 }
-__all__ = [
-    "GRPOConfig", "GRPOTrainer", "MultiNodeGRPOConfig", "MultiNodeGRPOTrainer",
-    "RLOOConfig", "RLOOTrainer", "MultiNodeRLOOConfig", "MultiNodeRLOOTrainer",
-    "DistillationConfig", "DistillationTrainer", "MultiNodeDistillationConfig", "MultiNodeDistillationTrainer",
-]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """
-    Return a class by TRL's name or its `MultiNode...` name, those of TRL's experimental trainers included.
+    Return a class of node mode by TRL's name or its `MultiNode...` name (those of TRL's experimental trainers
+    included), or another public name of TRL. `__all__` is TRL's.
 
     Raises:
         `ImportError`: if the installed TRL or transformers lacks a name that the class needs; the message names it.
+        `AttributeError`, or `ImportError` for `from trl_multinode import name`: if neither package has the name.
     """
     own = name.removeprefix("MultiNode")
-    if own not in _HOMES:
+    if own in _HOMES:
+        return _load(f".{_HOMES[own]}", f"MultiNode{own}", name)
+    if (name.startswith("_") and name != "__all__") or find_spec(f"{__name__}.{name}") is not None:
+        # a tool's probe, or a module of ours that is not imported yet: neither may load TRL
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    exported = _load("trl", "__all__", name)
+    if name == "__all__":
+        return exported
+    if name not in exported:
+        _raise_missing(name, exported)
+    if name.endswith("Trainer"):
+        _report_without_node_mode(name)
+    return _load("trl", name, name)
+
+
+def _load(module: str, name: str, wanted: str) -> Any:
+    """Return a name of a module; `wanted` is the name for which a caller asked."""
     try:
-        home = import_module(f".{_HOMES[own]}", __name__)
+        return getattr(import_module(module, __name__), name)
     except (ImportError, RuntimeError) as error:  # TRL raises `RuntimeError` if it cannot import itself
-        if (reason := explanation(error, name)) is None:
+        if (reason := explanation(error, wanted)) is None:
             raise
         raise ImportError(reason) from error
-    return getattr(home, f"MultiNode{own}")
+
+
+def _raise_missing(name: str, exported: list[str]) -> NoReturn:
+    near = get_close_matches(name, [*_HOMES, *exported], n=1)
+    text = f"neither {__name__} nor trl has a name {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    # in `from trl_multinode import name` Python would put a message of its own in the place of an `AttributeError`'s
+    if sys._getframe(2).f_code.co_name == "_handle_fromlist":
+        raise ImportError(text, name=__name__)
+    raise AttributeError(text)
+
+
+@cache
+def _report_without_node_mode(name: str) -> None:
+    """Print once, on the main process, that a trainer of TRL could use vLLM but has no node mode."""
+    from dataclasses import fields, is_dataclass
+
+    config = getattr(import_module("trl"), name.removesuffix("Trainer") + "Config", None)
+    names = [field.name for field in fields(config)] if is_dataclass(config) else []
+    if any("vllm" in field for field in names) and os.environ.get("RANK", "0") == "0":
+        from .run.reporter import report
+
+        report(
+            f"{name} is TRL's own: it has no node mode, and generates as TRL does. docs/trainers.md has the others."
+        )
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES) + [f"MultiNode{name}" for name in sorted(_HOMES)]
+    return sorted({*_HOMES, *(f"MultiNode{name}" for name in _HOMES), *__getattr__("__all__")})

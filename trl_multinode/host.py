@@ -5,6 +5,10 @@ read the folder of the engines' sockets from the run's rendezvous store.
 """
 
 import atexit
+import gc
+import threading
+import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ import torch
 
 from .engine.fleet import EngineFleet
 from .engine.node_engines import NodeEngines
-from .engine.settings import EngineSettings, check_vllm, engine_dtype, training_dtype
+from .engine.settings import EngineSettings, check_vllm, engine_dtype, gpu_share, training_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
 from .run.meeting import Meeting
@@ -30,6 +34,8 @@ from .weights.source import keep_head_during_backward
 from .weights.sync import SyncTimings, WeightSync
 from .weights.transport import Transport, choose, machine_of
 from .wire.messages import Await, Done, WeightVersion
+
+_with_engines: "weakref.WeakSet[NodeHost]" = weakref.WeakSet()  # hosts of this process whose engines run
 
 
 class NodeHost:
@@ -51,6 +57,8 @@ class NodeHost:
         self.phases = Phases(folder / "phases" / f"rank{self.topology.rank}.jsonl")
         self.watch = Watchdog(self.topology, lambda: self.phases.current)
         self.step: Callable[[], int] = lambda: 0
+        self._closing = threading.Lock()
+        self._trainer: weakref.ref | None = None
         self._sync: WeightSync | None = None
         self.engines: NodeEngines | None = None
         self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
@@ -125,6 +133,60 @@ class NodeHost:
 
     # ---- engines ----------------------------------------------------------------------------------------------------
 
+    def follow(self, trainer: Any) -> None:
+        """Read the optimizer steps of `trainer`, and end the engines when it is garbage-collected.
+
+        This object keeps no reference to the trainer: `atexit` and the watchdog keep this object, and thus would keep
+        the trainer too.
+        """
+        self._trainer = followed = weakref.ref(trainer, self._on_collected)
+        last = 0
+
+        def step() -> int:
+            nonlocal last
+            if (alive := followed()) is not None:
+                last = alive.state.global_step
+            return last
+
+        self.step = step
+
+    def _on_collected(self, _: weakref.ref) -> None:
+        """Let the watch thread end the engines. The garbage collector calls this in any thread, so it takes no lock.
+
+        In a launch, other ranks of the node may still use the engines, so these end when the next trainer is built.
+        """
+        if not self.topology.launched:
+            self.watch.end_with(self._close_unattended)
+
+    def _close_unattended(self) -> None:
+        try:
+            self.close()
+        except Exception:  # the process goes on: a notebook, for example
+            traceback.print_exc()
+
+    def _make_room(self) -> None:
+        """End the engines of this process's earlier trainers that are collected, or whose GPUs the new engines need.
+
+        All ranks of the node are building the new trainer now, so none uses the earlier engines.
+        """
+        earlier = [host for host in _with_engines if host is not self]
+        if earlier:
+            gc.collect()  # a trainer refers to itself, so that it outlives its last name until a collection
+        for host in earlier:
+            is_collected = host._trainer is not None and host._trainer() is None
+            if is_collected or not host._leaves_room_for(self):
+                if self.topology.is_local_main and not is_collected:
+                    self._report(
+                        "the new trainer's engines need the GPUs of an earlier trainer's engines, which end now"
+                    )
+                host._end_engines() if host.topology.launched else host.close()
+
+    def _leaves_room_for(self, other: "NodeHost") -> bool:
+        """Return whether no GPU would have to give both hosts' engines more memory than it has."""
+        hosts = (self, other)
+        mine, theirs = ({gpu for gpus in host.devices.per_engine for gpu in gpus} for host in hosts)
+        return not mine & theirs or sum(gpu_share(host.settings, host.devices) for host in hosts) <= 1.0
+
     def start_engines(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> NodeEngines:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
         self._model = model  # including its adapter: FSDP2 shards this module, and its forward gathers the shards
@@ -138,6 +200,8 @@ class NodeHost:
         )
         bucket_bytes, transport = int(self.settings.sync_bucket_mb * 2**20), self._transport()
         with self.watch.guard():
+            self._make_room()
+            _with_engines.add(self)
             gather = ShardGather(self.topology.ranks_per_node, self.args.device)
             if self.topology.is_local_main:
                 reserve_slots(plan, self._base, self.dtype, gather, bucket_bytes, transport)
@@ -178,7 +242,8 @@ class NodeHost:
         """Send the weights; after the first update, verify that no dummy weight remains. A collective of all ranks."""
         if self._sync is None or self.engines is None:
             raise EngineError(
-                f"{self.topology}: `trainer.close()` ended this trainer's engines. Build another trainer."
+                f"{self.topology}: `trainer.close()`, or a later trainer that needs their GPUs, ended this trainer's "
+                "engines. Build another trainer."
             )
         if version.update == 1:
             keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
@@ -198,18 +263,25 @@ class NodeHost:
     # ---- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Shut the engines down cleanly. A script may call it before its end, and more than once."""
-        self._end(self.watch.close)
+        """Shut the engines down cleanly. `atexit` calls this, and the watch thread for a trainer that is collected; a
+        script may call it earlier, and more than once. The ranks of a launch wait for each other."""
+        self._close(self.watch.close)
 
     def _close_at_exit(self) -> None:
-        self._end(self.watch.close_at_exit)
+        self._close(self.watch.close_at_exit)
 
-    def _end(self, close_watch: Callable[[], None]) -> None:
+    def _close(self, close_watch: Callable[[], None]) -> None:
         self._ends = True
-        close_watch()
+        with self._closing:
+            close_watch()
+            self._end_engines()
+            atexit.unregister(self._close_at_exit)
+
+    def _end_engines(self) -> None:
         self.watch.forget_processes()
         self._fleet.close(self.engines)
         self._drop_large_objects()
+        _with_engines.discard(self)
 
     def _drop_large_objects(self) -> None:
         """Drop all large objects: a script's next trainer needs the memory, and `atexit` would keep them alive."""
@@ -221,4 +293,3 @@ class NodeHost:
         last = self.step()
         self.step = lambda: last
         self._model = self._base = self._sync = None
-        atexit.unregister(self._close_at_exit)

@@ -21,13 +21,12 @@ from .config import NodeFields
 from .host import NodeHost
 from .libraries import replaced
 from .node_settings import is_node_mode
-from .reporting import StepReport, report_start
+from .reporting import StepReport, report_choices, report_start
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.monitor import check_nan
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
-from .run.reporter import report
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
 from .saving.resume import Resume
@@ -70,8 +69,8 @@ class NodeTrainer(HubTrainer):
         del call["self"]
         self.host = None
         settings = call["args"] = call.get("args") or self._default_args(call["model"])
+        report_choices(settings, self._config, isinstance(settings, NodeFields))
         if not is_node_mode(settings):
-            self._report_off(settings)
             super().__init__(**call)
             return
         self.host = NodeHost(settings)
@@ -98,14 +97,6 @@ class NodeTrainer(HubTrainer):
         name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
         return self._config(f"{name.split('/')[-1]}-{self._name}")
 
-    def _report_off(self, args: Any) -> None:
-        if not isinstance(args, NodeFields) and args.process_index == 0:
-            name = self._config.__name__.removeprefix("MultiNode")
-            report(
-                f"node mode is off: a plain trl.{name} has TRL's defaults. For node mode use trl_multinode.{name}, or "
-                "use_vllm=True, vllm_mode='node'."
-            )
-
     @contextmanager
     def _replacing(self, host: NodeHost) -> Iterator[None]:
         """Replace TRL's `VLLMGeneration` with [`NodeGeneration`] while TRL's `__init__` runs."""
@@ -119,7 +110,9 @@ class NodeTrainer(HubTrainer):
         return NodeGeneration(host=host, **keywords)
 
     def _wire(self, host: NodeHost) -> None:
-        host.step = lambda: self.state.global_step
+        host.follow(self)
+        if getattr(self, "max_completion_length", 0) is None:  # TRL's tool loop compares lengths with it
+            self.max_completion_length = self.vllm_generation.max_tokens
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
         self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation)
@@ -207,8 +200,9 @@ class NodeTrainer(HubTrainer):
 
     def close(self) -> None:
         """
-        Shut this trainer's engines down cleanly; otherwise they end with the process. All training ranks must call
-        it, and wait for each other. Call it before building another trainer, whose engines need the GPUs.
+        Shut this trainer's engines down cleanly. All training ranks must call it, and wait for each other. Without
+        this call, the engines end when the trainer is garbage-collected (under a launcher: when the next trainer is
+        built), when a new trainer's engines need their GPUs, or with the process.
         """
         if self.host is not None:
             self.host.close()

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from .node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING
+from .node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, is_node_mode
 from .rollouts.generation import NodeGeneration
 from .rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
 from .run.phases import PHASES, split_advice, summarize
@@ -12,6 +12,40 @@ from .run.reporter import report
 from .weights.sync import STAGES, SyncTimings, sync_metrics
 
 ADVICE_AT_STEP = 5
+
+
+def report_choices(args: Any, ours: type, is_ours: bool) -> None:
+    """
+    Print what happens if a config selects something else than its author may expect. The main process prints.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            Config of a trainer.
+        ours (`type`):
+            Config class of this library for that trainer.
+        is_ours (`bool`):
+            Whether `args` has the settings of node mode, as `ours` has.
+    """
+    if args.process_index != 0:
+        return
+    name = ours.__name__.removeprefix("MultiNode")
+    if not is_node_mode(args) and not is_ours:
+        derived = type(args).__name__ if type(args) not in ours.__mro__ else None
+        whose = f"{derived} is derived from trl.{name} and has" if derived else f"a plain trl.{name} has"
+        instead = f"derive it from trl_multinode.{name}" if derived else f"use trl_multinode.{name}"
+        report(
+            f"node mode is off: {whose} TRL's defaults. For node mode {instead}, or use_vllm=True, vllm_mode='node'."
+        )
+    elif args.use_vllm and not is_node_mode(args):
+        report(
+            f"node mode is off: with vllm_mode={args.vllm_mode!r} TRL's own vLLM generates (use_vllm=True is the "
+            "default here). For node mode leave vllm_mode out; use_vllm=False generates without vLLM."
+        )
+    if args.use_vllm and getattr(args, "use_transformers_continuous_batching", False):
+        report(
+            "use_transformers_continuous_batching has no effect: vLLM generates, because use_vllm=True is the default "
+            f"of trl_multinode.{name}. For transformers' generation set use_vllm=False."
+        )
 
 
 def report_start(args: Any, host: Any) -> None:

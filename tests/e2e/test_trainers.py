@@ -56,6 +56,15 @@ def test_every_round_comes_from_this_nodes_engine_with_the_weights_of_its_step(f
         assert ours["engines_left"] == 0
 
 
+def test_the_engines_of_a_trainer_that_was_dropped_without_a_close_end_before_the_next_ones_start(found):
+    assert [rank["ours"]["dropped_run"] for rank in found["RLOO"] + found["Distillation"]] == [
+        [],
+        [],
+        [False],
+        [False],
+    ]
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_engine_and_trainer_agree_after_training_and_not_without_a_sync(found, name):
     for rank in found[name]:

@@ -95,6 +95,14 @@ def test_returns_n_rows_of_bounded_length_per_prompt(trainer):
     assert all((row.logprobs <= 0).all() and row.logprobs.shape == row.tokens.shape for g in groups for row in g)
 
 
+def test_a_completion_ends_where_the_context_ends_whatever_its_limit(trainer):
+    """`max_completion_length=None` asks for as many tokens as the whole context has."""
+    context = trainer.engines.max_model_len
+    requests = [PromptRequest([5] * (context - 6), 2, seed=3)]
+    (rows,) = trainer.engines.generate(requests, context, SAMPLING | {"ignore_eos": True}, trainer.version.update)
+    assert [len(row.tokens) for row in rows] == [6, 6]
+
+
 def test_seeds_belong_to_rows(trainer):
     together = generate(trainer)
     again = generate(trainer)

@@ -6,10 +6,14 @@ V2), so the files of both are looked at.
 
 import ast
 import importlib.util
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from trl_multinode.node_settings import FOREIGN_GENERATION_KEYS, REFUSED_GENERATION_KEYS, sampling_keys
 
 pytestmark = pytest.mark.engine
 
@@ -70,6 +74,15 @@ def source(file: str) -> str:
 @pytest.mark.parametrize(("file", "owner", "wanted"), NAMES, ids=[f"{file}:{owner}" for file, owner, _ in NAMES])
 def test_the_installed_vllm_has_the_names_that_are_used(file, owner, wanted):
     assert not set(wanted.split()) - names(file, owner), "moved in this vLLM; see docs/gpu.md for where it is used"
+
+
+def test_the_sampling_settings_that_are_read_from_the_source_are_those_of_the_real_class():
+    code = "import inspect, vllm.sampling_params as s; print('KEYS', *inspect.signature(s.SamplingParams).parameters)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    (real,) = [line.split()[1:] for line in printed.splitlines() if line.startswith("KEYS")]
+    assert len(real) > 25 and sampling_keys() == {key for key in real if not key.startswith("_")}
+    assert not FOREIGN_GENERATION_KEYS.keys() & set(real)
+    assert REFUSED_GENERATION_KEYS.keys() <= set(real)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -94,6 +94,13 @@ def test_settings_reach_the_engine_and_generation_kwargs_win():
     assert build(generation_kwargs={"max_tokens": 3}).max_tokens == 3
 
 
+@pytest.mark.parametrize("settings", [{}, {"generation_kwargs": {"max_tokens": None}}])
+def test_without_a_limit_of_completions_the_engines_context_is_the_limit(settings):
+    generation = build(max_completion_length=None, **settings)
+    generation.generate([A], None, 1)
+    assert generation.engines.calls[-1].max_tokens == generation.max_tokens == generation.engines.max_model_len == 8
+
+
 def test_more_than_the_sampled_tokens_log_prob_is_refused():
     with pytest.raises(ConfigurationError, match="logprobs=5"):
         build(logprobs=5)

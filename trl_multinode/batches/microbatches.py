@@ -269,7 +269,7 @@ class Balance:
             raise ConfigurationError(
                 f"{self._topology}: a row of rank {rank} has {padded.max()} tokens with its prompt, more than "
                 f"`micro_batch_tokens` {self._cap}. Raise `micro_batch_tokens` to at least the longest prompt + "
-                f"`max_completion_length` {self._args.max_completion_length}, or shorten prompts."
+                f"completion (`max_completion_length` {self._args.max_completion_length}), or shorten prompts."
             )
 
     def _log(self, shares: "list[Share]", seconds: float) -> None:

@@ -92,10 +92,7 @@ class EngineSettings:
     def _memory(self, index: int) -> dict:
         if not self._devices.per_engine[index]:
             return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-        share = self._settings.vllm_gpu_memory_utilization
-        if share is None:
-            share = GPU_SHARE_OF_TRAINING if self._devices.shared_with_training else GPU_SHARE_OF_RESERVED
-        return {"gpu_memory_utilization": share}
+        return {"gpu_memory_utilization": gpu_share(self._settings, self._devices)}
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables on top of the allow-listed environment."""
@@ -103,6 +100,13 @@ class EngineSettings:
         if gpus:
             return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         return {**CPU_ENVIRONMENT, **cores_per_worker(self._settings.vllm_tensor_parallel_size)}
+
+
+def gpu_share(settings: NodeSettings, devices: EngineDevices) -> float:
+    """Return the share of each of its GPUs' memory that an engine takes."""
+    default = GPU_SHARE_OF_TRAINING if devices.shared_with_training else GPU_SHARE_OF_RESERVED
+    chosen = settings.engine_kwargs.get("gpu_memory_utilization", settings.vllm_gpu_memory_utilization)
+    return default if chosen is None else chosen
 
 
 def lora_arguments(rank: int) -> dict:

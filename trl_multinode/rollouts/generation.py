@@ -49,7 +49,7 @@ class NodeGeneration:
         top_p: float = 1.0,
         top_k: int = 0,
         min_p: float | None = 0.0,
-        max_completion_length: int = 16,
+        max_completion_length: int | None = 16,
         logprobs: int | None = 0,
         structured_outputs_regex: str | None = None,
         generation_kwargs: dict | None = None,
@@ -67,7 +67,7 @@ class NodeGeneration:
             "min_p": 0.0 if min_p is None else min_p,
             **(generation_kwargs or {}),
         }
-        self.max_tokens = self.sampling.pop("max_tokens", max_completion_length)
+        max_tokens = self.sampling.pop("max_tokens", max_completion_length)
         if structured_outputs_regex is not None:
             self.sampling["structured_outputs"] = {"regex": structured_outputs_regex}
         self.version = WeightVersion()
@@ -76,6 +76,8 @@ class NodeGeneration:
         self._host = host
         self._phases = host.phases
         self.engines: NodeEngines = host.start_engines(model, processing_class, engine_keywords)
+        # an engine ends a completion where its context ends, so this number limits nothing else
+        self.max_tokens: int = self.engines.max_model_len if max_tokens is None else max_tokens
         self.last_sync = SyncTimings()
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
         self._returns_logprobs = logprobs is not None

@@ -63,6 +63,7 @@ class Watchdog:
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
+        self._end: Callable[[], None] | None = None  # called by the watch thread as the last thing
         self._closed = threading.Event()
         self._store_call_start: float | None = None  # of the pending call, if any
         self._signals = StopSignals()
@@ -108,6 +109,11 @@ class Watchdog:
     def add_chore(self, chore: "Callable[[Store], None]") -> None:
         """Register a function that the watch thread calls twice a second with its client of the store."""
         self._chores.append(chore)
+
+    def end_with(self, close: Callable[[], None]) -> None:
+        """Make the watch thread call `close`, which closes this object too, and end. It takes no lock."""
+        self._end = close
+        self._signals.wake()
 
     def report(self, cause: str, delay_s: float = 0.0) -> None:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
@@ -163,6 +169,8 @@ class Watchdog:
         self._signals.restore()
         self._exits.restore()
         self._signals.wake()
+        if threading.current_thread() is self._thread:
+            return
         self._thread.join(2 * POLL_S + STORE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._signals.close()
@@ -222,6 +230,9 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.is_set():
             fired = [fd for fd, _ in self._poll.poll(POLL_S * 1000)]
+            if self._end is not None:
+                self._end()
+                return
             if self._closed.is_set():
                 return
             self._store_call_start = time.monotonic()

@@ -45,6 +45,8 @@ CALLS: dict[str, tuple[Callable[[], dict], dict]] = {
     "IWOPD": (lambda: {"teacher_model": TEACHER, "train_dataset": CHATS}, {"max_length": 64}),
 }
 CHECKPOINT = dict.fromkeys(CALLS, 3) | {"GOLD": 2}  # to resume from; GOLD's is one at which weights are sent
+NOT_CLOSED = "RLOO"  # dropped when it has resumed; the next trainer ends its engines
+dropped: list[int] = []  # pids of its engines
 GENERATES_IN_EVALUATION = ("RLOO", "Distillation", "SDFT", "SDPO")
 
 
@@ -72,6 +74,7 @@ def train(trainer, resume: str | None = None) -> dict:
 
 def on_our_engines(name: str) -> tuple[dict, list]:
     trainer = make(trl_multinode, name, rollout_seed=5, save_strategy="steps", save_steps=CHECKPOINT[name])
+    dropped_run = [Path(f"/proc/{pid}").exists() for pid in dropped]
     generation, calls, versions = trainer.vllm_generation, [], []
     generate = generation.generate
 
@@ -89,6 +92,7 @@ def on_our_engines(name: str) -> tuple[dict, list]:
         "world": trainer.accelerator.num_processes,
         "sharded": all(parameter.numel() == 0 for parameter in trainer.model.parameters()),
         "versions": versions,
+        "dropped_run": dropped_run,
         "rows": sum(len(call[1]) for call in calls),
         "tokens": sum(len(ids) for call in calls for ids in call[1]),
         "returns_logprobs": calls[0][2] is not None,
@@ -186,7 +190,10 @@ def resumed(name: str) -> dict:
     """A trainer with the folder of another run, from the first run's checkpoint."""
     trainer = make(trl_multinode, name, rollout_seed=5, output_dir=str(folder / f"{name}-resumed"))
     logs = train(trainer, str(folder / name / f"checkpoint-{CHECKPOINT[name]}"))
-    trainer.close()
+    if name == NOT_CLOSED:
+        dropped.append(trainer.vllm_generation.engines[0].ready.pid)
+    else:
+        trainer.close()
     return logs | {"from": CHECKPOINT[name]}
 
 

@@ -1,0 +1,140 @@
+"""A trainer that a script or a notebook has dropped or replaced: its engines end, and their GPUs are free."""
+
+import gc
+import threading
+import time
+import weakref
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from datasets import Dataset
+from forks import forked
+
+from trl_multinode import GRPOConfig, GRPOTrainer
+from trl_multinode import host as host_module
+from trl_multinode.host import NodeHost
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.run.topology import EngineDevices
+from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.testing.engines import FAKE
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+
+LIMIT_S = 20.0
+
+
+def build(folder) -> GRPOTrainer:
+    args = GRPOConfig(
+        str(folder), use_cpu=True, bf16=False, report_to=[], num_generations=4, per_device_train_batch_size=4,
+        max_completion_length=None, vllm_max_model_length=24, max_steps=1, save_strategy="no",
+        gradient_checkpointing=False, disable_tqdm=True,
+    )  # fmt: skip
+    data = Dataset.from_dict({"prompt": ["1 =", "2 ="]})
+    reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
+    return GRPOTrainer(tiny_qwen2(), reward, args, data, processing_class=tiny_tokenizer())
+
+
+def engine_of(trainer: GRPOTrainer) -> int:
+    return trainer.vllm_generation.engines[0].ready.pid
+
+
+def has_ended(pid: int, within_s: float = LIMIT_S) -> bool:
+    deadline = time.monotonic() + within_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_the_engines_of_a_collected_trainer_end(tmp_path, monkeypatch):
+    """In one process, as in a notebook; a trainer that has trained, and one that is collected by the next one."""
+    monkeypatch.setenv("TRL_MULTINODE_ENGINE_MODULE", FAKE)
+
+    def body(rank: int) -> dict:
+        gc.disable()  # so that only this test and the library collect
+        first = build(tmp_path / "first")
+        engine = engine_of(first)
+        found = {"runs": not has_ended(engine, 0.0)}
+        del first
+        second = build(tmp_path / "second")
+        found["ended_before_the_next"] = has_ended(engine, 0.0) and len(host_module._with_engines) == 1
+        second.train()
+        found["limit_without_a_limit"] = second.max_completion_length
+        engine, dropped, folder = engine_of(second), weakref.ref(second), second.host._fleet.folder
+        del second
+        gc.collect()
+        found["collected_after_training"] = dropped() is None
+        found["ended"] = has_ended(engine)
+        for thread in [thread for thread in threading.enumerate() if thread.name.startswith("watch")]:
+            thread.join(LIMIT_S)
+        return found | {"folder_left": folder.exists(), "hosts": len(host_module._with_engines)}
+
+    with forked(body, 1, tmp_path) as (one,):
+        found = one.result
+    assert found == {
+        "runs": True, "ended_before_the_next": True, "collected_after_training": True, "ended": True,
+        "folder_left": False, "hosts": 0, "limit_without_a_limit": 24,
+    }, one.text  # fmt: skip
+
+
+def host(gpus: str = "7", share: float | None = None, launched: bool = False, **engine_kwargs) -> SimpleNamespace:
+    """A host with one engine per letter of `gpus`, that notes what is done to it."""
+    done: list[str] = []
+    made = SimpleNamespace(
+        settings=NodeSettings(vllm_gpu_memory_utilization=share, engine_kwargs=engine_kwargs),
+        devices=EngineDevices(tuple((gpu,) for gpu in gpus) or ((),), shared_with_training=False),
+        topology=SimpleNamespace(launched=launched, is_local_main=True), _trainer=lambda: made, done=done,
+        close=lambda: done.append("close"), _end_engines=lambda: done.append("end"), _report=done.append,
+    )  # fmt: skip
+    made._leaves_room_for = lambda other: NodeHost._leaves_room_for(made, other)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("earlier", "new", "ends"),
+    [
+        (host("67"), host("7"), True),
+        (host("6"), host("7"), False),
+        (host("7", 0.4), host("7", 0.5), False),
+        (host("7", 0.4), host("7"), True),
+        (host("7", gpu_memory_utilization=0.1), host("7", gpu_memory_utilization=0.2), False),
+        (host(""), host(""), False),  # on a CPU
+    ],
+)
+def test_a_cell_that_is_run_again_gets_the_gpus_of_the_trainer_that_it_replaces(monkeypatch, earlier, new, ends):
+    """A name is bound again only when the new trainer is built, so the earlier one is not collected yet."""
+    monkeypatch.setattr(host_module, "_with_engines", [earlier, new])
+    NodeHost._make_room(new)
+    assert earlier.done == (["close"] if ends else [])
+    assert len(new.done) == ends and all("need the GPUs of an earlier trainer's" in line for line in new.done)
+
+
+def test_ranks_of_a_launch_wait_for_each_other_only_at_their_end(monkeypatch):
+    earlier, collected, new = host(launched=True), host("1", launched=True), host(launched=True)
+    collected._trainer = lambda: None
+    monkeypatch.setattr(host_module, "_with_engines", [earlier, collected, new])
+    NodeHost._make_room(new)
+    assert earlier.done == collected.done == ["end"] and len(new.done) == 1
+
+
+def test_the_step_outlives_the_trainer_and_does_not_keep_it():
+    class Trainer:
+        state = SimpleNamespace(global_step=3)
+
+    ended: list[object] = []
+    made, trainer = NodeHost.__new__(NodeHost), Trainer()
+    made.watch, made.topology = SimpleNamespace(end_with=ended.append), SimpleNamespace(launched=False)
+    made.follow(trainer)
+    assert made.step() == 3 and not ended
+    del trainer
+    assert made.step() == 3 and ended == [made._close_unattended]
+
+
+def test_the_watch_thread_ends_with_what_it_was_given_even_if_that_fails(capsys):
+    made = NodeHost.__new__(NodeHost)
+    made.close = lambda: (watch.close(), 1 / 0)
+    watch = Watchdog(SimpleNamespace(launched=False, world_size=1, rank=0, node=0, local_ranks=[0]))
+    watch.end_with(made._close_unattended)
+    watch._thread.join(LIMIT_S)
+    assert not watch._thread.is_alive() and "ZeroDivisionError" in capsys.readouterr().err
