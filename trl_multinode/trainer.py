@@ -65,6 +65,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self._is_vlm:
             check_images(self.accelerator, inputs)
         make = partial(super()._generate_and_score_completions, with_lists_of_images(inputs))
+        self.vllm_generation.seeds.num_rows = len(inputs)  # a `rollout_func` may generate fewer in its first call
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
         if self.vllm_generation.generated:  # a `rollout_func` may take its log-probs from elsewhere
             self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
