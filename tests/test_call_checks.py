@@ -3,10 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from accelerate import ParallelismConfig
 from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig
 
-from trl_multinode import call_checks
+from trl_multinode import GRPOConfig, call_checks
 from trl_multinode.call_checks import check_model
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.testing.models import save_tiny, tiny_qwen2
@@ -59,6 +60,41 @@ def test_a_models_code_and_revision_are_those_that_trl_would_load(monkeypatch):
     init = {"revision": "v2", "token": "hf_x", "dtype": "float32"}
     call_checks.config_of("me/model", args(model_init_kwargs=init, trust_remote_code=True))
     assert asked == {"name": "me/model", "revision": "v2", "token": "hf_x", "trust_remote_code": True}
+
+
+LAUNCHED = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+SHARED_ROWS = {
+    "`parallelism_config.tp_size=2`": ({"parallelism_config": ParallelismConfig(tp_size=2)}, {}),
+    "`parallelism_config.cp_size=2`": ({}, LAUNCHED | {"PARALLELISM_CONFIG_CP_SIZE": "2"}),
+    "`parallelism_config.sp_size=4`": ({}, LAUNCHED | {"PARALLELISM_CONFIG_SP_SIZE": "4"}),
+    "`tensor_parallel.autotp_size=2`": (
+        {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})}, {},
+    ),
+    "`tp_plan` in `model_init_kwargs`": ({"model_init_kwargs": {"tp_plan": "auto"}}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.feature("Training", "tensor, context and sequence parallelism", engine="none", refused=True)
+@pytest.mark.parametrize("found", SHARED_ROWS, ids=["tensor", "context", "sequence", "autotp", "tp_plan"])
+def test_ranks_that_share_rows_are_refused_wherever_they_are_asked_for(found, record_property):
+    fields, environ = SHARED_ROWS[found]
+    with pytest.raises(ConfigurationError, match="`vllm_tensor_parallel_size`") as refused:
+        call_checks.check_parallelism(SimpleNamespace(**fields), "a/model", environ)
+    record_property("message", str(refused.value))
+    assert f"with {found} ranks would share rows" in str(refused.value)
+
+
+def test_ranks_with_rows_of_their_own_are_accepted():
+    """Replicas and shards are data parallelism; without the launcher's switch accelerate does not read its sizes."""
+    replicas = SimpleNamespace(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
+    call_checks.check_parallelism(replicas, tiny_qwen2(), LAUNCHED | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"})
+    call_checks.check_parallelism(args(3), "a/model", {"PARALLELISM_CONFIG_TP_SIZE": "2"})
+
+
+def test_tensor_parallelism_is_refused_before_a_model_loads(tmp_path):
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, parallelism_config=ParallelismConfig(tp_size=2))
+    with pytest.raises(ConfigurationError, match="`parallelism_config.tp_size=2`"):
+        call_checks.check_call(None, config, {"model": "no/such/model"})
 
 
 def test_fsdp_1_is_refused_before_an_engine_starts():

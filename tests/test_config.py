@@ -232,6 +232,14 @@ def test_engine_kwargs_may_not_replace_what_node_mode_sets(tmp_path, given):
     assert "`engine_kwargs` may not contain" in refusal(ours, tmp_path, engine_kwargs=given)
 
 
+@pytest.mark.feature("Generation", "caches outside of the engine (`kv_transfer_config`)", engine="none", refused=True)
+@pytest.mark.parametrize("key", ["kv_transfer_config", "kv_offloading_size", "ec_transfer_config"])
+def test_a_cache_that_a_sync_does_not_empty_is_refused(tmp_path, key, record_property):
+    message = refusal(ours, tmp_path, engine_kwargs={"max_num_seqs": 4, key: 1})
+    record_property("message", message)
+    assert f"may not contain '{key}'" in message and "leave it out" in message
+
+
 def test_that_is_checked_of_every_call_before_the_model(tmp_path):
     with pytest.raises(ConfigurationError, match="before `rollout_func` is called"):
         check_call(None, ours(tmp_path, max_staleness=1), {"model": "no/such/model", "rollout_func": print})

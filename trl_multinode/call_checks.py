@@ -1,7 +1,7 @@
 """Pre-flight checks of a trainer's arguments, before any weights file is opened."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
@@ -28,6 +28,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
         `ConfigurationError`: if an argument is not supported; the message names the cure.
     """
     check_settings(args)
+    check_parallelism(args, call["model"])
     check_dataset(call.get("train_dataset"), args)
     check_foreseeable(args, call)
     check_fsdp_version()
@@ -45,6 +46,42 @@ def check_fsdp_version(environ: Mapping[str, str] = os.environ) -> None:
     if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and environ.get("FSDP_VERSION", "1") == "1":
         raise ConfigurationError("Node mode sends weights of FSDP2, not of FSDP1. Write `fsdp_version: 2` under "
                                  "`fsdp_config` in the accelerate config.")  # fmt: skip
+
+
+def check_parallelism(
+    args: TrainingArguments, model: str | PreTrainedModel, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Reject tensor, context and sequence parallelism: all ranks of a group train the same rows, and in node mode each
+    rank would generate other completions for them."""
+    if found := [*group_sizes(args, model, environ), *parallel_loading(args)]:
+        raise ConfigurationError(
+            f"In node mode every rank has rows of its own, and with {found[0]} ranks would share rows but not their "
+            "completions. Leave it out: ZeRO-3 or FSDP2 shards the model over all ranks, and "
+            "`vllm_tensor_parallel_size` splits it over an engine's GPUs."
+        )
+
+
+def group_sizes(args: TrainingArguments, model: str | PreTrainedModel, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the settings, with their values, that make groups of ranks train the same rows."""
+    config = getattr(args, "parallelism_config", None)
+    launched = config is None and environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+    deepspeed = getattr(getattr(args, "deepspeed_plugin", None), "deepspeed_config", None) or {}
+    sizes = {
+        "tensor_parallel.autotp_size": deepspeed.get("tensor_parallel", {}).get("autotp_size"),
+        "model.tp_size": getattr(model, "tp_size", None),
+    }
+    for name in ("tp_size", "cp_size", "sp_size"):
+        of_launch = environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
+        sizes[f"parallelism_config.{name}"] = getattr(config, name, None) or int(of_launch)
+    return (f"`{name}={size}`" for name, size in sizes.items() if (size or 1) > 1)
+
+
+def parallel_loading(args: TrainingArguments) -> Iterator[str]:
+    """Yield the arguments with which transformers loads a model under tensor or expert parallelism."""
+    init = getattr(args, "model_init_kwargs", None) or {}
+    return (
+        f"`{name}` in `model_init_kwargs`" for name in ("tp_plan", "tp_size", "distributed_config") if name in init
+    )
 
 
 def check_foreseeable(args: TrainingArguments, kwargs: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class NodeFields(_Arguments):
         rollout_seed (`int`, *optional*):
             Base seed of the rollouts. Every row then samples with its own seed, so that a run does not depend on how
             its rows are spread over ranks and nodes (bitwise on a CPU in fp32; on a GPU, batch-dependent rounding can
-            change a token).
+            change a token). The later turns of tools and environments are included. See docs/settings.md.
         max_staleness (`int`, *optional*, defaults to `0`):
             Generation rounds by which completions may lag behind the weights they train. `0`: the engines generate
             every round with the newest weights, while the ranks wait. `1`: while a round trains, the engines generate

@@ -48,6 +48,11 @@ REFUSED_ENGINE_KEYS = {
     "logprobs_mode": "TRL's correction needs processed log-probs",
     "weight_transfer_config": "weights arrive by `weight_transport`",
     "worker_extension_cls": "weights arrive through the one of this library",
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"),
+        "after a sync this cache would still serve what older weights computed; leave it out, because a sync empties "
+        "only the engine's own prefix cache",
+    ),
 }
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
 LORA_SYNCS = ("auto", "adapter", "merged")

@@ -65,6 +65,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self._is_vlm:
             check_images(self.accelerator, inputs)
         make = partial(super()._generate_and_score_completions, with_lists_of_images(inputs))
+        self.vllm_generation.seeds.num_rows = len(inputs)  # a `rollout_func` may generate fewer in its first call
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
         if self.model.training:
             self._meter.add_weights(output)

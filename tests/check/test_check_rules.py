@@ -56,6 +56,16 @@ RULES = {
         "got fsdp_version 1, expected 2",
         "`fsdp_version: 2`",
     ),
+    "tensor parallelism": (
+        {
+            "distributed_type": "FSDP",
+            "deepspeed_config": None,
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {"parallelism_config_tp_size": 2},
+        },
+        "got `parallelism_config_tp_size` 2, expected 1",
+        "delete `parallelism_config_tp_size`",
+    ),  # fmt: skip
     "unread section": ({"fsdp_config": {"fsdp_version": 2}}, "nothing reads `fsdp_config`", "delete it"),
     "unread dynamo": ({"dynamo_backend": "INDUCTOR"}, "nothing reads `dynamo_backend`", "delete it"),
     "unread TPU key": ({"tpu_name": "pod"}, "nothing reads `tpu_name`", "delete it"),

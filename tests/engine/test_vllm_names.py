@@ -36,7 +36,8 @@ NAMES = [
     ("sampling_params.py", "SamplingParams", "n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind "
      "structured_outputs"),
     ("engine/arg_utils.py", "EngineArgs", "logprobs_mode weight_transfer_config worker_extension_cls load_format "
-     "kv_cache_memory_bytes max_lora_rank create_model_config"),
+     "kv_cache_memory_bytes max_lora_rank create_model_config kv_transfer_config kv_offloading_size "
+     "kv_offloading_backend ec_transfer_config"),
     (f"{RELOAD}/layerwise.py", "", "initialize_layerwise_reload finalize_layerwise_reload get_layerwise_info"),
     (f"{RELOAD}/meta.py", "", "SKIP_TENSORS"),
     ("model_executor/models/utils.py", "AutoWeightsLoader", "load_weights"),

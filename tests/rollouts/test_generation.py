@@ -6,7 +6,6 @@ import pytest
 from stubs import A, B, C, asked, build
 
 from trl_multinode.errors import ConfigurationError, PromptTooLongError, WeightVersionError
-from trl_multinode.rollouts.rows import RowSeeds
 from trl_multinode.wire.messages import WeightVersion
 
 # ---- requests
@@ -192,12 +191,6 @@ def test_seeds_differ_by_run_mode_round_and_call():
     first += [row_seeds(2, 12, round_=("train", 3))[0], row_seeds(2, 12, call=1)[0]]
     assert len(set(first)) == len(first)
     assert max(first) < 2**63 - 24  # what torch's generator takes
-
-
-def test_later_calls_of_a_tool_loop_keep_the_ranks_apart():
-    seeds = [RowSeeds(5, rank) for rank in range(2)]
-    assert seeds[1].of_call(6) - seeds[0].of_call(6) == 6
-    assert seeds[1].of_call(1) - seeds[0].of_call(4) == 6
 
 
 def test_without_rollout_seed_the_engines_use_their_own_streams():

@@ -26,6 +26,10 @@ def launcher_problems(launch: Launch) -> Iterator[Problem]:
     if args.use_fsdp and str(args.fsdp_version) == "1":
         what = "node mode has no weights of FSDP1, accelerate's default (got fsdp_version 1, expected 2)"
         yield Problem(what, "write `fsdp_version: 2` under `fsdp_config:`")
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if args.use_parallelism_config and (size := getattr(args, f"parallelism_config_{name}")) > 1:
+            what = f"in node mode ranks share no rows (got `parallelism_config_{name}` {size}, expected 1)"
+            yield Problem(what, f"delete `parallelism_config_{name}`; FSDP2 shards the model over all ranks")
 
 
 def count_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:

@@ -19,7 +19,8 @@ from ..errors import ConfigurationError, PromptTooLongError
 from ..weights.sync import SyncTimings
 from ..wire.messages import WeightVersion
 from .look_ahead import LookAhead, RoundRollouts
-from .rows import FloatRow, RowSeeds, TokenRow, raw_image
+from .rows import FloatRow, TokenRow, raw_image
+from .seeds import RowSeeds
 
 Prompts = list[list[int]]  # token ids, one row per requested completion
 
@@ -179,6 +180,7 @@ class NodeGeneration:
         if self.on_generated is not None:
             self.on_generated()
         completion_ids = [row.tokens.tolist() for row in rows]
+        self.seeds.add_completions(completion_ids)
         if not self._returns_logprobs:
             return prompts, completion_ids, None, None
         return (
@@ -195,7 +197,7 @@ class NodeGeneration:
         if made is None or images is not None:
             made = RoundRollouts(self._number, prompts, self._fresh(prompts, images), self.version)
         else:
-            self.seeds.of_call(len(prompts))  # count the look-ahead as the round's first call
+            self.seeds.of_call(prompts)  # count the look-ahead as the round's first call
             if made.version != self.version:  # they are equal if both rounds belong to one optimizer step
                 self.on_stale(made)
         self.used = made
@@ -212,7 +214,7 @@ class NodeGeneration:
         )
 
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
-        requests = self._requests(prompts, images, self.seeds.of_call(len(prompts)))
+        requests = self._requests(prompts, images, self.seeds.of_call(prompts))
         return self._ask(self.engines, requests, self.version)
 
     def _ask(self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion) -> list[Rollout]:
@@ -224,13 +226,15 @@ class NodeGeneration:
         return rows
 
     @staticmethod
-    def _requests(prompts: Prompts, images: list[list | None] | None, seed: int | None) -> list[PromptRequest]:
-        """Build one request per run of equal rows. A fixed stride would fail: a group may straddle ranks and nodes."""
-        rows = list(zip(prompts, images or [None] * len(prompts), strict=True))
+    def _requests(prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None) -> list[PromptRequest]:
+        """Build one request per run of equal rows with consecutive seeds. A fixed stride would fail: a group may
+        straddle ranks and nodes."""
+        bases = [None] * len(prompts) if seeds is None else [seed - row for row, seed in enumerate(seeds)]
+        rows = list(zip(prompts, images or [None] * len(prompts), bases, strict=True))
         requests, start = [], 0
-        for (prompt, row_images), run in groupby(rows):
+        for (prompt, row_images, base), run in groupby(rows):
             count = len(list(run))
-            first = None if seed is None else seed + start
+            first = None if base is None else base + start
             requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, row_images or ()))))
             start += count
         return requests

@@ -1,6 +1,5 @@
-"""Rows of a rank's batch in the forms that TRL and the engines use: log-probs without nested lists, seeds, images."""
+"""Rows of a rank's batch in the forms that TRL and the engines use: log-probs without nested lists, images."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,48 +41,6 @@ class TokenRow(FloatRow):
 
     def __getitem__(self, index: int | slice) -> Sequence:
         return TokenRow(self.values[index]) if isinstance(index, slice) else [int(self.values[index])]
-
-
-class RowSeeds:
-    """Seeds that depend on the row, not on the rank or engine that generates it.
-
-    seed(row) = hash(seed, mode, round, call of this rank in the round) + global row. The seed is affine in the row,
-    because vLLM samples completion i of a request with seed + i.
-
-    Args:
-        seed (`int`, *optional*):
-            Value of `rollout_seed`; with `None` the engines use their own random streams.
-        rank (`int`):
-            Rank of the caller. Its rows come after those of the lower ranks.
-    """
-
-    def __init__(self, seed: int | None, rank: int):
-        self._seed = seed
-        self._rank = rank
-        self.begin_round("train", 0)
-
-    def begin_round(self, mode: str, number: int) -> None:
-        """Start the seeds of a new batch of prompts. Every rank calls it with the same arguments."""
-        self._round = (mode, number)
-        self._call = 0
-        self._rows_per_rank: int | None = None
-
-    def of_call(self, num_rows: int) -> int | None:
-        """Return the seed of this rank's first row in the next `generate` call, and count that call."""
-        if self._rows_per_rank is None:
-            self._rows_per_rank = num_rows  # a tool loop's later calls have fewer rows; seeds of two ranks must differ
-        call, self._call = self._call, self._call + 1
-        return self._first(self._round, call, self._rows_per_rank)
-
-    def of_round(self, mode: str, number: int, num_rows: int) -> int | None:
-        """Return the seed that `of_call` returns in the first call of that round."""
-        return self._first((mode, number), 0, num_rows)
-
-    def _first(self, round_: tuple[str, int], call: int, rows_per_rank: int) -> int | None:
-        if self._seed is None:
-            return None
-        digest = hashlib.blake2b(f"{self._seed}/{round_}/{call}".encode(), digest_size=5).digest()
-        return int.from_bytes(digest, "little") + self._rank * rows_per_rank
 
 
 def raw_image(image: Any) -> Image:

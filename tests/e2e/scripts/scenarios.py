@@ -237,6 +237,8 @@ def two_turns(prompts, trainer) -> dict:
     ids = trainer.processing_class(text=prompts)["input_ids"]
     word = trainer.processing_class(text=" then")["input_ids"]
     generate = trainer.vllm_generation.generate
+    seeds = getattr(trainer.vllm_generation, "seeds", None)  # TRL's arm has none
+    assert seeds is None or seeds.num_rows == len(prompts)
     _, completions, logprobs, _ = generate(prompts=ids, images=None, num_generations=trainer.num_generations)
     completions, logprobs = [list(c) for c in completions], [[top[0] for top in row] for row in logprobs]
     masks = [[1] * len(completion) for completion in completions]

@@ -1,0 +1,112 @@
+"""Seeds of a round's rows: a function of the round, the turn and the global row, whatever the layout of the run."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+
+class RowSeeds:
+    """Seeds that depend on the row, not on the rank or engine that generates it.
+
+    seed(row) = hash(seed, mode, round, turn) + global row. The turn counts the earlier requests of this row in the
+    round. The seed is affine in the row, because vLLM samples completion i of a request with seed + i.
+
+    Args:
+        seed (`int`, *optional*):
+            Value of `rollout_seed`; with `None` the engines use their own random streams.
+        rank (`int`):
+            Rank of the caller. Its rows come after those of the lower ranks.
+
+    Attributes:
+        num_rows (`int`):
+            Number of rows of each rank in the following rounds; with 0, the rows of the round's first call.
+    """
+
+    def __init__(self, seed: int | None, rank: int):
+        self.num_rows = 0
+        self._seed = seed
+        self._rank = rank
+        self.begin_round("train", 0)
+
+    def begin_round(self, mode: str, number: int) -> None:
+        """Start the seeds of a new batch of prompts. Every rank calls it with the same arguments."""
+        self._round = (mode, number)
+        self._trace = RowTrace(self.num_rows)
+
+    def of_call(self, prompts: Sequence[list[int]]) -> list[int] | None:
+        """Return the seed of each row in this rank's next `generate` call, and count that call in its rows."""
+        if self._seed is None:
+            return None
+        rows = self._trace.add_prompts(prompts)
+        return [self._first(self._round, turn, self._trace.num_rows) + row for row, turn in rows]
+
+    def of_round(self, mode: str, number: int, num_rows: int) -> list[int] | None:
+        """Return the seeds that `of_call` returns for all rows in the first call of that round."""
+        if self._seed is None:
+            return None
+        first = self._first((mode, number), 0, num_rows)
+        return list(range(first, first + num_rows))
+
+    def add_completions(self, completions: Sequence[list[int]]) -> None:
+        """Record the completions of the last `of_call`; later calls recognize their rows by them."""
+        if self._seed is not None:
+            self._trace.add_completions(completions)
+
+    def _first(self, round_: tuple[str, int], turn: int, num_rows: int) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{round_}/{turn}".encode(), digest_size=5).digest()
+        return int.from_bytes(digest, "little") + self._rank * num_rows
+
+
+class RowTrace:
+    """Rows of a rank's batch in one round, recognized in later `generate` calls by their tokens.
+
+    A tool loop generates again for the rows that still run, and passes nothing but token ids: a row's prompt, its
+    completion and the tool's result. So a prompt that begins with all tokens of a row continues that row. If rows have
+    equal tokens, they are taken in order. Any other prompt is a new request, and new requests go through the rows in
+    order: a `rollout_func` may ask for its rows one by one, or for all of them twice.
+
+    Args:
+        num_rows (`int`):
+            Number of rows of this rank in the round; with 0, the rows of the first call.
+    """
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self._tokens: dict[int, list[int]] = {}  # per row: its last prompt and completion
+        self._turns: Counter[int] = Counter()  # requests per row
+        self._num_new = 0
+        self._asked: list[tuple[int, list[int]]] = []  # row and prompt, of the last call
+
+    def add_prompts(self, prompts: Sequence[list[int]]) -> list[tuple[int, int]]:
+        """Return the row of each prompt, and the number of earlier requests of that row."""
+        self.num_rows = self.num_rows or len(prompts)
+        rows: list[int] = []
+        found = []
+        for prompt in prompts:
+            row = self._row_of(prompt, rows)
+            rows.append(row)
+            found.append((row, self._turns[row]))
+            self._turns[row] += 1
+        self._asked = list(zip(rows, prompts, strict=True))
+        return found
+
+    def add_completions(self, completions: Sequence[list[int]]) -> None:
+        """Record the completions of the last prompts."""
+        for (row, prompt), completion in zip(self._asked, completions, strict=True):
+            self._tokens[row] = [*prompt, *completion]
+
+    def _row_of(self, prompt: list[int], asked: list[int]) -> int:
+        """Return the row of a prompt; the rows in `asked` are those of the call's prompts before it."""
+        after = asked[-1] + 1 if asked else 0
+        for row in chain(range(after, self.num_rows), range(after)) if self._tokens else ():
+            if row in self._tokens and begins_with(prompt, self._tokens[row]) and row not in asked:
+                return row
+        row, self._num_new = self._num_new % self.num_rows, self._num_new + 1
+        return row
+
+
+def begins_with(tokens: list[int], start: list[int]) -> bool:
+    """Return whether `tokens` begins with `start`. One token differs in most cases, so compare that one first."""
+    end = len(start)
+    return end <= len(tokens) and tokens[end - 1] == start[-1] and list(tokens[:end]) == start
