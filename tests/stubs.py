@@ -18,6 +18,9 @@ class StubClient:
     name = "engine 0 of node 1"
     check_version = EngineClient.check_version
 
+    def __init__(self, truncated_logprobs: str = ""):
+        self.ready = SimpleNamespace(truncated_logprobs=truncated_logprobs)
+
 
 class StubEngines:
     """Completion i of a request with seed s is `[s + i, prompt length]`, so that rows show where they came from."""
@@ -27,9 +30,13 @@ class StubEngines:
     def __init__(self):
         self.calls: list[SimpleNamespace] = []
         self.version: WeightVersion | None = None
+        self.client = StubClient()
 
     def __getitem__(self, index: int) -> StubClient:
-        return StubClient()
+        return self.client
+
+    def __iter__(self):
+        return iter([self.client])
 
     def generate(self, requests, max_tokens, sampling, min_update):
         call = SimpleNamespace(requests=requests, max_tokens=max_tokens, sampling=sampling, min_update=min_update)
@@ -51,6 +58,7 @@ class StubHost:
         self.synced: list[WeightVersion] = []
         self.whole = 0  # times that frozen weights were to be sent again
         self.step = lambda: 17
+        self.topology = "Rank 3 (node 1)"
 
     def align(self):
         pass
@@ -67,8 +75,9 @@ class StubHost:
         return SyncTimings(num_buckets=2)
 
 
-def build(rank: int = 0, rollout_seed: int | None = None, **keywords) -> NodeGeneration:
+def build(rank: int = 0, rollout_seed: int | None = None, truncated_logprobs: str = "", **keywords) -> NodeGeneration:
     host = StubHost(NodeSettings(rollout_seed=rollout_seed))
+    host.engines.client = StubClient(truncated_logprobs)
     accelerator = SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None)
     return NodeGeneration(host=host, model=None, accelerator=accelerator, processing_class=None, **keywords)
 

@@ -3,6 +3,7 @@
 The fake thus shows of the protocol what vLLM shows. Other modules fork vLLM, which saves 24 CPU seconds an engine.
 """
 
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from trl_multinode.weights.buckets import layer_key
 from trl_multinode.wire.messages import Await, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
 
 VOCABULARY = 300  # not a multiple of 64: vLLM pads it, and its loaders then keep what they are given to the end
+EOS = 1
+FEATURE = pytest.mark.feature
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -101,6 +104,65 @@ def test_a_completion_ends_where_the_context_ends_whatever_its_limit(trainer):
     requests = [PromptRequest([5] * (context - 6), 2, seed=3)]
     (rows,) = trainer.engines.generate(requests, context, SAMPLING | {"ignore_eos": True}, trainer.version.update)
     assert [len(row.tokens) for row in rows] == [6, 6]
+
+
+# Where several are set, a masked token counts with its bias and penalty in the closed form
+SETTINGS = {
+    "top_p": {"top_p": 0.8},
+    "top_k": {"top_k": 20},
+    "min_p": {"min_p": 0.3},
+    "min_tokens": {"min_tokens": 5, "logit_bias": {EOS: 8.0}},
+    "allowed_token_ids": {"allowed_token_ids": [*range(5, 25)], "repetition_penalty": 1.5, "top_p": 0.9},
+    "logit_bias": {"logit_bias": {7: 2.0, 9: 1.0}},
+    "repetition_penalty": {"repetition_penalty": 3.0},
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(SETTINGS[x], marks=FEATURE("Generation", f"`{x}`"), id=x) for x in SETTINGS]
+)
+def test_log_probs_are_over_the_whole_vocabulary(trainer, settings):
+    for temperature in (1.0, 0.7):
+        check_log_probs(trainer, settings | {"temperature": temperature})
+
+
+def check_log_probs(trainer, settings: dict) -> None:
+    """Compare the engine's log-probs with the closed form, and its tokens with the settings."""
+    for prompt, rows in zip(PROMPTS, generate(trainer, **settings), strict=True):
+        for row in rows:
+            scores, tokens = closed_form(trainer, prompt, row.tokens.tolist(), settings), row.tokens.astype(int)
+            whole = scores.gather(1, torch.from_numpy(tokens)[:, None])[:, 0]
+            assert torch.allclose(torch.from_numpy(row.logprobs.copy()), whole, rtol=0, atol=1e-4)
+            assert all(is_kept(*each, settings) for each in zip(scores, tokens, strict=True))
+            assert len(tokens) >= settings.get("min_tokens", 1)
+
+
+def closed_form(trainer, prompt: list[int], tokens: list[int], settings: dict) -> torch.Tensor:
+    """Log-probs after `logit_bias`, penalty and temperature, from one forward pass; (T, vocabulary)."""
+    ids = [*prompt, *tokens]
+    with torch.no_grad():
+        logits = trainer.model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+    penalty = settings.get("repetition_penalty", 1.0)
+    for token, bias in settings.get("logit_bias", {}).items():
+        logits[:, token] += bias
+    for row, done in zip(logits, range(len(prompt), len(ids)), strict=True):
+        seen = torch.tensor(sorted(set(ids[:done])))
+        row[seen] = torch.where(row[seen] > 0, row[seen] / penalty, row[seen] * penalty)
+    return (logits / settings["temperature"]).log_softmax(-1)
+
+
+def is_kept(scores: torch.Tensor, token: int, settings: dict) -> bool:
+    """Whether `allowed_token_ids`, `top_k`, `top_p` and `min_p` keep this token."""
+    allowed = settings.get("allowed_token_ids", range(len(scores)))
+    scores = torch.full_like(scores, -torch.inf).index_copy(0, torch.tensor(allowed), scores[list(allowed)])
+    likelier = scores.softmax(-1)[scores > scores[token]]
+    least = scores.max() + math.log(settings.get("min_p") or 1e-30)
+    return (
+        token in allowed
+        and len(likelier) < settings.get("top_k", len(scores))
+        and likelier.sum() < settings.get("top_p", 1.0) + 1e-4
+        and scores[token] > least - 1e-4
+    )
 
 
 def test_seeds_belong_to_rows(trainer):
@@ -192,14 +254,14 @@ def test_an_engine_whose_weights_give_nan_is_an_alarm_until_the_next_update(trai
         assert {token for rows in groups for row in rows for token in row.tokens.tolist()} == {0}  # no error of vLLM's
         assert all(np.isnan(row.logprobs).all() for rows in groups for row in rows)
         with pytest.raises(LogprobDivergenceError, match=r"100.0 % .* \(72 of 72\) .* from the engine, "):
-            check_log_probs(trainer, groups)
+            compare_like_a_round(trainer, groups)
     assert np.isnan(trainer.engines[0].score([5, 6, 7]).logprobs).all()
     trainer.send()
     assert difference(trainer) < 1e-3
-    check_log_probs(trainer, generate(trainer, ignore_eos=True))
+    compare_like_a_round(trainer, generate(trainer, ignore_eos=True))
 
 
-def check_log_probs(trainer, groups) -> None:
+def compare_like_a_round(trainer, groups) -> None:
     """Run the check of every round on completions that the engine has just generated."""
     rows = [(prompt, row) for prompt, rows in zip(PROMPTS, groups, strict=True) for row in rows]
     output = {

@@ -1,7 +1,7 @@
 """Several engines on a node, and tensor parallelism: parity on each engine, requests where there is room."""
 
 import pytest
-from test_conformance import PROMPTS, SAMPLING
+from test_conformance import FEATURE, PROMPTS, SAMPLING, check_log_probs
 
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.testing.engines import FORKED, REAL, SyncDriver, running_engines, worst_difference
@@ -9,6 +9,11 @@ from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
 
 pytestmark = pytest.mark.engine
+ONLY_VLLM = [  # sampling settings that the fake engine refuses
+    {"temperature": 0.7, "bad_words": [*"abcdefghijklmnopqrstuvwxyz"], "logit_bias": {70: 3.0}},
+    {"temperature": 0.7, "structured_outputs": {"regex": "[0-9]{4}"}},
+    {"temperature": 1.0, "structured_outputs": {"regex": "[0-9]{4}"}, "repetition_penalty": 1.3, "top_k": 5},
+]
 
 
 def generate(engines, num_requests: int = 2):
@@ -16,6 +21,8 @@ def generate(engines, num_requests: int = 2):
     return engines.generate(requests, 8, SAMPLING, 0)
 
 
+@FEATURE("Generation", "`bad_words`")
+@FEATURE("Generation", "`vllm_structured_outputs_regex`")
 @pytest.mark.parametrize(("module", "tied"), [(REAL, True), (FORKED, False)], ids=["tied", "untied"])
 def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(module, tied, tmp_path):
     model = tiny_qwen2(300, tied)
@@ -25,6 +32,8 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(modul
             trainer.perturb()
             trainer.send()
         assert worst_difference(trainer, generate(engines), PROMPTS) < 1e-3
+        for settings in ONLY_VLLM:
+            check_log_probs(trainer, settings)
         trainer.perturb()
         assert worst_difference(trainer, generate(engines), PROMPTS) > 0.1
 

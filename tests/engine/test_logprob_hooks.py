@@ -1,40 +1,76 @@
-"""Hooks into the model runner V2, which needs a GPU: here stand-ins call them as vLLM's own classes do.
+"""Extensions of vLLM's V2 model runner, which needs a GPU: here its own sampler runs in Triton's interpreter.
 
-The hooks of V1 run in `test_conformance.py`, in vLLM itself.
+The extensions of V1 run in `test_conformance.py`, in vLLM itself.
 """
 
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
+
+from trl_multinode.engine_process.vllm_backend import VllmBackend
 
 pytestmark = pytest.mark.engine
 
-CHUNK = 3
+SCRIPT = Path(__file__).parent / "v2_on_cpu.py"
+UNCHANGED = {"plain", "temperature", "score plain"}  # vLLM's own log-probs are over the whole vocabulary
 
 
-class PromptScorer:
-    """Part of vLLM's `PromptLogprobsWorker` that computes logits, in chunks of a step's tokens."""
-
-    def compute_prompt_logprobs(self, logits_fn, hidden_states, batch, all_token_ids, num_computed, prompt_lens):
-        states = hidden_states[: batch.num_tokens].split(CHUNK)
-        return torch.cat([logits_fn(chunk) for chunk in states])
-
-
-@pytest.fixture
-def runner():
-    temperature = SimpleNamespace(np=np.array([0.0, 2.0, 0.5, 1.0], dtype=np.float32))
-    sampler = SimpleNamespace(sampling_states=SimpleNamespace(temperature=temperature))
-    return SimpleNamespace(sampler=sampler, prompt_logprobs_worker=PromptScorer())
+@pytest.fixture(scope="module")
+def v2() -> dict:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_v2_scores_each_prompt_of_a_step_at_its_own_temperature(runner):
-    from trl_multinode.vllm_worker.logprobs import score_at_temperature_v2
+def test_v2_returns_log_probs_over_the_whole_vocabulary_and_scores_at_a_temperature(v2):
+    assert v2["reason"] == "" and max(v2["after"].values()) < 1e-5
+    assert all((difference < 1e-5) == (name in UNCHANGED) for name, difference in v2["before"].items()), v2["before"]
 
-    score_at_temperature_v2(runner)
-    batch = SimpleNamespace(idx_mapping_np=np.array([2, 0, 1]), num_scheduled_tokens=np.array([4, 1, 2]), num_tokens=7)
-    hidden = torch.arange(8.0)[:, None].expand(8, 5)  # the last row is padding
-    got = runner.prompt_logprobs_worker.compute_prompt_logprobs(lambda rows: rows.bfloat16(), hidden, batch, 0, 0, 0)
-    assert got.dtype == torch.float32
-    assert torch.equal(got[:, 0], torch.tensor([0.0, 2.0, 4.0, 6.0, 4.0, 2.5, 3.0]))
+
+def test_v2_needs_no_other_setting_in_the_step(v2):
+    assert max({**v2["only_grammar"], **v2["only_plain"]}.values()) < 1e-5
+
+
+def runner(**changes) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """vLLM's config and a model runner with as little as the extensions of V2 need before they fail."""
+    config = SimpleNamespace(use_v2_model_runner=True, speculative_config=changes.get("speculative_config"))
+    sampler = SimpleNamespace(sampling_states=SimpleNamespace(temperature=None))
+    scorer = SimpleNamespace(compute_prompt_logprobs=None)
+    return config, SimpleNamespace(
+        sampler=changes.get("sampler", sampler), prompt_logprobs_worker=scorer, structured_outputs_worker=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"speculative_config": {"method": "ngram"}}, "speculative_config"), ({}, "logits_processors"),
+     ({"sampler": None}, "^$")],
+)  # fmt: skip
+def test_a_sampler_that_cannot_be_extended_is_a_reason_and_no_error(changes, reason):
+    from trl_multinode.vllm_worker.logprobs import extend_logprobs
+
+    config, stub = runner(**changes)
+    assert re.search(reason, extend_logprobs(config, stub))
+
+
+@pytest.mark.parametrize(("logprob", "reason"), [(-5.7, ""), (0.0, "log-prob 0.0"), (float("nan"), "log-prob nan")])
+def test_the_engines_start_proves_with_a_row_that_the_sampler_is_extended(logprob, reason):
+    backend = VllmBackend(SimpleNamespace())
+    row = SimpleNamespace(outputs=[SimpleNamespace(logprobs=SimpleNamespace(logprobs=[logprob]))])
+
+    async def collective_rpc(name):
+        return {"extend_logprobs": ["", ""]}[name]
+
+    async def outputs(prompt, params):
+        assert params.allowed_token_ids == [1] and params.logprobs == 0
+        yield row
+
+    backend._llm, backend._params_cls = SimpleNamespace(collective_rpc=collective_rpc), SimpleNamespace
+    backend._outputs = outputs
+    assert asyncio.run(backend._why_truncated()).endswith(reason)

@@ -6,6 +6,7 @@ V2), so the files of both are looked at.
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from functools import cache
@@ -48,6 +49,13 @@ NAMES = [
     ("lora/peft_helper.py", "PEFTHelper", "r lora_alpha target_modules"),
     ("multimodal/processing/processor.py", "BaseMultiModalProcessor", "_apply_prompt_updates _find_mm_placeholders"),
     ("model_executor/model_loader/utils.py", "", "get_model_cls"),
+    ("v1/sample/sampler.py", "Sampler", "forward apply_penalties sample compute_logprobs"),
+    ("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "apply"),
+    ("v1/structured_output/utils.py", "", "apply_grammar_bitmask"),
+    ("v1/worker/gpu/sample/sampler.py", "Sampler", "sample add_request"),
+    ("v1/worker/gpu/sample/prompt_logprob.py", "PromptLogprobsWorker", "compute_prompt_logprobs"),
+    ("v1/worker/gpu/structured_outputs.py", "StructuredOutputsWorker", "apply_grammar_bitmask"),
+    (RUNNERS["v1"], "GPUModelRunner", "_get_prompt_logprobs_dict"),
 ]  # fmt: skip
 
 
@@ -96,12 +104,21 @@ def test_both_model_runners_give_the_model_that_is_reloaded(runner):
 
 def test_both_model_runners_score_prompts_where_their_temperature_is_known():
     """`vllm_worker/logprobs.py` divides the logits of a scored prompt by the temperature of its request."""
-    assert "scores = self.sampler.compute_logprobs(logits)" in source(RUNNERS["v1"])
-    assert "self.prompt_logprobs_worker.compute_prompt_logprobs(\n            self.model.compute_logits," in source(
-        RUNNERS["v2"]
-    )
+    assert "self.sampler.compute_logprobs(logits)" in source(RUNNERS["v1"])
+    scored = r"self\.prompt_logprobs_worker\.compute_prompt_logprobs\(\s*self\.model\.compute_logits,\s*hidden_states,"
+    assert re.search(scored, source(RUNNERS["v2"]))
     worker = source("v1/worker/gpu/sample/prompt_logprob.py")
     assert "for start_idx in range(0, prompt_token_ids.shape[0], CHUNK_SIZE)" in worker
+
+
+def test_both_samplers_have_the_places_where_their_log_probs_are_extended():
+    """`vllm_worker/logprobs.py`; the order in which a sampler changes logits is held by `test_conformance.py`."""
+    assert "apply_grammar_bitmask(\n" in source(RUNNERS["v1"])
+    assert "self.structured_outputs_worker.apply_grammar_bitmask(\n                logits," in source(RUNNERS["v2"])
+    v2 = source("v1/worker/gpu/sample/sampler.py")
+    for name in ("logits_processors", "penalties_state", "needs_logits_processing", "sampling_states"):
+        assert re.search(rf"self\.{name}\b.* = ", v2), name
+    assert "logits = processed_logits" in v2 and "sampled, processed_logits = self.sample(\n            logits," in v2
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -105,6 +105,19 @@ def test_more_than_the_sampled_tokens_log_prob_is_refused():
         build(logprobs=5)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"structured_outputs_regex": "a"},
+                 *({"generation_kwargs": {name: value}} for name, value in
+                   {"min_tokens": 2, "bad_words": ["a"], "allowed_token_ids": [1]}.items())],
+)  # fmt: skip
+def test_settings_that_truncate_are_refused_if_log_probs_would_be_truncated_too(settings):
+    build(truncated_logprobs="no hook", temperature=0.7, repetition_penalty=1.1, generation_kwargs={"stop": ["a"]})
+    build(truncated_logprobs="no hook", logprobs=None, **settings)  # the trainer reads none
+    build(**settings)
+    with pytest.raises(ConfigurationError, match=r"Rank 3 \(node 1\): \w+ need.*engine 0 of node 1 .*: no hook\."):
+        build(truncated_logprobs="no hook", **settings)
+
+
 def test_a_prompt_that_fills_the_context_names_row_rank_and_cure():
     generation = build(rank=3)
     generation.generate([[1] * 7], None, 1)

@@ -31,7 +31,7 @@ class Rollout:
     """One completion, as an engine returned it."""
 
     tokens: np.ndarray  # int32 (T,)
-    logprobs: np.ndarray  # float32 (T,), of the sampled tokens, after temperature and other processing
+    logprobs: np.ndarray  # float32 (T,), of the sampled tokens at their temperature, over the whole vocabulary
     version: WeightVersion  # the weights that generated it
     engine: int  # index on the node
 

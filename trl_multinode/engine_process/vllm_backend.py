@@ -48,12 +48,24 @@ class VllmBackend(Backend):
         )
         args.enable_lora = args.enable_lora and has_lora(args)
         self._llm = AsyncLLM.from_engine_args(args)
-        await self._llm.collective_rpc("extend_logprobs")
         if self._llm.vllm_config.model_config.is_multimodal_model:
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
         self._params_cls = SamplingParams
+        self._truncated = await self._why_truncated()
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
+
+    async def _why_truncated(self) -> str:
+        """Extend the workers' log-probs; return why they are not over the whole vocabulary, or an empty string.
+
+        The proof is a row that may contain one token only: over the tokens that are left its log-prob is 0.
+        """
+        if any(reasons := await self._llm.collective_rpc("extend_logprobs")):
+            return max(reasons)
+        params = self._params_cls(max_tokens=1, logprobs=0, flat_logprobs=True, allowed_token_ids=[1])
+        *_, output = [output async for output in self._outputs(self._prompt([1], ()), params)]
+        logprob = output.outputs[0].logprobs.logprobs[0]
+        return "" if logprob < -1e-3 else f"a row with one allowed token got the log-prob {logprob}"
 
     def tokens_done(self) -> int:
         return self._tokens
@@ -69,6 +81,7 @@ class VllmBackend(Backend):
             vllm_version=vllm.__version__,
             processes=tuple(process.pid for process in vllm_processes()),
             serves_lora=self._llm.vllm_config.lora_config is not None,
+            truncated_logprobs=self._truncated,
             model_runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
         )
 

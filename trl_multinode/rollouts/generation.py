@@ -18,6 +18,7 @@ from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError, PromptTooLongError
 from ..weights.sync import SyncTimings
 from ..wire.messages import WeightVersion
+from ..wire.sampling import truncating
 from .look_ahead import LookAhead, RoundRollouts
 from .rows import FloatRow, TokenRow, raw_image
 from .seeds import RowSeeds
@@ -82,6 +83,8 @@ class NodeGeneration:
         self.last_sync = SyncTimings()
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
         self._returns_logprobs = logprobs is not None
+        if self._returns_logprobs:
+            self._check_logprobs(str(host.topology))
         self.rows: list[Rollout] = []  # completions of the last `generate` call
         self.used = RoundRollouts(0, [], [], self.version)  # completions of the round's first `generate` call
         # called before the next round's requests are sent
@@ -238,6 +241,15 @@ class NodeGeneration:
             requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, row_images or ()))))
             start += count
         return requests
+
+    def _check_logprobs(self, where: str) -> None:
+        """Raise `ConfigurationError` if the engines' log-probs cannot be compared with the trainer's."""
+        for client in self.engines:
+            if (reason := client.ready.truncated_logprobs) and (names := truncating(self.sampling.get)):
+                raise ConfigurationError(
+                    f"{where}: {', '.join(names)} need log-probs over the whole vocabulary, and {client.name} has "
+                    f"those over the tokens that are left: {reason}. Leave these settings out, or remove the reason."
+                )
 
     def _check_lengths(self, prompts: Prompts) -> None:
         limit = self.engines.max_model_len

@@ -8,17 +8,14 @@ import torch
 from ..errors import LogprobDivergenceError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
+from ..wire.sampling import TRUNCATING
 from .generation import NodeGeneration
 from .look_ahead import RoundRollouts
 
 NAN_LIMIT = 0.01  # share of a rank's trained tokens
 SIDES = {"engine": "sampling_per_token_logps", "trainer": "old_per_token_logps"}  # keys of TRL's output
-# Keys of `generation_kwargs` that forbid tokens or end a completion: the engine's log-probs are over the whole
-# vocabulary, so these keys do not change them
-SCORED_KEYS = {
-    *("top_p", "top_k", "min_p", "structured_outputs", "min_tokens", "bad_words", "allowed_token_ids"),
-    *("stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"),
-}
+# Settings that forbid tokens or end a completion: the log-probs over the whole vocabulary do not depend on them
+SCORED_KEYS = {*TRUNCATING, "stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"}
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
 NAN_CURES = {
     "engine": "The trainer has numbers for them: a float16 engine overflows above 65504, so try "

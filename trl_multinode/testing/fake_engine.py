@@ -19,22 +19,12 @@ from ..engine_process.main import main
 from ..transports.base import SELF_TEST_S, call_with_timeout
 from ..transports.opening import open_slots
 from ..wire.messages import ADAPTER_TENSORS, EngineSpec, Image, OpenSlots, Ready, RequestRefused, WeightVersion
+from .fake_sampling import SAMPLING_KEYS, sample
 from .faults import Faults
-
-SAMPLING_KEYS = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-}
 
 
 class FakeBackend(Backend):
-    """Backend with a full forward pass per token. Only the settings `temperature` and `ignore_eos` have an effect."""
+    """Backend with a full forward pass per token; it ignores the settings `stop` and `stop_token_ids`."""
 
     def __init__(self, spec: EngineSpec):
         self._args = spec.engine_args
@@ -98,14 +88,12 @@ class FakeBackend(Backend):
     @torch.no_grad()
     def _row(self, prompt: list[int], max_tokens: int, sampling: dict, seed: int | None) -> CompletionBuffer:
         random = self._random if seed is None else torch.Generator().manual_seed(seed)
-        temperature = sampling.get("temperature", 1.0)
         ids, logprobs = list(prompt), []
-        for _ in range(min(max_tokens, self._context - len(prompt))):
+        for num_sampled in range(min(max_tokens, self._context - len(prompt))):
             logits = self._model(torch.tensor([ids])).logits[0, -1].float()
-            scores = (logits / (temperature or 1.0)).log_softmax(-1)
-            token = sample(scores.exp(), random) if temperature else int(scores.argmax())
+            token, logprob = sample(logits, ids, num_sampled, self._eos, sampling, random)
             ids.append(token)
-            logprobs.append(scores[token].item())
+            logprobs.append(logprob)
             self._tokens += 1
             if token in self._eos and not sampling.get("ignore_eos"):
                 break
@@ -173,11 +161,6 @@ class FakeBackend(Backend):
 
     async def stop(self) -> None:
         self._pending.clear()
-
-
-def sample(probs: torch.Tensor, random: torch.Generator) -> int:
-    """Sample as vLLM does. `torch.multinomial` draws the same token, but raises for NaN, where vLLM takes token 0."""
-    return int((probs / torch.empty_like(probs).exponential_(generator=random)).argmax())
 
 
 if __name__ == "__main__":

@@ -192,9 +192,9 @@ def rename_mapper(model: torch.nn.Module) -> Any:
 class WorkerExtension:
     """Methods that the engine calls in every worker by `collective_rpc`."""
 
-    def extend_logprobs(self) -> None:
-        """Make vLLM score prompts at the temperature of their request."""
-        extend_logprobs(self.model_runner, self.vllm_config.use_v2_model_runner)  # type: ignore[attr-defined]
+    def extend_logprobs(self) -> str:
+        """Extend vLLM's log-probs; return why those over the whole vocabulary are lacking, empty if they are not."""
+        return extend_logprobs(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
 
     def commit_weights(self) -> list[int]:
         """Commit; return `[update, step, adapter]` of the last update that this worker loaded completely."""

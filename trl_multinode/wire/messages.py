@@ -152,6 +152,7 @@ class Ready(Message, frozen=True):
     vllm_version: str
     processes: tuple[int, ...]  # pids of the vLLM processes below the engine
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
+    truncated_logprobs: str = ""  # reason why log-probs of truncated samples are not over the whole vocabulary
     model_runner: str = ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
 
 

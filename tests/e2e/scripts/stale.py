@@ -44,7 +44,8 @@ def difference(engines) -> float:
 
 trainer = make_trainer(
     tiny_qwen2(), Recorder(), folder, [f"{i} + {i + 1} =" for i in range(32)], per_device_train_batch_size=4,
-    learning_rate=1e-2, max_steps=8, rollout_seed=5, max_staleness=1, temperature=0.7, lr_scheduler_type="constant",
+    learning_rate=1e-2, max_steps=8, rollout_seed=5, max_staleness=1, temperature=0.7, top_p=0.9,
+    lr_scheduler_type="constant",
 )  # fmt: skip
 trainer.add_callback(Compare())
 trainer.train()
