@@ -1,9 +1,10 @@
-"""Two rules through a real launch: every rank ends with the same sentence, cause and cure, within a minute."""
+"""Three rules through a real launch: every rank ends with the same sentence, cause and cure, within a minute."""
 
 import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes
@@ -35,3 +36,16 @@ def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
     line = lines.pop()
     assert "node 1, rank 2" in line and "Row 3 of rank 2: its prompt has 100 tokens" in line
     assert "vllm_max_model_length" in line
+
+
+def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpoint_stays(tmp_path):
+    """Rank 3 finds it; the others wait in the gathering of the save. A limit of one deletes older checkpoints."""
+    lines, seconds = end_of_run(tmp_path, "nan", "the run failed")
+    assert len(lines) == 1 and seconds < 30
+    line = lines.pop()
+    assert "node 1, rank 3" in line and "WeightsNotFiniteError" in line
+    assert "model.layers.0.mlp.up_proj.weight has values from nan to nan after optimizer step 2" in line
+    assert [path.name for path in tmp_path.rglob("trainer_state.json")] == ["trainer_state.json"]
+    (kept,) = tmp_path.rglob("model.safetensors")
+    assert kept.parent.name == "checkpoint-1"
+    assert all(tensor.isfinite().all() for tensor in load_file(kept).values())
