@@ -82,6 +82,7 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
     stream = [max(main["ours"][i]["stream_s"] for main in mains) for i in repeats]
     bound = [max(s.values()) + (sum(s.values()) - max(s.values())) / common["buckets"] for s in stages]
     world = num_nodes * RANKS_PER_NODE
+    cpu, check = ([sum(rank["ours"][i][key] for rank in ranks) for i in repeats] for key in ("cpu_s", "check_cpu_s"))
     return {
         "model_mb": round(common["model_bytes"] / 1e6, 1),
         "buckets": common["buckets"],
@@ -100,6 +101,8 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         "speedup_over_world": ratios(wall["world"], wall["ours"]),
         "control_ratio": ratios(wall["control"], wall["ours"]),
         "gb_per_s": spread([common["model_bytes"] / 1e9 / s for s in wall["ours"]]),
+        "cpu_s": spread(cpu),  # of all ranks and engines
+        "check_share": spread([a / b for a, b in zip(check, cpu, strict=True)]),
         "extra_memory_buckets": round(max(r["memory"]["ours"] for r in ranks) / common["largest_bucket"], 2),
         "extra_memory_buckets_trl": round(max(r["memory"]["trl"] for r in ranks) / common["largest_bucket"], 2),
         "largest_bucket_mb": round(common["largest_bucket"] / 1e6, 1),

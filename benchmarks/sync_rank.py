@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,6 +45,7 @@ for function in (
 # ruff: noqa: E402 - DeepSpeed looks the functions up when it is imported
 
 import deepspeed
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 from trl.distributed import DistributedBackend
@@ -122,6 +124,9 @@ class Arms:
             "world": WeightSync(ModuleSource(model, torch.float32, world), engines, limit),
         }
         self.syncs["control"] = self.syncs["trl"] = self.syncs["ours"]
+        self.check_cpu_s = 0.0
+        ours = self.syncs["ours"]._source
+        ours.check = partial(self.timed_check, ours.check)
         self.trl = VLLMGeneration.__new__(VLLMGeneration)
         main = engines is not None
         self.trl.mode, self.trl.model, self.trl._weight_metadata = "server", model, None
@@ -129,6 +134,12 @@ class Arms:
         plugin = SimpleNamespace(zero_stage=3)
         self.trl._dist = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
         self.trl.vllm_client = PerParameter(engines, self.syncs["ours"]) if main else None
+
+    def timed_check(self, check, *arguments) -> None:
+        """Add up the CPU seconds of the check for NaN, which is part of our sync."""
+        start = time.process_time()
+        check(*arguments)
+        self.check_cpu_s += time.process_time() - start
 
     def open(self, arm: str) -> None:
         """The arm's own slots and buckets, outside of the time: an engine has one plan at a time."""
@@ -165,17 +176,26 @@ def status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
+def cpu_seconds(engines) -> float:
+    """CPU seconds so far of this rank and of the processes of its engines."""
+    trees = [psutil.Process(engine.ready.pid) for engine in engines or ()]
+    processes = [process for tree in trees for process in (tree, *tree.children(recursive=True))]
+    return time.process_time() + sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def timed(arms: Arms, arm: str) -> dict:
     arms.open(arm)
     dist.barrier()
     counted.clear()
+    cpu_before, arms.check_cpu_s = cpu_seconds(arms.engines), 0.0
     bytes_before, start = inbound_bytes(), time.perf_counter()
     dist.barrier()  # as before every sync of a run
     timings = arms.run(arm)
     across, within = counted.get("across", 0), counted.get("within", 0)
     dist.barrier()  # the slowest node's engine has the weights
     wall = time.perf_counter() - start
-    found = {"wall_s": wall, "inbound_bytes": inbound_bytes() - bytes_before, "across": across, "within": within}
+    found = {"cpu_s": cpu_seconds(arms.engines) - cpu_before, "check_cpu_s": arms.check_cpu_s}
+    found |= {"wall_s": wall, "inbound_bytes": inbound_bytes() - bytes_before, "across": across, "within": within}
     if timings is not None:
         found |= {key: getattr(timings, key) for key in ("stream_s", "gather_s", "copy_s", "load_s", "commit_s")}
     return found

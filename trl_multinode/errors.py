@@ -11,6 +11,7 @@
     ├── WeightSyncError                        an update failed; the engine must not serve
     │   ├── WeightVersionError                 a reply came from other weights than expected
     │   └── LogprobDivergenceError             log-probs of engine and trainer differ or are NaN
+    ├── WeightsNotFiniteError                  a weight is NaN or infinite; found before a sync or a save
     ├── SavedWeightsError                      saved weights are not the trained model; nothing is pushed
     ├── HubPushError                           a push failed; raised if `hub_push_must_succeed`
     └── PeerFailureError                       another rank, launcher or node failed first
@@ -61,6 +62,10 @@ class WeightVersionError(WeightSyncError):
 
 class LogprobDivergenceError(WeightSyncError):
     """Log-probs of engine and trainer differ by more than sampling noise, or too many of them are NaN."""
+
+
+class WeightsNotFiniteError(MultiNodeError):
+    """A trained weight is NaN or infinite. The sync or the save that found it has not begun."""
 
 
 class SavedWeightsError(MultiNodeError):

@@ -28,6 +28,7 @@ from .run.topology import EngineDevices, Topology, assign_engines
 from .run.watchdog import Watchdog
 from .transports.opening import TRANSPORTS
 from .weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
+from .weights.finite import check_finite
 from .weights.probe import divergence_limit, probe_engines
 from .weights.shards import ShardGather
 from .weights.source import keep_head_during_backward
@@ -259,6 +260,17 @@ class NodeHost:
         """Make the next sync send the frozen weights too."""
         if self._sync is not None:
             self._sync.send_everything()
+
+    def check_before_save(self, model: torch.nn.Module) -> None:
+        """Check this rank's own part of the trained weights for NaN and infinity. Not a collective.
+
+        Frozen weights are left out, because a sync has checked them.
+
+        Raises:
+            `WeightsNotFiniteError`: if there is one. The other ranks wait in the save until the watchdog ends them.
+        """
+        trained = [(name, p, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+        check_finite(trained, str(self.topology), self.step(), sends_whole=self.topology.is_local_main)
 
     # ---- end --------------------------------------------------------------------------------------------------------
 

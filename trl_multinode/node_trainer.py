@@ -241,10 +241,16 @@ class NodeTrainer(HubTrainer):
         with self.host.phases("train"):
             return super().training_step(*args, **kwargs)
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        if self.host is not None:  # the script, `push_to_hub` and every checkpoint call this method on all ranks
+            self.host.check_before_save(self.model)
+        super().save_model(*args, **kwargs)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.host is None:
             super()._save_checkpoint(model, trial)
             return
+        self.host.check_before_save(self.model)  # before the checkpoint has a folder
         with self._resume.rotating(), self._pushing_afterwards(), self._resume.saving():
             super()._save_checkpoint(model, trial)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes
@@ -42,3 +43,16 @@ def test_a_rank_whose_script_exits_outside_train_does_not_leave_the_others_waiti
     lines, _ = end_of_run(tmp_path, "exit", "the run failed")
     assert len(lines) == 1
     assert "node 1, rank 2, phase set-up: SystemExit: the script of this rank ended with exit code 3" in lines.pop()
+
+
+def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpoint_stays(tmp_path):
+    """Rank 3 finds it; the others wait in the gathering of the save. A limit of one deletes older checkpoints."""
+    lines, seconds = end_of_run(tmp_path, "nan", "the run failed")
+    assert len(lines) == 1 and seconds < 30
+    line = lines.pop()
+    assert "node 1, rank 3" in line and "WeightsNotFiniteError" in line
+    assert "model.layers.0.mlp.up_proj.weight has values from nan to nan after optimizer step 2" in line
+    assert [path.name for path in tmp_path.rglob("trainer_state.json")] == ["trainer_state.json"]
+    (kept,) = tmp_path.rglob("model.safetensors")
+    assert kept.parent.name == "checkpoint-1"
+    assert all(tensor.isfinite().all() for tensor in load_file(kept).values())

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from trl_multinode.engine.dispatch import PromptRequest
-from trl_multinode.errors import EngineRefusedError, LogprobDivergenceError, WeightSyncError, WeightVersionError
+from trl_multinode.errors import (
+    EngineRefusedError,
+    LogprobDivergenceError,
+    WeightsNotFiniteError,
+    WeightSyncError,
+    WeightVersionError,
+)
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.monitor import DivergenceMonitor
 from trl_multinode.testing.engines import FAKE, FORKED, REAL, SyncDriver, running_engines, worst_difference
@@ -74,6 +80,19 @@ def test_log_probs_agree_after_sync_and_disagree_before(trainer, syncs):
         version = trainer.send()
     assert difference(trainer) < 1e-3
     assert {row.version for rows in generate(trainer) for row in rows} == {version}
+
+
+def test_weights_with_a_nan_are_refused_before_the_engine_loads_any(trainer):
+    weight, version = trainer.model.model.layers[1].mlp.down_proj.weight, WeightVersion(100, 7)
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = float("nan")
+    with pytest.raises(WeightsNotFiniteError, match=r"layers\.1\.mlp\.down_proj\.weight .* after optimizer step 7"):
+        trainer.sync.run(version)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert difference(trainer) < 1e-3  # it serves the weights from before
+    assert trainer.engines[0].ask(Await(min_update=trainer.version.update)).version == trainer.version
 
 
 def test_score_gives_the_trainers_log_probs(trainer):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import WeightMeta
+from trl_multinode.weights.finite import check_finite
 from trl_multinode.weights.source import WeightSource
 
 
@@ -18,6 +19,10 @@ class CheckpointSource(WeightSource):
 
     def metadata(self):
         return [WeightMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._state.items()]
+
+    def check(self, weights, step, frozen):
+        named = [(meta.name, self._state[meta.name], meta.dtype) for meta in weights]
+        check_finite(named, "node 0, rank 0", step, sends_whole=True)
 
     @contextmanager
     def gathering(self, bucket):

@@ -4,18 +4,20 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from trl_multinode.errors import ConfigurationError
+from trl_multinode.errors import ConfigurationError, WeightSyncError
 from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
 from trl_multinode.testing.models import renamed_llava, tiny_qwen2
 from trl_multinode.weights.buckets import plan_buckets
+from trl_multinode.weights.building import plan_sync
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
+from trl_multinode.weights.source import ModuleSource
 
 
-def adapted(**settings):
+def adapted(tied=False, targets=("q_proj", "down_proj"), **settings):
     """A model whose adapters do something: PEFT starts them at zero."""
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **settings)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(targets), **settings)
     generator = torch.Generator().manual_seed(0)
-    model = get_peft_model(tiny_qwen2(tied=False), config)
+    model = get_peft_model(tiny_qwen2(tied=tied), config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -25,15 +27,30 @@ def adapted(**settings):
     return model
 
 
+def all_sent(source):
+    sent = {}
+    for bucket in plan_buckets(source.metadata(), 40_000):
+        with source.gathering(bucket) as finish:
+            sent |= {meta.name: piece.full().clone() for meta, piece in zip(bucket, finish(), strict=True)}
+    return sent
+
+
+def train(model, steps=2):
+    """Change everything that is trained, as optimizer steps do."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(steps):
+        ids = torch.randint(2, 300, (2, 32), generator=torch.Generator().manual_seed(step))
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_what_is_sent_is_what_peft_would_merge(settings):
     model = adapted(**settings)
     source = PeftSource(model.get_base_model(), torch.float32)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    sent = {}
-    for bucket in plan_buckets(source.metadata(), 40_000):
-        with source.gathering(bucket) as finish:
-            sent |= {meta.name: piece.full().clone() for meta, piece in zip(bucket, finish(), strict=True)}
+    sent = all_sent(source)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     expected = dict(model.merge_and_unload().named_parameters())
     assert sent.keys() == expected.keys()
@@ -75,6 +92,86 @@ def test_a_reference_adapter_beside_modules_to_save_is_not_sent():
     assert "lm_head.weight" in names and not [name for name in names if "modules_to_save" in name]
 
 
+# ---- embedding and head
+
+EMBEDDING_AND_HEAD = (["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"])
+
+
+def as_target(names, **settings):
+    return adapted(targets=("q_proj", *names), **settings)
+
+
+def as_copy(names, **settings):
+    return adapted(modules_to_save=list(names), **settings)  # a copy of the list: PEFT changes it
+
+
+@torch.no_grad()
+def engine_of(model, tied):
+    """A model that has what is sent and ties, or not, as vLLM does."""
+    engine = tiny_qwen2(tied=tied, seed=3)
+    left = engine.load_state_dict(all_sent(PeftSource(model.get_base_model(), torch.float32)), strict=False)
+    assert left.missing_keys == (["lm_head.weight"] if tied else []) and not left.unexpected_keys
+    return engine
+
+
+def log_probs(model):
+    with torch.no_grad():
+        return model(torch.tensor([[5, 6, 7, 290, 299]])).logits.log_softmax(-1)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("names", EMBEDDING_AND_HEAD, ids=" and ".join)
+@pytest.mark.parametrize(
+    ("make", "ensured"),
+    [(as_target, False), (as_target, True), (as_copy, False)],
+    ids=["target", "tied target", "copy"],
+)
+def test_a_tied_embedding_and_head_that_are_trained_apart_are_refused_with_the_way_out(make, ensured, names):
+    base = make(names, tied=True, ensure_weight_tying=ensured).get_base_model()
+    way_out = (
+        r"ties lm_head to model\.embed_tokens.*modules_to_save=\['embed_tokens'\]` with `ensure_weight_tying=True`"
+    )
+    for lora_sync in ("auto", "adapter", "merged"):  # before an engine starts
+        with pytest.raises(ConfigurationError, match=way_out):
+            plan_sync(base, True, lora_sync, torch.float32, on_gpu=False)
+    with pytest.raises(ConfigurationError, match=way_out):
+        PeftSource(base, torch.float32)
+
+
+def test_lora_that_peft_ties_is_two_adapters_after_a_move():
+    """The reason to refuse it; `modules_to_save` are one parameter wherever they go."""
+    base = as_target(["embed_tokens"], tied=True, ensure_weight_tying=True).get_base_model()
+    embedding, head = base.model.embed_tokens.lora_embedding_B["default"], base.lm_head.lora_A["default"].weight
+    assert embedding is not head and embedding.data_ptr() == head.data_ptr()
+    base.to(torch.bfloat16)
+    assert embedding.data_ptr() != head.data_ptr()
+
+
+@pytest.mark.parametrize("names", EMBEDDING_AND_HEAD, ids=" and ".join)
+@pytest.mark.parametrize(
+    ("make", "tied"), [(as_target, False), (as_copy, False), (as_copy, True)], ids=["target", "copy", "tied copy"]
+)
+def test_an_engine_with_what_is_sent_of_embedding_and_head_agrees_with_the_trainer_after_steps(make, tied, names):
+    model = make(names, tied=tied, ensure_weight_tying=tied)
+    first = log_probs(model)
+    train(model)
+    model.add_adapter("ref", model.peft_config["default"])  # as TRL does with beta > 0
+    assert not torch.allclose(log_probs(model), first, atol=0.1)
+    assert torch.allclose(log_probs(engine_of(model, tied)), log_probs(model), atol=1e-4)
+
+
+def test_tied_weights_that_a_wrapper_separates_are_an_error_of_the_next_sync():
+    model = tiny_qwen2(tied=True)
+    source = ModuleSource(model, torch.float32)
+    source.check(source.metadata(), 1, frozen=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight and lm_head\.weight were one tensor"):
+        source.check(source.metadata(), 2, frozen=False)
+
+
+# ---- other layers
+
+
 class Experts(torch.nn.Module):
     """Mixture-of-experts layers of transformers hold their weights so: parameters, no linear layers."""
 
@@ -93,9 +190,21 @@ def test_an_adapter_on_a_bare_parameter_is_refused_instead_of_left_out():
         PeftSource(model.get_base_model(), torch.float32)
 
 
-@pytest.mark.parametrize("module", [FAKE, pytest.param(FORKED, marks=pytest.mark.engine)], ids=["fake", "vllm"])
-def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, tmp_path):
-    model = adapted()
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [
+        pytest.param(FAKE, {}, id="fake"),
+        pytest.param(
+            FORKED,
+            {"tied": True, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+            marks=pytest.mark.engine,
+            id="vllm-tied-copy",
+        ),
+    ],
+)
+def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, settings, tmp_path):
+    model = adapted(**settings)
+    train(model)
     with running_engines(model.get_base_model(), tmp_path, module) as engines:
         trainer = SyncDriver(model, engines, source=PeftSource(model.get_base_model(), torch.float32))
         trainer.send()

@@ -135,6 +135,8 @@ class Counting(WeightSource):
     def metadata(self) -> list[WeightMeta]:
         return [WeightMeta(f"layers.{index}.w", torch.float32, (64,)) for index in range(8)]
 
+    def check(self, weights, step, frozen) -> None: ...
+
     @contextmanager
     def gathering(self, bucket) -> Iterator:
         self.open += 1

@@ -1,5 +1,6 @@
 """Weight sync from the trainer's shards to the engines.
 
-`building` chooses the source (`source`, `peft_source`); `names` and `buckets` order its tensors, `shards` gathers
-them, `transport` opens the slots, `sync` sends the buckets and `probe` verifies the first update.
+`building` chooses the source (`source`, `peft_source`); `finite` and `tying` check its tensors, `names` and `buckets`
+order them, `shards` gathers them, `transport` opens the slots, `sync` sends the buckets and `probe` verifies the first
+update.
 """

@@ -14,6 +14,7 @@ from .shards import ShardGather
 from .source import ModuleSource
 from .sync import WeightSync
 from .transport import Transport
+from .tying import check_tied_head
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,12 @@ def plan_sync(base: nn.Module, has_adapters: bool, lora_sync: str, dtype: torch.
             Dtype of the engines' weights, and whether the engines run on GPUs.
 
     Raises:
-        `ConfigurationError`: if `lora_sync="adapter"` is not possible.
+        `ConfigurationError`: if `lora_sync="adapter"` is not possible, or if the adapters train a tied embedding and
+            head apart.
     """
     if not has_adapters:
         return SyncPlan(ModuleSource)
+    check_tied_head(base)
     if lora_sync == "merged":
         return SyncPlan(PeftSource)
     obstacle = adapter_obstacle(base, dtype, on_gpu)

@@ -18,6 +18,7 @@ from .buckets import Bucket, WeightMeta
 from .names import checkpoint_names, is_zero3, shape_of
 from .shards import ShardGather
 from .source import Finish, ModuleSource, count_collectives, full, gather_pieces, gather_zero3
+from .tying import check_tied_head
 
 LARGEST_RANK = 512  # largest LoRA rank that vLLM serves
 DORA = "DoraLinearVariant"  # class name of PEFT's DoRA variant
@@ -38,11 +39,12 @@ class PeftSource(ModuleSource):
             `ShardGather` of this rank. Default: one for a world of one rank.
 
     Raises:
-        `ConfigurationError`: for adapters other than LoRA, for LoRA variants other than DoRA, and for an adapter of a
-            layer without a weight.
+        `ConfigurationError`: for adapters other than LoRA, for LoRA variants other than DoRA, for an adapter of a
+            layer without a weight, and if a tied embedding and head are trained apart.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
+        check_tied_head(model)
         layers = {f"{name}.weight": layer for name, layer in lora_layers(model).items()}
         names = checkpoint_names(model, layers)
         self._layers = {names[name]: layer for name, layer in layers.items()}
@@ -66,6 +68,15 @@ class PeftSource(ModuleSource):
         dtypes = [tensor.dtype for tensor in tensors]  # the trainer's, because the merge precedes any cast
         with gather_pieces(self._gather, tensors, dtypes) as finish, gather_zero3(self._adapters(bucket)):
             yield lambda: [self._merged(m.name, pieces) for m, pieces in zip(bucket, finish(), strict=True)]
+
+    def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
+        return super().named_tensors(bucket) + [
+            (f"{meta.name.removesuffix('weight')}{name}", parameter, parameter.dtype)
+            for meta in bucket
+            if meta.name in self._layers
+            for name, parameter in self._layers[meta.name].named_parameters()
+            if "lora_" in name
+        ]
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
         across, within = count_collectives(self._gather, self.tensors(bucket))

@@ -65,6 +65,24 @@ def _fsdp2_shard(tensor: Any) -> Shard | None:
     return Shard(tensor.to_local().detach().reshape(-1), rows * math.prod(tensor.shape[1:]), tuple(tensor.shape))
 
 
+@torch.no_grad()
+def own_part(tensor: Any, sends_whole: bool) -> torch.Tensor:
+    """Return the part of a tensor that this rank answers for, without padding; it may be empty.
+
+    ZeRO-3's padding is uninitialized memory. Shards of ZeRO++ and MiCS and parameters on an NVMe are left out, because
+    their padding is not known or they are not in memory.
+    """
+    if hasattr(tensor, "ds_tensor"):
+        shard = shard_of(tensor)
+        if shard is None:
+            return torch.empty(0)
+        mine = tensor.ds_numel - dist.get_rank() * shard.elements
+        return shard.data[: max(0, mine)]
+    if hasattr(tensor, "to_local"):
+        return tensor.detach().to_local()
+    return tensor.detach() if sends_whole else torch.empty(0)
+
+
 class ShardGather:
     """Process groups of this rank, across nodes and within its node. All training ranks construct it together.
 
@@ -87,6 +105,15 @@ class ShardGather:
         nodes = [list(range(node * self._ranks, (node + 1) * self._ranks)) for node in range(self._nodes)]
         self._across = _own_group(peers, self._local_rank) if self._nodes > 1 else None
         self._within = _own_group(nodes, self._node) if self._ranks > 1 else None
+
+    @property
+    def place(self) -> str:
+        """Node and rank, for a message."""
+        return f"node {self._node}, rank {self._node * self._ranks + self._local_rank}"
+
+    @property
+    def is_local_main(self) -> bool:
+        return self._local_rank == 0
 
     @property
     def num_collectives(self) -> tuple[int, int]:

@@ -12,8 +12,10 @@ from torch import nn
 
 from ..transports.pieces import Pieces
 from .buckets import Bucket, WeightMeta
+from .finite import check_finite
 from .names import is_zero3, named_weights, shape_of
 from .shards import ShardGather, shard_of
+from .tying import check_still_tied, tied_weights
 
 Finish = Callable[[], Sequence[Pieces]]
 
@@ -22,6 +24,7 @@ class WeightSource(ABC):
     """Source of the weights that a sync sends.
 
     ```python
+    source.check(source.metadata(), step, frozen=True)      # raises on the rank that has a NaN
     for bucket in plan_buckets(source.metadata(), limit):   # metadata: the same list on every rank, no collective
         with source.gathering(bucket) as finish:            # starts the gathering on all ranks
             tensors = finish()                              # a collective; whole tensors on local main processes
@@ -34,6 +37,22 @@ class WeightSource(ABC):
 
     @abstractmethod
     def metadata(self) -> list[WeightMeta]: ...
+
+    @abstractmethod
+    def check(self, weights: Sequence[WeightMeta], step: int, frozen: bool) -> None:
+        """Check this rank's own part of `weights`, before a sync sends them. Not a collective.
+
+        Args:
+            weights (`Sequence[WeightMeta]`):
+                Weights that the sync sends.
+            step (`int`):
+                Optimizer step, for the message.
+            frozen (`bool`):
+                Whether to check parameters that are not trained.
+
+        Raises:
+            `WeightsNotFiniteError`: if a weight is NaN or infinite.
+        """
 
     @abstractmethod
     def gathering(self, bucket: Bucket) -> AbstractContextManager[Finish]:
@@ -65,6 +84,8 @@ class ModuleSource(WeightSource):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         self._gather = gather or ShardGather(1, torch.device("cpu"))
+        self._module = model
+        self._tied = tied_weights(model)
         self._owners = {name: owner for name, owner, _ in named_weights(model)}
         self._metadata = [
             WeightMeta(name, dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype, shape_of(t))
@@ -73,6 +94,20 @@ class ModuleSource(WeightSource):
 
     def metadata(self) -> list[WeightMeta]:
         return self._metadata
+
+    def check(self, weights: Sequence[WeightMeta], step: int, frozen: bool) -> None:
+        check_still_tied(self._tied, self._module)
+        tensors = self.named_tensors(tuple(weights))
+        check_finite(
+            [entry for entry in tensors if frozen or changes(entry[1])],
+            self._gather.place,
+            step,
+            sends_whole=self._gather.is_local_main,
+        )
+
+    def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
+        """Return what a sync of `bucket` reads: name, tensor and the dtype in which it is sent."""
+        return [(meta.name, t, meta.dtype) for meta, t in zip(bucket, self.tensors(bucket), strict=True)]
 
     def tensors(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the bucket's tensors as the model holds them now, sharded or not."""
@@ -156,6 +191,11 @@ def keep_head_during_backward(model: nn.Module) -> None:
         import deepspeed
 
         deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def changes(tensor: torch.Tensor) -> bool:
+    """Return whether training may change the tensor: a buffer, or a parameter that is not frozen."""
+    return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

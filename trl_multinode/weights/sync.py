@@ -99,6 +99,7 @@ class WeightSync:
         self._layouts = [slot_layout(bucket) for bucket in self.buckets]
         self._transport = transport or Transport()
         self._slots: Slots | None = None
+        self._check_frozen = True  # before the next update; weights that do not change are checked once
         self._first = 0  # bucket that the next update begins with; 0 includes the frozen ones
 
     @property
@@ -109,6 +110,7 @@ class WeightSync:
     def send_everything(self) -> None:
         """Include the frozen weights in the next update, because the caller changed them."""
         self._first = 0
+        self._check_frozen = True
 
     @property
     def num_bytes(self) -> int:
@@ -119,10 +121,13 @@ class WeightSync:
         """Send every bucket that may have changed. A collective of all training ranks.
 
         Raises:
+            `WeightsNotFiniteError`: on the rank whose part of the weights has NaN or infinity, before any is sent.
             `WeightVersionError`: if an engine's workers committed another version than `version`.
             `WeightSyncError` or `EngineError`: if an engine failed; it must not serve requests any more.
         """
         sent = self.buckets[self._first :]
+        # before the first message: the other ranks then wait in their first gathering, so no engine loads anything
+        self._source.check([meta for bucket in sent for meta in bucket], version.step, self._check_frozen)
         counts = [self._source.collectives(bucket) for bucket in sent]
         timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
         timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
@@ -142,6 +147,7 @@ class WeightSync:
             self._commit(self._engines, version, timings)
         timings.total_s = time.perf_counter() - start
         self._first = sum(bucket[0].frozen for bucket in self.buckets)
+        self._check_frozen = False
         return timings
 
     def close(self) -> None:

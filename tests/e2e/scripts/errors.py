@@ -1,4 +1,4 @@
-"""Runs into an error. Usage: errors.py FOLDER small_dataset|long_prompt|exit."""
+"""Runs into an error. Usage: errors.py FOLDER small_dataset|long_prompt|exit|nan."""
 
 import sys
 import time
@@ -6,12 +6,25 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from common import RANK, Recorder, make_trainer
+from transformers import TrainerCallback
 
 from trl_multinode.testing.models import tiny_qwen2
 
 folder, case = sys.argv[1:]
+
+
+class Poison(TrainerCallback):
+    """Puts a NaN into the shard of rank 3 after the second optimizer step, before its checkpoint."""
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, model, **_):
+        if state.global_step == 2 and RANK == 3:
+            model.model.layers[0].mlp.up_proj.weight.ds_tensor[0] = float("nan")
+
+
 settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 3}
 prompts = [f"{i} + {i + 1} =" for i in range(64)]
 COLLECTIVE_LIMIT_S, SLOW_S = 3.0, 6.0
@@ -41,6 +54,11 @@ elif case == "exit":
     trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings)
     if RANK == 2:
         sys.exit(3)
+    trainer.train()
+elif case == "nan":
+    keep = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings, **keep)
+    trainer.add_callback(Poison())
     trainer.train()
 else:
     trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, vllm_max_model_length=40, **settings)
