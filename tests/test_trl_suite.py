@@ -28,7 +28,7 @@ class TestGRPOTrainer:
         tokenizer = AutoTokenizer.from_pretrained("trl-internal-testing/tiny-Qwen3ForSequenceClassification")
         assert tokenizer.decode([151657, 198, 330, 64648, 22785]) == '<tool_call>\\n "multiply_tool'
         rows = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train", streaming=True)
-        assert isinstance(next(iter(rows))["prompt"], str)
+        assert [row["prompt"] for row in rows][:2] == ["Beautiful is better than", "Explicit is"]
 
     def test_library(self):
         assert not is_a_library_of_another_version_available()

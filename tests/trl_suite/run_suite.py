@@ -42,7 +42,8 @@ class Suite:
     folder: Path
     config: dict
     arguments: tuple[str, ...]
-    jobs: int = 1
+    jobs: int
+    prompts: int
 
     def prepare(self, checkout: Path) -> None:
         """Copy the tests, because a checkout in `sys.path` would also be imported instead of the installed TRL."""
@@ -67,7 +68,7 @@ class Suite:
         run = {
             "mode": mode,
             "chosen": self.config["chosen"].get(mode, [""]),
-            "missing": build({name for name in named if not (models / name).exists()}, models, head_dim),
+            "missing": build({name for name in named if not (models / name).exists()}, models, head_dim, self.prompts),
             "unskipped": self.config["unskipped"]["reasons"] if mode in ("node", "vllm") else [],
             "imports": sorted(set().union(*map(trl_imports, sources))),
             "results": str(self.folder / f"{mode}.jsonl"),
@@ -157,6 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkout", type=Path, help="folder of a checkout of TRL, at any tag")
     parser.add_argument("--mode", action="append", choices=MODES, help="default: all")
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest without an engine")
+    parser.add_argument("--prompts", type=int, default=4, help="training prompts; TRL's own data has 17")
     parser.add_argument("--suite", type=Path, default=HERE / "suite.toml", help="chosen tests and known failures")
     parser.add_argument("--page", type=Path, help="file for the table; default: only printed")
     options, pytests = parser.parse_known_args(arguments)
@@ -165,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     config = tomllib.loads(options.suite.read_text())
     folder = Path(tempfile.mkdtemp(prefix="trls-"))
     try:
-        suite = Suite(folder, config, tuple(pytests), options.jobs)
+        suite = Suite(folder, config, tuple(pytests), options.jobs, options.prompts)
         suite.prepare(options.checkout.resolve())
         return compare(suite, options)
     finally:

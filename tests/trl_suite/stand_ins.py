@@ -47,8 +47,8 @@ VOCABULARY = FIRST_SPECIAL + len(SPECIAL) + len(ADDED)
 
 # Sizes by the names that configs use. A config gets those that it has.
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "num_hidden_layers": 2, "intermediate_size": 32, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
+    "vocab_size": VOCABULARY, "num_hidden_layers": 2, "intermediate_size": 32,
+    "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "max_position_embeddings": 32768,
 }  # fmt: skip
@@ -60,6 +60,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "Cohere2": {"logit_scale": 1.0},
 }  # fmt: skip
 TEMPLATES = {"Qwen3": "qwen3.jinja"}  # beginning of a class -> TRL's copy of its chat template
+WORDS_OF_PROMPTS = (4, 2, 3, 1, 4, 3, 1, 4, 3, 3, 2, 6, 6, 11, 2, 4, 7, 5, 5)  # of each line of `import this`
 REMOTE_CODE = {
     "configuration_remote.py": "from transformers import LlamaConfig\n\n\n"
     'class RemoteConfig(LlamaConfig):\n    model_type = "remote"\n',
@@ -68,19 +69,21 @@ REMOTE_CODE = {
 }
 
 
-def build(ids: Iterable[str], folder: Path, head_dim: int = 4) -> dict[str, str]:
+def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int) -> dict[str, str]:
     """
     Build the stand-ins of `ids` in `folder`, and return the reason for each that cannot be built.
 
     Args:
-        head_dim (`int`, defaults to 4):
+        head_dim (`int`):
             Size of an attention head. vLLM's CPU attention needs 32 or more.
+        prompts (`int`):
+            Number of training prompts. TRL's tests train on all of them for three epochs.
     """
     missing = {}
     for name in sorted(ids):
         try:
             if name.endswith("/zen"):
-                save_prompts(folder / name)
+                save_prompts(folder / name, prompts)
             else:
                 save_model(name, folder / name, head_dim)
         except Exception as error:  # a class that this transformers lacks, or a config with other names
@@ -110,7 +113,9 @@ def small_model(cls: type[PreTrainedModel], head_dim: int) -> PreTrainedModel:
     """Build a random model of a class of transformers; matrices are as large as a trained model's are."""
     own = next((sizes for prefix, sizes in OWN_SIZES.items() if cls.__name__.startswith(prefix)), {})
     known = vars(cls.config_class()) | dict.fromkeys(getattr(cls.config_class, "attribute_map", ()))
-    sizes = SIZES | {"hidden_size": 4 * head_dim, "head_dim": head_dim}
+    heads = 4 if head_dim < 32 else 2  # as few as possible, because a vocabulary of 151,669 takes most of the time
+    sizes = SIZES | {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    sizes |= {"hidden_size": heads * head_dim, "head_dim": head_dim}
     config = cls.config_class(**{key: value for key, value in sizes.items() if key in known} | own)
     config.num_labels = 1
     with torch.device("meta"):
@@ -173,24 +178,19 @@ def qwens_order(letters: dict[int, str]) -> list[int]:
 # ---- data
 
 
-def save_prompts(folder: Path) -> None:
-    """Save prompts like those of `trl-internal-testing/zen`: the first halves of 6 of the 19 lines of `import this`.
-
-    TRL's tests train for three epochs, so 4 prompts instead of 17 save three quarters of the time.
-    """
+def save_prompts(folder: Path, number: int) -> None:
+    """Save the first `number` of the 17 training prompts of `trl-internal-testing/zen`, and its 2 test prompts."""
     with contextlib.redirect_stdout(io.StringIO()):
         import this
-    lines = codecs.decode(this.s, "rot13").splitlines()[2:8]
-    prompts = [" ".join(line.split()[: (len(line.split()) + 1) // 2]) for line in lines]
-    configs = {
-        "standard_prompt_only": prompts,
-        "conversational_prompt_only": [[{"role": "user", "content": prompt}] for prompt in prompts],
-    }
+    lines = codecs.decode(this.s, "rot13").splitlines()[2:]
+    prompts = [" ".join(line.split()[:words]) for line, words in zip(lines, WORDS_OF_PROMPTS, strict=True)]
     card = ["---", "configs:"]
-    for config, rows in configs.items():
+    for config in ("standard_prompt_only", "conversational_prompt_only"):
+        (folder / config).mkdir(parents=True)
         card += [f"- config_name: {config}", "  data_files:"]
-        for split, part in Dataset.from_dict({"prompt": rows}).train_test_split(2, shuffle=False).items():
-            (folder / config).mkdir(parents=True, exist_ok=True)
-            part.to_parquet(folder / config / f"{split}.parquet")
+        for split, texts in {"train": prompts[:-2][:number], "test": prompts[-2:]}.items():
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            rows = Dataset.from_dict({"prompt": texts if config.startswith("standard") else chats})
+            rows.to_parquet(folder / config / f"{split}.parquet")
             card += [f"  - split: {split}", f"    path: {config}/{split}.parquet"]
     (folder / "README.md").write_text("\n".join([*card, "---", ""]))
