@@ -1,4 +1,4 @@
-"""The versions that pyproject.toml allows are those that `make versions` has run: docs/versions.json holds the results."""
+"""The versions that pyproject.toml allows are those that `make versions` has run (docs/versions.json)."""
 
 import json
 import tomllib
