@@ -41,12 +41,19 @@ def test_the_training_is_trls(found, name):
 @pytest.mark.feature("Generation", "`vllm_structured_outputs_regex`")
 def test_every_completion_matches_the_regex(found):
     completions = found["structured_outputs"]["observed"][0]["completions"]
-    assert completions and all(re.fullmatch("[0-9]{3}", text) for text in completions)
+    assert completions and all(re.fullmatch("[0-9]{3,60}", text) for text in completions)
+
+
+@pytest.mark.feature("Generation", "`vllm_structured_outputs_regex`")
+@pytest.mark.feature("Generation", "`top_p`")
+def test_truncated_rows_keep_their_weight_and_the_gradient_is_autograds(found):
+    observed = found["structured_outputs"]["observed"][0]
+    assert observed["lengths"][-1] >= 30, "short rows would say little: the weights of tokens multiply"
+    assert observed["rows_have_their_weight"] and observed["gradient_is_the_reference"]
 
 
 @pytest.mark.feature("Generation", "stop strings")
 @pytest.mark.feature("Generation", "`generation_kwargs`")
-@pytest.mark.feature("Generation", "`top_k`, `top_p`, `min_p`, `repetition_penalty`")
 def test_completions_end_with_the_first_stop_string(found):
     completions = found["stop_strings"]["observed"][0]["completions"]
     stopped = [text for text in completions if re.search(f"[{STOPS}]", text)]
