@@ -93,3 +93,10 @@ def test_a_reason_excuses_one_mode_only(run_suite):
     assert not run_suite.failures("node", ours, trls, known)[0].unexplained
     assert run_suite.failures("plain", ours, trls, known)[0].unexplained
     assert not run_suite.failures("plain", ours, ours, known)[0].unexplained
+
+
+def test_a_reason_of_both_excuses_nothing_that_trls_classes_pass(run_suite):
+    known = [{"mode": "node", "test": "test_x", "reason": "another version", "both": True}]
+    ours = {"test_x": ("failed", "E")}
+    assert run_suite.failures("node", ours, {"test_x": ("passed", "")}, known)[0].unexplained
+    assert run_suite.failures("node", ours, ours, known)[0].reason == "another version"

@@ -122,10 +122,11 @@ class Failure:
 def failures(mode: str, ours: Results, trls: Results, known: list[dict]) -> list[Failure]:
     """Return the failures of a mode, with what happened to the same tests under TRL's classes."""
     found = []
-    for test, (outcome, why) in ours.items():
-        if outcome == "failed":
-            reasons = [row["reason"] for row in known if row["mode"] == mode and re.search(row["test"], test)]
-            found.append(Failure(mode, test, why, trls.get(test, ("not run", ""))[0], next(iter(reasons), None)))
+    for test, (_, why) in ((test, result) for test, result in ours.items() if result[0] == "failed"):
+        under_trls = trls.get(test, ("not run", ""))[0]
+        rows = [row for row in known if row["mode"] == mode and re.search(row["test"], test)]
+        reasons = [row["reason"] for row in rows if under_trls == "failed" or not row.get("both")]
+        found.append(Failure(mode, test, why, under_trls, next(iter(reasons), None)))
     return found
 
 
