@@ -47,13 +47,13 @@ class HubTrainer(Trainer):
     host: NodeHost | None = None
     _pushing = False  # `True` inside `push_to_hub`, which saves the model before it raises
 
-    def init_hf_repo(self, token: str | None = None) -> None:
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         if self.host is None or not self.is_world_process_zero():
-            return super().init_hf_repo(token)
+            return super().init_hf_repo(*args, **kwargs)
         self.push_in_progress = None
         try:
             with self._checked_hub():
-                super().init_hf_repo(token)
+                super().init_hf_repo(*args, **kwargs)
         except HubPushError as error:
             if self._must_succeed and not self._pushing:
                 raise

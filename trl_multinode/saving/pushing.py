@@ -12,16 +12,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
+import huggingface_hub
 from huggingface_hub import CommitInfo, HfApi, RepoUrl, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import get_session
+from packaging.version import Version
 
 from ..errors import HubPushError
 from ..run.reporter import report
+
+# huggingface_hub 2 sends its requests through httpx2, which has classes of its own under httpx's names
+httpx = import_module("httpx2" if Version(huggingface_hub.__version__).major >= 2 else "httpx")
 
 WAITS_S = (1.0, 4.0, 16.0)  # between the tries of one push
 LIMIT_S = 600.0  # no try starts later than this after the start of the first
