@@ -1,4 +1,4 @@
-"""The versions that pyproject.toml allows are those that `make versions` has run (docs/versions.json)."""
+"""The versions that pyproject.toml allows were run by `make versions`: docs/versions.json holds the results."""
 
 import json
 import tomllib
