@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 ONLY_VLLM = [  # sampling settings that the fake engine refuses
     {"temperature": 0.7, "bad_words": [*"abcdefghijklmnopqrstuvwxyz"], "logit_bias": {70: 3.0}},
     {"temperature": 0.7, "structured_outputs": {"regex": "[0-9]{4}"}},
-    {"temperature": 1.0, "structured_outputs": {"regex": "[0-9]{4}"}, "repetition_penalty": 1.3, "top_k": 5},
+    {"temperature": 1.0, "structured_outputs": {"regex": "[0-9]{4}"}, "repetition_penalty": 1.3},
 ]
 
 
