@@ -26,6 +26,7 @@ ENGINE_MODULE = "TRL_MULTINODE_ENGINE_MODULE"
 def pytest_configure(config: pytest.Config) -> None:
     for module, name in RUN["imports"]:
         add_if_missing(import_module(module), name)
+    use_cpu_without_gpu()
     if RUN["mode"] == "trl":
         return
     import trl_multinode
@@ -43,6 +44,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[ENGINE_MODULE] = f"trl_multinode.testing.forked_engine {template.socket_path}"
     if RUN["mode"] == "vllm":
         os.environ[ENGINE_MODULE] = "trl_multinode.testing.forked_vllm"
+
+
+def use_cpu_without_gpu() -> None:
+    """Set `use_cpu=True` in every config on a machine without a GPU, as TRL's own fixtures do since 1.10."""
+    import torch
+    from transformers import TrainingArguments
+
+    check = TrainingArguments.__post_init__
+
+    def on_cpu(self):
+        self.use_cpu = True
+        check(self)
+
+    if not torch.cuda.is_available():
+        TrainingArguments.__post_init__ = on_cpu
 
 
 def add_if_missing(module: ModuleType, name: str) -> None:
