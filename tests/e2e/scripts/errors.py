@@ -41,7 +41,9 @@ def generate_slowly_on_rank_2(trainer) -> None:
     limit = dist.distributed_c10d._get_default_timeout("gloo")
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_LIMIT_S))
     with mock.patch.object(trainer.vllm_generation.engines, "generate", slow if RANK == 2 else generate):
-        trainer._one_round(lambda: trainer._generate(["1 + 2 ="] * 4))
+        trainer._begin_round()
+        with trainer._aligned(trainer.host):
+            trainer._generate(["1 + 2 ="] * 4)
     dist.distributed_c10d._set_pg_timeout(limit)
     print("the slow round is done", flush=True)
 
