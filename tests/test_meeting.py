@@ -65,7 +65,8 @@ def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp
     with forked(body, RANKS, tmp_path) as ranks:
         assert [rank.wait() for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
         lines = [[line for line in rank.text.splitlines() if " waiting " in line] for rank in ranks]
-        assert sorted(map(len, (lines[0] + lines[1], lines[2], lines[3]))) == [0, 2, 2]  # after 1.5 and 3 s
+        fewest, *others = sorted(map(len, (lines[0] + lines[1], lines[2], lines[3])))
+        assert fewest == 0 and min(others) >= 2  # after 1.5 and 3 s, and once more on a slow machine
         assert not (lines[0] and lines[1])
         for text in (*lines[0], *lines[1], *lines[2]):
             assert text.endswith(" s for rank 3 (node 1), generating, 3 rows left"), text

@@ -178,7 +178,8 @@ class Unscored(NodeTrainer):
     """A trainer that never scores its completions, in the middle of a run; `make` is TRL's method."""
 
     def __init__(self, logprobs: list[float]):
-        self.host = SimpleNamespace(topology="node 1, rank 3")
+        self.host = SimpleNamespace(topology="node 1, rank 3", align=lambda: None)
+        self.accelerator = SimpleNamespace(gather=None)
         self.model = SimpleNamespace(training=True)
         self._meter = StalenessMeter(SimpleNamespace())
         rows = [Rollout(np.zeros(len(logprobs), np.int32), np.array(logprobs, np.float32), WeightVersion(4, 12), 0)]

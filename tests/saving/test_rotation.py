@@ -46,7 +46,9 @@ class Saving(NodeTrainer):
         args.hub_push_must_succeed = True
         Trainer.__init__(self, model or Model(), args)
         self.create_optimizer_and_scheduler(10)
-        self.host = SimpleNamespace(topology=Topology(0, 1, 0, 1, 0, 1, launched=False))
+        self.host = SimpleNamespace(
+            topology=Topology(0, 1, 0, 1, 0, 1, launched=False), check_before_save=lambda model: None
+        )
         self.vllm_generation = SimpleNamespace(look_ahead=LookAhead("rank 0"))
         self._step, self.num_iterations = 0, 1
         self.use(folder)

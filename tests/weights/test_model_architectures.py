@@ -97,12 +97,13 @@ class Illustrated(SyncDriver):
         ids = torch.cat([prompt, torch.tensor([completion])], dim=1)
         images = {name: value for name, value in inputs.items() if name.startswith("pixel")}
         logits = self.model(input_ids=ids, **images).logits[0, prompt.shape[1] - 1 : -1]
-        scores = logits[:, WITHOUT_PICTURES["allowed_token_ids"]].log_softmax(-1)
-        return scores.gather(1, ids[0, prompt.shape[1] :, None])[:, 0]
+        return logits.log_softmax(-1).gather(1, ids[0, prompt.shape[1] :, None])[:, 0]
 
     def rows(self):
         prompts = [inputs["input_ids"][0].tolist() for inputs in self.inputs for _ in range(2)]
-        requests = NodeGeneration._requests(prompts, [p for p in self.pictures for _ in range(2)], seed=11)
+        requests = NodeGeneration._requests(
+            prompts, [p for p in self.pictures for _ in range(2)], [*range(11, 11 + len(prompts))]
+        )
         assert [len(request.images) for request in requests] == [1, 0, 1, 2]
         return self.engines.generate(requests, 12, SAMPLING | WITHOUT_PICTURES, self.version.update)
 
