@@ -91,7 +91,10 @@ class Suite:
     def environment(self, run: dict) -> dict[str, str]:
         path = os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         home = {"HF_HOME": str(self.folder / "hf"), "HF_HUB_OFFLINE": "1"}
-        return os.environ | home | {"PYTHONPATH": path, "TRL_SUITE": json.dumps(run), "TRL_EXPERIMENTAL_SILENCE": "1"}
+        own = {"PYTHONPATH": path, "TRL_SUITE": json.dumps(run), "TRL_EXPERIMENTAL_SILENCE": "1"}
+        # a pytest with several processes may be the caller, and its variables are not for the one that starts here
+        outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        return outer | home | own
 
 
 def read(results: Path) -> Results:

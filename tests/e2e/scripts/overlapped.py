@@ -10,10 +10,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
+
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -63,11 +66,17 @@ class Connection:
     name = "engine 0 of node 0"
     check_version = EngineClient.check_version
 
+    ready = SimpleNamespace(truncated_logprobs="")
+    rows_left = 0
+
     def __init__(self, engine: Engine, who: str):
         self._engine, self._who = engine, who
 
     def __len__(self) -> int:
         return 1
+
+    def __iter__(self) -> Iterator["Connection"]:
+        yield self
 
     def __getitem__(self, index: int) -> "Connection":
         return self
@@ -86,7 +95,7 @@ class Connection:
     def _rollout(row, version: WeightVersion) -> Rollout:
         return Rollout(np.array(row.tokens, dtype=np.int32), np.array(row.logprobs, dtype=np.float32), version, 0)
 
-    def post_score(self, tokens) -> Rollout:
+    def post_score(self, tokens, temperature) -> Rollout:
         return self._scores(list(tokens))
 
     def scored(self, request_id: Rollout) -> Rollout:
@@ -114,7 +123,7 @@ def sync(host, version) -> SyncTimings:
 
 
 NodeHost.start_engines, NodeHost.sync = start_engines, sync
-NodeHost._end = lambda host, close_watch: close_watch()
+NodeHost._end_engines = lambda host: None
 
 
 class Rounds:
