@@ -110,7 +110,7 @@ class Connection:
 
 
 def start_engines(host, model, processing_class, keywords):
-    host._dtype = torch.float32
+    host._model, host._dtype = model, torch.float32
     host.engine = Engine(model)
     host.ahead_engines = Connection(host.engine, "ahead")
     host.engines = Connection(host.engine, "main")
