@@ -1,11 +1,16 @@
-"""Which process of an engine's tree is named as the one that ended first."""
+"""What an engine says when one of its processes ends: which one ended first, and nothing that only follows from it."""
 
+import asyncio
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from trl_multinode.engine_process.server import EngineServer
+from trl_multinode.wire.messages import Digest
 from trl_multinode.wire.supervisor import first_ended, title_of
 
 
@@ -44,3 +49,28 @@ def test_a_title_has_no_padding():
         process.stdout.readline()
         assert title_of(psutil.Process(process.pid)) == "VLLM::EngineCore"
         process.kill()
+
+
+class Broken:
+    """A backend whose vLLM fails, because one of its processes has ended."""
+
+    drains = True
+
+    async def digests(self):
+        raise RuntimeError("Call to collective_rpc method failed: cancelled")
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_an_error_of_vllm_is_not_sent_by_an_engine_that_ends_with_the_cause(leaving):
+    sent = []
+    writer = SimpleNamespace(write=sent.append, drain=lambda: asyncio.sleep(0))
+
+    async def answered() -> None:
+        server = EngineServer(SimpleNamespace(), Broken())
+        if leaving:
+            server.leaving.set()
+        await asyncio.wait_for(server._answer(Digest(), writer), 1.0)
+
+    with pytest.raises(TimeoutError) if leaving else nullcontext():
+        asyncio.run(answered())
+    assert len(sent) == int(not leaving)

@@ -76,9 +76,11 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     def ended(pid: int) -> None:
         if pid == spec.owner_pid:
             leave(spec, None, 0, owner_died=True)
+        server.leaving.set()
         first = first_ended(pid, titles)
         leave(spec, f"{titles[first]} (pid {first}) {exit_cause(first)}", 1)
 
+    server = EngineServer(spec, backend)
     titles: dict[int, str] = {}
     watch = PidWatch(ended)
     watch.add(spec.owner_pid)
@@ -91,7 +93,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
         titles[process.pid] = title_of(process)
         watch.add(process.pid)
     print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
-    await EngineServer(spec, backend).serve()
+    await server.serve()
 
 
 def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:

@@ -6,6 +6,7 @@ engine behaves like the real one.
 
 import asyncio
 import os
+import threading
 import time
 
 import msgspec
@@ -40,11 +41,19 @@ from ..wire.messages import (
 from .backend import Backend, CompletionBuffer, Refused
 from .gate import BusyClock, WeightGate
 
+CAUSE_S = 0.1  # an error of vLLM waits so long for the end of the process that may have caused it
+
 
 class EngineServer:
-    """Server for the ranks of one node, until one of them sends `Shutdown`."""
+    """Server for the ranks of one node, until one of them sends `Shutdown`.
+
+    Attributes:
+        leaving (`threading.Event`):
+            Set by another thread before it ends this process with a reason of its own.
+    """
 
     def __init__(self, spec: EngineSpec, backend: Backend):
+        self.leaving = threading.Event()
         self._spec = spec
         self._backend = backend
         self._weights = WeightGate(backend.drains)
@@ -95,6 +104,7 @@ class EngineServer:
         except Refused as refused:
             reply = refused.failure(request_id=request.request_id, message=str(refused))
         except Exception as error:  # vLLM's own errors must reach the ranks before this process ends
+            await self._stop_if_leaving()
             text = f"{type(error).__name__}: {error}".strip()
             failure = EngineDied if type(error).__name__ == "EngineDeadError" else Failure  # vLLM's class
             reply = failure(request_id=request.request_id, message=text)
@@ -106,6 +116,13 @@ class EngineServer:
         await writer.drain()
         if isinstance(request, Shutdown):
             self._closing.set()
+
+    async def _stop_if_leaving(self) -> None:
+        """Return after `CAUSE_S`, or never if this process is ending: the owner then reads why, and not vLLM's error,
+        which only follows from it."""
+        await asyncio.sleep(CAUSE_S)
+        if self.leaving.is_set():
+            await asyncio.Event().wait()
 
     async def _serve_one(self, request: Request, start: float) -> Message:
         match request:
