@@ -4,6 +4,7 @@ The extensions of V1 run in `test_conformance.py`, in vLLM itself.
 """
 
 import asyncio
+import importlib.util
 import json
 import re
 import subprocess
@@ -23,6 +24,11 @@ UNCHANGED = {"plain", "temperature", "score plain"}  # vLLM's own log-probs are 
 
 @pytest.fixture(scope="module")
 def v2() -> dict:
+    package = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
+    if "self.logits_processors" not in (package / "v1/worker/gpu/sample/sampler.py").read_text():
+        pytest.skip(
+            "the V2 sampler of this vLLM cannot be extended; node mode refuses settings that mask tokens there"
+        )
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
