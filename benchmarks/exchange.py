@@ -78,6 +78,7 @@ def our_rank(path: Path, rank: int) -> Callable[[], Callable]:
         engines = NodeEngines([path], 0, rank, path.with_suffix(".load"), 300.0, ROWS, path.parent)
         host = SimpleNamespace(
             settings=NodeSettings(),
+            topology=f"rank {rank}",
             phases=lambda name: nullcontext(),
             start_engines=lambda *_: engines,
             step=lambda: 0,

@@ -158,11 +158,11 @@ class Bench:
         for arm in self.syncs:
             self.sync(arm, note=False, move=False)
         scores = self.model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        got = {arm: engine.score(tokens, 0).logprobs for arm, engine in self.engines.items()}
+        got = {arm: engine[0].score(tokens).logprobs for arm, engine in self.engines.items()}
         return {arm: (torch.from_numpy(logprobs.copy()) - scores).abs().max().item() for arm, logprobs in got.items()}
 
     def digest(self) -> tuple[str, ...]:
-        return self.engines["adapter"].ask(0, Digest()).workers if self.engines else ()
+        return self.engines["adapter"][0].ask(Digest()).workers if self.engines else ()
 
     def generate(self, arm: str) -> float:
         """Seconds for 16 rows of 64 tokens; rank 0 only."""
