@@ -24,7 +24,7 @@ def report_choices(args: Any, ours: type, is_ours: bool) -> None:
         ours (`type`):
             Config class of this library for that trainer.
         is_ours (`bool`):
-            Whether `args` has the settings of node mode, as `ours` has.
+            `True` if `args` has the settings of node mode, as `ours` has.
     """
     if args.process_index != 0:
         return

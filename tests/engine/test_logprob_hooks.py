@@ -4,7 +4,6 @@ The extensions of V1 run in `test_conformance.py`, in vLLM itself.
 """
 
 import asyncio
-import importlib.util
 import json
 import re
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_vllm_names import v2_can_be_extended
 
 from trl_multinode.engine_process.vllm_backend import VllmBackend
 
@@ -28,8 +28,7 @@ def v2() -> dict | None:
 
     That of vLLM 0.26 is one. Node mode refuses settings that mask tokens there, by the reason that is tested below.
     """
-    package = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
-    if "self.logits_processors" not in (package / "v1/worker/gpu/sample/sampler.py").read_text():
+    if not v2_can_be_extended():
         return None
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,7 +13,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
+from trl_multinode.libraries import installed
 from trl_multinode.node_settings import FOREIGN_GENERATION_KEYS, REFUSED_GENERATION_KEYS, sampling_keys
 
 pytestmark = pytest.mark.engine
@@ -61,8 +63,13 @@ NAMES = [
 
 
 def v2_can_be_extended() -> bool:
-    """Return whether vLLM's V2 sampler has the list of processors to which `vllm_worker/logprobs.py` adds its own."""
-    return "self.logits_processors" in source(SAMPLER_V2)
+    """Return whether vLLM's V2 sampler has the list of processors to which `vllm_worker/logprobs.py` adds its own.
+
+    It was seen in 0.31 and 0.32 and was missing in 0.26; a later version without it is an error.
+    """
+    found = "self.logits_processors" in source(SAMPLER_V2)
+    assert found or Version(installed("vllm")) < Version("0.31"), "vLLM's V2 sampler has moved"
+    return found
 
 
 @cache

@@ -37,7 +37,7 @@ def check_finite(
         step (`int`):
             Number of optimizer steps so far, for the message.
         sends_whole (`bool`):
-            Whether this rank also checks tensors that are not sharded.
+            `True` if this rank also checks tensors that are not sharded.
 
     Raises:
         `WeightsNotFiniteError`: for the first parameter with NaN, infinity or a value outside the dtype's range, and

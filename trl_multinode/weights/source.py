@@ -48,7 +48,7 @@ class WeightSource(ABC):
             step (`int`):
                 Optimizer step, for the message.
             frozen (`bool`):
-                Whether to check parameters that are not trained.
+                `True` to check the parameters that are not trained, too.
 
         Raises:
             `WeightsNotFiniteError`: if a weight is NaN or infinite.
