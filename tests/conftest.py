@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import time
 from pathlib import Path
 
@@ -25,9 +26,8 @@ def unused_shared_memory() -> set[str]:
             mapped += Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-    names = [
-        path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("psm_", "vllm_", "trl_multinode_"))
-    ]
+    ours = re.compile(r"psm_|vllm_|trl_multinode_|.*-cpushm_")
+    names = [path.name for path in Path("/dev/shm").iterdir() if ours.match(path.name)]
     return {name for name in names if f"/dev/shm/{name}" not in mapped}
 
 

@@ -20,7 +20,8 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_S = 0.02  # between the end of a child, which its killed parent caused, and the news of the parent's own end
-LEFT_BEHIND = ("/dev/shm/psm_", "/dev/shm/vllm_")  # vLLM's message queues, and its tensor parallelism on a CPU
+# vLLM's message queues, and what the workers of one engine share on a CPU, by the names of different versions
+LEFT_BEHIND = ("/dev/shm/psm_", "/dev/shm/vllm_", "-cpushm_")
 
 
 def become_subreaper() -> None:
