@@ -115,7 +115,7 @@ def test_a_push_in_the_background_that_fails_is_told_too(runs):
 
 def test_a_push_in_the_background_is_tried_again(runs):
     assert "Training in progress, step 2" in runs["hub"].commits
-    assert "the Hub did not accept a request: HfHubHTTPError: " in runs["lora"]["logs"][0]
+    assert "a request to the Hub did not succeed: HfHubHTTPError: " in runs["lora"]["logs"][0]
 
 
 def test_a_hub_that_is_away_at_the_start_is_told_and_asked_again_at_the_first_push(runs):

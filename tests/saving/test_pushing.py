@@ -75,7 +75,7 @@ def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(hub, folder,
     assert push(connect(hub, folder), folder) is None
     told = capsys.readouterr().out
     assert f"({pushing.counted(tries)} in" in told and said in told and "node 0, rank 0: the push of" in told
-    assert told.count("Trying again") == tries - 1
+    assert told.count("Next try") == tries - 1
     assert told.count("Push them again with `trainer.push_to_hub()`") == 1
     command = (
         f"hf upload tester/run {folder} . --exclude '_*' --exclude 'checkpoint-*' --commit-message 'End of training'"
@@ -113,6 +113,22 @@ def test_a_fault_that_passes_costs_tries_only(hub, folder, capsys, fault):
     assert push(connect(hub, folder), folder).oid
     assert hub.repos["tester/run"]["model.safetensors"] == b"weights" and len(hub.commits) == 1
     assert "failed" not in capsys.readouterr().out and all(fault.times == 0 for fault in hub._faults)
+
+
+def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_only(hub, folder, capsys, monkeypatch):
+    """The oldest checkpoint gives way while the newest one's push lists the folder, which contains both."""
+    (folder / "checkpoint-1").mkdir()
+    scan = os.scandir
+
+    def deleted_before(path):
+        if Path(path).name == "checkpoint-1":
+            (folder / "checkpoint-1").rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", deleted_before)
+    assert push(connect(hub, folder), folder).oid and not (folder / "checkpoint-1").exists()
+    assert capsys.readouterr().out.count("Next try") == 1
+    assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
 
 
 def test_a_hub_that_is_silent_is_given_up(hub, folder, capsys, monkeypatch):

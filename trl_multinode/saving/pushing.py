@@ -129,7 +129,7 @@ class CheckedHub:
                     raise HubPushError(
                         f"{reason} ({counted(tries)} in {seconds:.0f} s). {cure(error)}".strip()
                     ) from None
-            report(f"{self._settings.where}: the Hub did not accept a request: {reason}. Trying again in {wait:g} s.")
+            report(f"{self._settings.where}: a request to the Hub did not succeed: {reason}. Next try in {wait:g} s.")
             time.sleep(wait)
 
 
@@ -176,9 +176,10 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return whether another try may succeed: after a fault of the server, a conflict or a network failure."""
-    cut = any(isinstance(one, httpx.TransportError) for one in causes(error))
-    return cut or status_of(error) in WORTH_ANOTHER_TRY
+    """Return whether another try may succeed: after a fault of the server, a conflict or a network failure, or if a
+    folder disappeared. huggingface_hub also lists the checkpoints, one of which may be deleted at that moment."""
+    passing = any(isinstance(one, httpx.TransportError | FileNotFoundError) for one in causes(error))
+    return passing or status_of(error) in WORTH_ANOTHER_TRY
 
 
 def describe(error: BaseException) -> str:
