@@ -13,6 +13,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from datasets import DatasetDict, load_dataset, load_from_disk
@@ -45,6 +46,10 @@ class GRPOScriptArguments(ScriptArguments):
         metadata={"help": "Column whose text becomes the user's message. Default: `prompt`, taken as it is."},
     )
 
+    def __post_init__(self):
+        for name in self.reward_funcs:  # here, and not before the trainer, so that trl_multinode.check finds it too
+            check_reward(name)
+
 
 class StrictParser(TrlParser):
     """Parser that rejects unknown arguments, from command line or config file, and names the nearest known one."""
@@ -73,15 +78,27 @@ class StrictParser(TrlParser):
             self.error(f"{name} is unknown, " + (f"did you mean {near[0]}?" if near else "--help lists all arguments"))
 
 
+def check_reward(name: str) -> None:
+    """Refuse a reward with an unknown name, or without the package that it imports in its first call."""
+    if name not in REWARDS and ":" not in name:
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected {', '.join(REWARDS)} or `module.path:function`"
+        raise ValueError(f"The reward {name!r} is unknown, {hint}")
+    if name in ("accuracy_reward", "reasoning_accuracy_reward") and find_spec("math_verify") is None:
+        raise ValueError(f"The reward {name!r} needs a package that is not installed: `pip install math-verify`.")
+
+
 def load_reward(name: str):
     """Return a function of `REWARDS`, or import your own from the working directory or `PYTHONPATH`."""
     if name in REWARDS:
         return REWARDS[name]
     module, _, function = name.partition(":")
-    if not function:
-        raise ValueError(f"The reward {name!r} is not one of {sorted(REWARDS)}, nor `module.path:function`.")
     sys.path.append(os.getcwd())
-    return getattr(import_module(module), function)
+    found = import_module(module)
+    if not hasattr(found, function):
+        near = difflib.get_close_matches(function, vars(found), n=1)
+        raise ValueError(f"{module} has no reward {function!r}" + (f", did you mean {near[0]}?" if near else ""))
+    return getattr(found, function)
 
 
 def load_splits(args: GRPOScriptArguments) -> DatasetDict:
@@ -95,6 +112,15 @@ def load_splits(args: GRPOScriptArguments) -> DatasetDict:
     if (path / "state.json").is_file():
         return DatasetDict({args.dataset_train_split: load_from_disk(path)})
     return load_dataset(args.dataset_name, name=args.dataset_config, streaming=args.dataset_streaming)
+
+
+def split_of(splits: DatasetDict, name: str, flag: str):
+    """Return a split; `flag` is the argument that chooses it."""
+    if name not in splits:
+        near = difflib.get_close_matches(name, splits, n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(f"The dataset has no split {name!r} but {list(splits)}: choose one with `{flag}`{hint}")
+    return splits[name]
 
 
 def with_prompts(dataset, column: str | None):
@@ -121,13 +147,16 @@ def main() -> None:
     }
     rewards = [load_reward(name) for name in script_args.reward_funcs]
     splits, column = load_splits(script_args), script_args.prompt_column
-    test_split = script_args.dataset_test_split if training_args.eval_strategy != "no" else None
+    train = split_of(splits, script_args.dataset_train_split, "--dataset_train_split")
+    test = None
+    if training_args.eval_strategy != "no":
+        test = split_of(splits, script_args.dataset_test_split, "--dataset_test_split")
     trainer = GRPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=rewards,
         args=training_args,
-        train_dataset=with_prompts(splits[script_args.dataset_train_split], column),
-        eval_dataset=with_prompts(splits[test_split], column) if test_split else None,
+        train_dataset=with_prompts(train, column),
+        eval_dataset=with_prompts(test, column) if test is not None else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -92,7 +92,8 @@ def test_gpu_ids_that_leave_one_for_the_engine_are_fine(write):
 
 def test_command_prints_what_runs_and_succeeds(capsys):
     argv = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]
-    assert main([*argv, "examples/grpo.py", "--max_steps", "5", "--per-device-train-batch-size", "4"]) == 0
+    script = [str(ROOT / "examples" / "grpo.py"), "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
+    assert main([*argv, *script, "--max_steps", "5", "--per-device-train-batch-size", "4"]) == 0
     rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", capsys.readouterr().out))
     assert rows == {
         "nodes": "4",
@@ -101,6 +102,7 @@ def test_command_prints_what_runs_and_succeeds(capsys):
         "reserved devices": "GPU 7",
         "launcher": "torchrun, DeepSpeed ZeRO-3, mixed precision bf16",
         "rendezvous": "static, node0:29500",
+        "script": script[0],
         "world batch": "112 completions: 14 prompts x 8 generations",
     }
 
