@@ -100,6 +100,7 @@ def test_command_prints_what_runs_and_succeeds(capsys):
         "processes per node": "7: here ranks 14 to 20 of 28",
         "training devices": "GPU 0, 1, 2, 3, 4, 5, 6",
         "reserved devices": "GPU 7",
+        "engines": "1 a node, of 1 GPU each",
         "launcher": "torchrun, DeepSpeed ZeRO-3, mixed precision bf16",
         "rendezvous": "static, node0:29500",
         "script": script[0],

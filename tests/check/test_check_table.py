@@ -37,6 +37,7 @@ class Row:
     environ: dict[str, str] = field(default_factory=dict)
     files: dict[str, Any] = field(default_factory=dict)  # JSON files in the folder of the launch
     shows: list[str] = field(default_factory=list)  # rows and notes of the report
+    hides: list[str] = field(default_factory=list)  # what it no longer says
 
 
 def zero(**keys: Any) -> dict[str, Any]:
@@ -80,6 +81,9 @@ TABLE = {
         flags=["--gradient_accumulation_steps", "4"],
     ),
     "ZeRO-0": Row(file=zero(zero_stage=0), shows=["DeepSpeed ZeRO-0,"]),
+    "JSON with a string": Row(
+        "stage3_gather_16bit_weights_on_model_save", "in `ds.json`", **by_json(zero_optimization={"stage": "3"})
+    ),
     "shards would be saved": Row(
         "got no `zero3_save_16bit_model`, expected true",
         "`zero3_save_16bit_model: true` under `deepspeed_config:`",
@@ -231,10 +235,8 @@ TABLE = {
     ),
     "missing argument": Row("required: --reward_funcs", "--help", script=GRPO[:3]),
     "refused setting": Row("`max_staleness` must be 0 or 1, got 7", script=[*GRPO, "--max_staleness", "7"]),
-    "batch of the script": Row(
-        "got 14 completions = 1 rows x 14 ranks x 1 steps",
-        "`--num_generations` 2, 7 or 14",
-        script=[*GRPO, "--per_device_train_batch_size", "1"],
+    "CPU in file and script": Row(
+        file={"use_cpu": True}, script=[*GRPO, "--use_cpu", "true"], hides=["does not reach the ranks"]
     ),
     "settings of a server": Row(
         script=[*GRPO, "--vllm_server_port", "8001", "--vllm_enable_sleep_mode", "true"],
@@ -278,6 +280,7 @@ def test_launch_is_read_right(row, write, tmp_path, monkeypatch, capsys):
     assert status == len(problems) == bool(row.what), out
     assert all(row.what in what and row.cure in cure for what, cure in problems), out
     assert [text for text in row.shows if text not in out] == [], out
+    assert [text for text in row.hides if text in out] == [], out
 
 
 def test_empty_variable_before_the_script_is_named(write, capsys):

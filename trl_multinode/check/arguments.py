@@ -39,15 +39,15 @@ def read_arguments(
     name, words = args.training_script, args.training_script_args
     if args.no_python:
         return given, []
-    try:
-        tree, path = read_script(name, args.module)
-    except (OSError, SyntaxError, ImportError) as error:
-        cure = "correct its path; a relative one begins in the folder in which you launch"
-        return given, [Problem(f"cannot read the script `{name}` ({error})", cure)]
-    if (call := find_call(tree)) is None:
-        note = f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
-        return replace(given, name=name, batch=batch_of(words), notes=(note,)), []
-    with as_launched(path, words):
+    with as_launched(name, words, args.module):
+        try:
+            tree, path = read_script(name, args.module)
+        except (OSError, SyntaxError, ImportError) as error:
+            cure = "correct its path; a relative one begins in the folder in which you launch"
+            return given, [Problem(f"cannot read the script `{name}` ({error})", cure)]
+        if (call := find_call(tree)) is None:
+            note = f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
+            return replace(given, name=name, batch=batch_of(words), notes=(note,)), []
         try:
             parser = build_parser(tree, call, path)
         except Exception as error:  # the script's own code
@@ -61,7 +61,7 @@ def _noted(given: Script, name: str, note: str) -> Script:
 
 
 def _parsed(name: str, parser: Any, call: ParserCall, words: list[str], given: Script) -> tuple[Script, list[Problem]]:
-    cure = f"correct the arguments of `{name}`; `python {name} --help` lists them"
+    cure = "correct the arguments of the script; its `--help` lists them"
     try:
         values, unknown = _values(parser, call, words)
     except Refused as refused:
@@ -146,5 +146,6 @@ def _script(name: str, config: Any, values: dict[str, Any]) -> Script:
         model=values.get("model_name_or_path"),
         revision=values.get("model_revision"),
         node_mode=node_mode,
+        use_cpu=bool(getattr(config, "use_cpu", False)),
         ignored=tuple(ignored_settings(config)) if node_mode else (),
     )

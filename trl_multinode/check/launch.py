@@ -56,6 +56,7 @@ class Script:
     model: str | None = None
     revision: str | None = None
     node_mode: bool = True
+    use_cpu: bool = False
     ignored: tuple[str, ...] = ()  # arguments that have no effect in node mode
     notes: tuple[str, ...] = ()
 
@@ -70,6 +71,10 @@ class DeepSpeed:
     @property
     def zero(self) -> dict[str, Any]:
         return self.config.get("zero_optimization") or {}
+
+    @property
+    def stage(self) -> int:
+        return int(self.zero.get("stage", 0))
 
     @property
     def precision(self) -> str | None:

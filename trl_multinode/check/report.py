@@ -80,7 +80,7 @@ def _script_problems(launch: Launch) -> Iterator[Problem]:
 def notes(launch: Launch) -> Iterator[str]:
     """Yield notes on settings that are valid but may surprise."""
     args, script = launch.args, launch.script
-    if launch.visible is None and launch.endpoint:
+    if launch.visible is None and launch.endpoint and not script.use_cpu:
         yield "`use_cpu` does not reach the ranks through this launcher: the script needs its own `--use_cpu true`"
     if launch.num_nodes == 1 and launch.endpoint and is_port_in_use(args.main_process_port):
         yield f"port {args.main_process_port} is taken: on a single node, accelerate takes another one by itself"
@@ -103,10 +103,14 @@ def table(launch: Launch) -> Table:
         "numbered as the nodes arrive" if launch.ranks_by_arrival else f"here ranks {first} to {first + started - 1}"
     )
     rows = Table(title=f"node {args.machine_rank}", show_header=False, title_justify="left")
+    rows.add_column()
+    rows.add_column(overflow="fold")
     rows.add_row("nodes", f"{launch.num_nodes}")
     rows.add_row("processes per node", f"{started}: {here} of {ranks}")
     rows.add_row("training devices", _devices(gpus, 0, started))
     rows.add_row("reserved devices", _devices(gpus, started, None))
+    if gpus and script.node_mode:
+        rows.add_row("engines", _engines(launch, len(gpus) - started))
     rows.add_row("launcher", _strategy(launch))
     rows.add_row("rendezvous", (not launch.own_launcher and launch.endpoint) or "none")
     if script.name:
@@ -121,14 +125,20 @@ def _devices(gpus: list[str] | None, first: int, end: int | None) -> str:
     return "CPU" if gpus is None else f"GPU {', '.join(gpus[first:end]) or '(none)'}"
 
 
+def _engines(launch: Launch, reserved: int) -> str:
+    engines = launch.script.engines
+    size = engines.vllm_tensor_parallel_size
+    gpus = reserved if engines.vllm_devices is None else len(engines.vllm_devices)
+    return f"{engines.num_engines or gpus // size} a node, of {size} GPU{'s' if size > 1 else ''} each"
+
+
 def _strategy(launch: Launch) -> str:
     args, deepspeed = launch.args, launch.deepspeed
     runner = f"deepspeed ({launch.own_launcher})" if launch.own_launcher else "torchrun"
     runner = "python" if launch.launcher == "simple_launcher" else runner
     strategy, precision = launch.file["distributed_type"], args.mixed_precision
     if args.use_deepspeed:
-        stage = deepspeed.zero.get("stage", 0) if deepspeed else "?"
-        strategy = f"DeepSpeed ZeRO-{stage}"
+        strategy = f"DeepSpeed ZeRO-{deepspeed.stage if deepspeed else '?'}"
     if deepspeed and deepspeed.path:
         strategy, precision = f"{strategy} of {deepspeed.path}", deepspeed.precision or "of the script"
     return f"{runner}, {strategy}, mixed precision {precision}"

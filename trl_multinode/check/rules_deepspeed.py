@@ -11,14 +11,14 @@ def zero_problems(launch: Launch) -> Iterator[Problem]:
     if deepspeed is None:
         return
     where = f"in `{deepspeed.path}`" if deepspeed.path else "under `deepspeed_config:`"
-    if deepspeed.zero.get("stage") == 3 and not deepspeed.zero.get("stage3_gather_16bit_weights_on_model_save"):
+    if deepspeed.stage == 3 and not deepspeed.zero.get("stage3_gather_16bit_weights_on_model_save"):
         key = "zero3_save_16bit_model: true"
         if deepspeed.path:
             key = '"stage3_gather_16bit_weights_on_model_save": true'
         what = "a saved model would hold empty shards, which `from_pretrained` cannot read (got no"
         yield Problem(f"{what} `{key.split(':')[0]}`, expected true)", f"write `{key}` {where}")
     flag = deepspeed.config["zero3_init_flag"]
-    if deepspeed.zero.get("stage") == 3 and flag is not None and str(flag).lower() != "true":
+    if deepspeed.stage == 3 and flag is not None and str(flag).lower() != "true":
         what = f"accelerate would not gather the shards that transformers builds (got `zero3_init_flag` {flag},"
         yield Problem(f"{what} expected true)", "write `zero3_init_flag: true` under `deepspeed_config:`")
     for name in ("offload_optimizer", "offload_param"):
@@ -52,5 +52,5 @@ def batch_values_problems(launch: Launch, batch: Batch) -> Iterator[Problem]:
 def zero_notes(launch: Launch) -> Iterator[str]:
     """Yield a note if accelerate takes its default for the construction of the model in shards."""
     deepspeed = launch.deepspeed
-    if deepspeed and deepspeed.zero.get("stage") == 3 and deepspeed.config["zero3_init_flag"] is None:
+    if deepspeed and deepspeed.stage == 3 and deepspeed.config["zero3_init_flag"] is None:
         yield "`zero3_init_flag` is missing: accelerate takes true, so each rank builds only its shard of the model"

@@ -72,7 +72,7 @@ def scheduler_problems(launch: Launch) -> Iterator[Problem]:
     run, nodes = launch.torchrun, launch.num_nodes
     for rank_name, (count_name, _) in SCHEDULERS.items():
         count = os.environ.get(count_name, "").rpartition(":")[2]
-        if not count.isdigit() or run is None:
+        if run is None or not count.isdigit() or int(count) < 2:  # `srun --pty` opens a shell on one node
             continue
         if int(count) != nodes:
             total = launch.ranks_per_node * int(count)

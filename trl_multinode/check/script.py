@@ -145,10 +145,11 @@ class _Statements(InspectLoader):
 
 
 @contextmanager
-def as_launched(path: str, arguments: list[str]) -> Iterator[None]:
+def as_launched(name: str, arguments: list[str], is_module: bool) -> Iterator[None]:
     """Set `sys.argv`, `sys.path` and `os.environ` as for a script, and restore them."""
     argv, folders, environment = sys.argv, sys.path, dict(os.environ)
-    sys.argv, sys.path = [path, *arguments], [str(Path(path).parent.resolve()), *folders]
+    folder = Path() if is_module else Path(name).parent
+    sys.argv, sys.path = [name, *arguments], [str(folder.resolve()), *folders]
     try:
         yield
     finally:
