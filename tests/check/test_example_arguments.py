@@ -62,3 +62,9 @@ def test_missing_split_or_column_is_named(start, words, message):
 def test_reward_that_does_not_work_is_named(start, reward, message):
     with pytest.raises(ValueError, match=message):
         start(reward=reward)
+
+
+def test_splits_and_columns_that_exist_reach_the_model(start):
+    words = ["--prompt_column", "question", "--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split"]
+    with pytest.raises(OSError, match="no/such/model"):
+        start(*words, "train", "--use_vllm", "false")

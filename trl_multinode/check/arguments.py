@@ -9,8 +9,8 @@ from io import StringIO
 from typing import Any
 
 from ..node_settings import check_settings, ignored_settings, is_node_mode
+from .flags import did_you_mean
 from .launch import Batch, Engines, Problem, Script
-from .reading import did_you_mean
 from .script import ParserCall, as_launched, build_parser, find_call, read_script
 
 
