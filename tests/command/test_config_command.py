@@ -1,4 +1,4 @@
-"""`trl-multinode config`: the shipped files are its output, `check` has nothing against any of them, none is replaced."""
+"""`trl-multinode config`: the shipped files are its output, `check` accepts all of them, and no file is replaced."""
 
 import os
 import shlex
@@ -11,7 +11,6 @@ import pytest
 import yaml
 from check_kit import CONFIGS, ROOT
 
-from trl_multinode.check import check
 from trl_multinode.command import main
 
 quiet_machine = check_kit.quiet_machine  # no port in use, no hidden GPU
@@ -21,12 +20,19 @@ SPLITS = {
     for suffix, flags in {"": "", "_6+2": " --engine_gpus 2", "_4+4": " --engine_gpus 4"}.items()
 }
 SHIPPED = {"1node_1gpu": "1x1", "1node": "1x8", "2node_cpu": "2x2 --cpu", **SPLITS}
+SCRIPT = """\
+from trl_multinode import GRPOConfig, TrlParser
+
+parser = TrlParser(GRPOConfig)
+(args,) = parser.parse_args_and_config()
+"""
 OTHERS = ("1x2", "3x4 --engine_gpus 2", "16x8 --zero 2", "2x8 --zero 1", "1x3 --cpu", "4x1")
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     (tmp_path / "accelerate_configs").mkdir()
+    (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
 
 
@@ -34,14 +40,11 @@ def config(typed: str, *more: str) -> int:
     return main(["config", *typed.split(), *more])
 
 
-def problems_of(line: str) -> list[str]:
-    """What `check` finds in a printed check line, on node 0."""
-    _, command, path, *flags = line.replace(" K", " 0").replace("HOST0", "node0").split()
-    gpus = int(flags.pop(flags.index("--gpus_per_node") + 1)) if "--gpus_per_node" in flags else 8
-    flags = [flag for flag in flags if flag != "--gpus_per_node"]
-    launch, problems = check(path, flags, gpus_per_node=gpus)
-    assert command == "check" and launch is not None
-    return [problem.what for problem in problems]
+def run_check(line: str) -> int:
+    """Exit status of a printed check line, on node 0."""
+    command, *arguments = line.replace(" K", " 0").replace("HOST0", "node0").split()
+    assert command == "trl-multinode"
+    return main(arguments)
 
 
 def test_every_shipped_file_is_listed_and_a_wheel_has_the_same_ones():
@@ -64,13 +67,13 @@ def test_accelerate_reads_every_key_and_check_finds_no_problem(typed, capsys):
     launch, line = (text.strip() for text in out.splitlines() if text.startswith("  "))
     header = Path("c.yaml").read_text().partition("\n\n")[0]
     assert f"#   {launch}\n" in header and header.endswith(f"#   {line}")
-    assert problems_of(line) == []
+    assert run_check(line) == 0, capsys.readouterr().out
 
 
 def test_a_wrong_file_has_problems():
     config("4x8", "--out", "c.yaml")
     Path("c.yaml").write_text(Path("c.yaml").read_text().replace("num_processes: 28", "num_processes: 30"))
-    assert len(problems_of("trl-multinode check c.yaml --machine_rank K --main_process_ip HOST0")) == 1
+    assert run_check("trl-multinode check c.yaml --machine_rank K --main_process_ip HOST0") == 1
 
 
 def test_flags_become_keys():
@@ -134,7 +137,7 @@ def test_the_slurm_script_starts_every_node_with_its_own_rank(capsys):
 
 
 def test_the_kubernetes_job_has_a_pod_per_node_and_an_address_for_node_0(capsys):
-    assert config("4x8 --scheduler kubernetes --out conf/../c.yaml".replace("conf/", "accelerate_configs/")) == 0
+    assert config("4x8 --scheduler kubernetes --out accelerate_configs/../c.yaml") == 0
     service, job = yaml.safe_load_all(capsys.readouterr().out)
     spec = job["spec"]
     pod = spec["template"]["spec"]
@@ -144,9 +147,9 @@ def test_the_kubernetes_job_has_a_pod_per_node_and_an_address_for_node_0(capsys)
     words = shlex.split(container["args"][0].replace("$JOB_COMPLETION_INDEX", "3"))
     assert words[1:3] == ["accelerate", "launch"] and words[-1] == "train.py"
     assert words[words.index("--config_file") + 1] == "/config/c.yaml"
-    _, problems = check("c.yaml", words[words.index("--machine_rank") : -1])
     address = words[words.index("--main_process_ip") + 1]
-    assert problems == [] and address == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert main(["check", "c.yaml", *words[words.index("--machine_rank") : -1]]) == 0
+    assert address == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
     mounted = {volume["name"]: volume for volume in pod["volumes"]}
     assert mounted["shm"]["emptyDir"] == {"medium": "Memory"} and set(mounted) == {"config", "shm"}
@@ -167,7 +170,9 @@ print([name for name in ("torch", "trl", "transformers", "accelerate", "yaml", "
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-@pytest.mark.parametrize(("typed", "hint"), [("confg", "did you mean config?"), ("train", "one of config, check, grpo")])
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("confg", "did you mean config?"), ("train", "one of config, check, grpo")]
+)
 def test_an_unknown_command_is_an_error_with_a_hint(typed, hint, capsys):
     assert main([typed]) == 2
     assert hint in capsys.readouterr().err

@@ -71,6 +71,8 @@ def device_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:
     if launch.visible is None or launch.started < len(launch.visible):
         return
     most = gpus_per_node - 1
+    if "--vllm_devices" in launch.args.training_script_args:  # the engine shares these GPUs
+        return
     if launch.started > most:
         what = f"no GPU is left over for the engine (got {launch.started} processes a node, expected {most} or less)"
         fewer = f"write `num_processes: {launch.num_nodes * most}`, the total, or " if most else ""

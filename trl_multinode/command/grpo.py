@@ -52,7 +52,7 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
     from ..scripts.grpo import make_parser
 
     parser = make_parser(PROG)
-    parser.others = {"--accelerate_config", *launcher._option_string_actions}
+    parser.others = {"--accelerate_config", "-q", *(f"--{name}" for name in vars(launcher.parse_args(["script"])))}
     arguments, config = list(argv), dict[str, Any]()
     if "--config" in argv[:-1]:
         at = argv.index("--config")

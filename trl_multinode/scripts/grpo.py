@@ -11,9 +11,10 @@ of TRL's `ScriptArguments`, `GRPOConfig` and `ModelConfig`, on the command line 
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -71,12 +72,12 @@ class StrictParser(TrlParser):
         sys.exit(2)
 
     def _refuse(self, unknown: list[str]) -> None:
-        names = [text.split("=")[0] for text in unknown if text.startswith("-")] or unknown
-        for name in names:
-            if name in self.others:
-                continue
-            near = difflib.get_close_matches(name, [*self._option_string_actions, *self.others], n=1)
-            self.error(f"{name} is unknown, " + (f"did you mean {near[0]}?" if near else "--help lists all arguments"))
+        known = [f"--{each.name}" for kind in self.dataclass_types for each in fields(kind)]
+        for name in [text.split("=")[0] for text in unknown if text.startswith("-")] or unknown:
+            if re.sub(r"(?<=\w)-", "_", name) not in self.others:  # accelerate takes `--machine-rank` too
+                near = difflib.get_close_matches(name, [*known, *self.others], n=1)
+                hint = f"did you mean {near[0]}?" if near else "--help lists all arguments"
+                self.error(f"{name} is unknown, {hint}")
 
 
 def load_reward(name: str) -> Callable[..., Any]:
