@@ -18,6 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import trl_multinode
+from trl_multinode.command import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -177,6 +178,19 @@ def test_grpo_runs_from_the_wheel(installed):
     assert where.stdout.strip() == str(site / "trl_multinode" / "scripts" / "grpo.py")
 
 
+# ---- docs/public-names.md
+
+
+def test_the_page_of_public_names_has_every_class_and_command():
+    page = (ROOT / "docs" / "public-names.md").read_text()
+    rows = dict(re.findall(r"^\| (.*?) \| (.*?) \|$", page, re.MULTILINE))
+    classes = set(re.findall(r"`(\w+)`", rows["`trl_multinode`"])) - {"MultiNode", "__version__"}
+    assert classes == set(trl_multinode._HOMES)
+    assert set(re.findall(r"`(\w+)`", rows["`trl-multinode`"])) == set(COMMANDS)
+    methods = re.findall(r"`(\w+)\(\)`", rows["trainers"])
+    assert len(methods) == 3 and all(hasattr(trl_multinode.GRPOTrainer, name) for name in methods)
+
+
 # ---- what `pip install` brings
 
 
@@ -202,3 +216,28 @@ def test_every_imported_library_is_declared():
     names = {module: {name.lower() for name in homes.get(module, [module])} for module in imported_libraries()}
     missing = {module for module, found in names.items() if not (found | {module}) & declared}
     assert len(names) > 10 and missing == set()
+
+
+# ---- files for the public repository
+
+
+def test_the_citation_has_the_version_and_the_address():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (VERSION, PROJECT["license"])
+    assert citation["repository-code"] == PROJECT["urls"]["Homepage"]
+
+
+def test_the_public_ci_runs_the_command_of_every_change():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in commands and os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert [
+        word for line in commands for word in line.split() if word.endswith(".py") and not (ROOT / word).exists()
+    ] == []
+
+
+def test_the_issue_form_asks_for_what_a_report_needs():
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    fields = {item["id"]: item for item in form["body"] if "id" in item}
+    assert {"what", "launch", "check", "versions", "logs"} <= set(fields)
+    assert all(item["attributes"]["label"] for item in fields.values())
