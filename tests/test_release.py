@@ -172,7 +172,7 @@ def test_grpo_runs_from_the_wheel(installed):
     shown = installed("grpo", "--help")
     assert shown.returncode == 0, shown.stderr
     assert "usage: trl-multinode grpo" in shown.stdout and "--max_staleness" in shown.stdout
-    code = "import trl_multinode.scripts.grpo as s; print(s.__file__)"
+    code = "from importlib.util import find_spec; print(find_spec('trl_multinode.scripts.grpo').origin)"
     site = installed.folder / "site"
     where = run(sys.executable, "-c", code, cwd=installed.folder, PYTHONPATH=str(site))
     assert where.stdout.strip() == str(site / "trl_multinode" / "scripts" / "grpo.py")

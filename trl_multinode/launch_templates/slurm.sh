@@ -10,7 +10,8 @@ set -euo pipefail
 
 HOST0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HOST0
-# torchrun kills its ranks 30 s after SIGTERM; a checkpoint of a large model takes longer.
+# torchrun kills its ranks 30 s after SIGTERM. A script that saves a checkpoint then needs longer, and `#SBATCH
+# --signal=TERM@600` above, because SLURM's own SIGTERM at the time limit comes 30 s before SIGKILL.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 
 # One task per node gets one core, where tasks are bound to cores, unless --cpus-per-task says otherwise.
