@@ -10,7 +10,7 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench gpu check test test-e2e trl-tests compatibility lock clean
+.PHONY: help setup demo versions bench gpu check test test-e2e trl-tests compatibility lock release clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -25,6 +25,7 @@ help:
 	@echo "make check     ruff, types, architecture"
 	@echo "make versions  contract and engine tests with the oldest and newest TRL, transformers and vLLM; half an hour"
 	@echo "make lock      resolve requirements/cpu.in again"
+	@echo "make release   wheel, notes and tag of the version in trl_multinode/__init__.py; ARGS=--dry-run: no tag"
 
 setup: $(VENV)/.installed
 
@@ -86,5 +87,9 @@ lock: setup
 	python requirements/lock.py
 	python requirements/lock.py real
 
+# Publishes nothing: it prints the commands that do. ARGS: --dry-run
+release: setup
+	python requirements/release.py $(ARGS)
+
 clean:
-	rm -rf outputs build .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf outputs build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -1,11 +1,12 @@
 """For tests of `trl_multinode.check`: the shipped configs, a valid one to break, and what a check says of a file."""
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
-from trl_multinode.check import Launch, Problem, check, report, rules
+from trl_multinode.check import Launch, Problem, check, report, rules_nodes
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"
@@ -17,15 +18,21 @@ TWO_NODES = {
     "machine_rank": 1,
     "main_process_ip": "node0",
     "main_process_port": 29500,
-    "deepspeed_config": {"zero_stage": 3, "deepspeed_multinode_launcher": "standard"},
+    "deepspeed_config": {
+        "zero_stage": 3,
+        "deepspeed_multinode_launcher": "standard",
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+    },
 }
 
 
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch):
-    """No test depends on the GPUs that this shell hides, or on ports that something else uses."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(rules, "is_port_in_use", lambda port: False)
+    """No test depends on the GPUs that this shell hides, its scheduler, or ports that something else uses."""
+    for name in ("CUDA_VISIBLE_DEVICES", *(name for name in os.environ if name.startswith(("PET_", "SLURM_")))):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(rules_nodes, "is_port_in_use", lambda port: False)
     monkeypatch.setattr(report, "is_port_in_use", lambda port: False)
 
 

@@ -22,7 +22,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
     "testing": "engine engine_process trainer transports vllm_worker weights wire",
-    "check": "libraries",  # a launch that has not begun: accelerate's code
+    "command": "__init__ check scripts",  # each only in its sub-command
+    "scripts": "__init__",  # as a user's script
+    "check": "errors libraries node_settings run",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_trainer rollouts",
     "trainers": "config host node_trainer rollouts",
@@ -50,9 +52,17 @@ ARROWS = {
 
 # Rooms that may import a library; "lazily": only inside functions.
 LIBRARIES = {
-    "trl": {"config": "", "trainer": "", "trainers": "", "batches": "", "experimental": "", "__init__": "lazily"},
+    "trl": {
+        "config": "",
+        "trainer": "",
+        "trainers": "",
+        "batches": "",
+        "experimental": "",
+        "scripts": "",
+        "__init__": "lazily",
+    },  # fmt: skip
     "transformers": {"config": "", "call_checks": "", "saving": "", "batches": "", "testing": ""},
-    "accelerate": {"check": "", "testing": ""},  # elsewhere it is TRL's accelerator
+    "accelerate": {"check": "", "command": "lazily", "testing": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": "", "testing": ""},
     "deepspeed": {"weights": "lazily", "testing": "lazily"},
     "peft": {"weights": "lazily", "saving": "lazily"},
@@ -194,7 +204,15 @@ def test_collectives_are_called_where_the_table_says():
     assert found == COLLECTIVES
 
 
-OWN_OUTPUT = {"check", "testing", "engine_process", "vllm_worker", "transports"}  # a command, or an engine's log
+OWN_OUTPUT = {
+    "check",
+    "command",
+    "scripts",
+    "testing",
+    "engine_process",
+    "vllm_worker",
+    "transports",
+}  # a command, or an engine's log
 
 
 def test_a_rank_speaks_through_the_reporter_only():
@@ -229,6 +247,7 @@ def test_nothing_is_pickled():
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 HEAVY = ("torch", "trl", "transformers", "vllm", "deepspeed", "accelerate")
 LIGHT = ["trl_multinode", *(f"trl_multinode.{m}" for m in (
+    "command", "command.config", "command.grpo",
     "engine.client", "engine.node_engines", "engine.process", "engine_process.main", "engine_process.server", "errors",
     "run.phases", "run.topology", "vllm_worker.plugin", "wire.connection", "wire.supervisor",
 ))]  # fmt: skip

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate import ParallelismConfig
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig
+from trl.rewards import accuracy_reward
 
 from trl_multinode import GRPOConfig, call_checks
 from trl_multinode.call_checks import check_model
@@ -109,3 +111,73 @@ def test_fsdp_1_is_refused_before_an_engine_starts():
 def test_everything_else_passes_by_name_too(tmp_path):
     name = str(save_tiny(tmp_path / "model"))
     check_model(name, args(3, model_init_kwargs={"dtype": "float32"}), {"peft_config": LoraConfig(use_rslora=True)})
+
+
+# ---- rewards, columns and evaluation
+
+
+def needs_solution(completions, solution, log_extra=None, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def no_columns(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+PROMPTS = Dataset.from_dict({"prompt": ["a"], "question": ["b"]})
+REFUSED_CALLS = {
+    "math-verify": ({"reward_funcs": [no_columns, accuracy_reward]}, "math-verify` on every node"),
+    "a reward's column": (
+        {"reward_funcs": needs_solution, "train_dataset": PROMPTS},
+        r"requires \['solution'\], which the `train_dataset` does not have, got the columns \['prompt', 'question'\]",
+    ),
+    "column of the evaluation": (
+        {"reward_funcs": [needs_solution], "eval_dataset": {"hard": PROMPTS}},
+        "which the `eval_dataset` does not have",
+    ),
+    "prompts": (
+        {"reward_funcs": no_columns, "train_dataset": PROMPTS.rename_column("prompt", "text")},
+        r"has no column 'prompt', got \['text', 'question'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED_CALLS.values(), ids=REFUSED_CALLS.keys())
+def test_reward_that_would_fail_in_its_first_call_is_refused_before_the_model(call, message, monkeypatch, tmp_path):
+    monkeypatch.setattr(call_checks, "find_spec", lambda name: None)
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(ConfigurationError, match=message):
+        call_checks.check_call(None, config, {"model": "no/such/model", **call})
+
+
+def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):
+    monkeypatch.setattr(call_checks, "find_spec", lambda name: "installed" if name == "math_verify" else None)
+    solved = PROMPTS.rename_column("question", "solution")
+    call_checks.check_rewards({"reward_funcs": [accuracy_reward, "a/reward-model"], "train_dataset": solved})
+    # these make prompts or arguments of their own
+    call_checks.check_rewards({"reward_funcs": needs_solution, "train_dataset": PROMPTS, "rollout_func": print})
+    call_checks.check_rewards({"reward_funcs": [needs_solution], "train_dataset": [{"prompt": "a"}]})
+
+
+def test_evaluation_without_a_dataset_is_refused_before_the_model(tmp_path):
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, eval_strategy="steps", eval_steps=2)
+    with pytest.raises(ConfigurationError, match="`eval_strategy` steps needs an `eval_dataset`, got None"):
+        call_checks.check_call(None, config, {"model": "no/such/model"})
+
+
+def test_tensor_parallelism_must_divide_the_heads():
+    model = tiny_qwen2()
+    heads = model.config.num_attention_heads
+    with pytest.raises(ConfigurationError, match=f"got {heads + 1} for {heads} heads"):
+        check_model(model, args(vllm_tensor_parallel_size=heads + 1), {})
+    check_model(model, args(vllm_tensor_parallel_size=heads), {})
+
+
+def test_settings_of_a_server_are_named_as_ignored(monkeypatch, tmp_path):
+    warned = []
+    monkeypatch.setattr(call_checks, "warn", warned.append)
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_port=8001, vllm_enable_sleep_mode=True)
+    call_checks.check_call(None, config, {"model": tiny_qwen2()})
+    assert len(warned) == 1 and warned[0].startswith(
+        "vllm_server_port, vllm_enable_sleep_mode: no effect in node mode"
+    )

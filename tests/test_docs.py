@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
@@ -18,6 +19,13 @@ SOURCES = ("trl_multinode", "tests", "benchmarks", "examples", "requirements")
 ERRORS_PAGE = DOCS / "errors.md"
 FEWEST_WORDS = 3  # a literal with fewer words is put together from others, which the page quotes
 README_LINES = 80
+URL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
+# The README is also the page on PyPI, where a relative link leads nowhere
+ABSOLUTE = (
+    f"{URL}/blob/main/",
+    f"{URL}/tree/main/",
+    f"{URL}/".replace("//github.", "//raw.githubusercontent.") + "main/",
+)
 
 names = [str(path.relative_to(ROOT)) for path in PAGES]
 
@@ -26,7 +34,9 @@ names = [str(path.relative_to(ROOT)) for path in PAGES]
 
 
 def links(page: str) -> list[str]:
-    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    """The links of a page; those to a file of this repository relative to its root, if they are absolute."""
+    found = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    return [re.sub("|".join(map(re.escape, ABSOLUTE)), "/", link) for link in found]
 
 
 def anchors(page: str) -> set[str]:
@@ -36,13 +46,13 @@ def anchors(page: str) -> set[str]:
 
 
 def broken(path: Path, text: str) -> list[str]:
-    """The relative links of `text`, a page at `path`, that lead nowhere."""
+    """The links of `text`, a page at `path`, to files of this repository, that lead nowhere."""
     found = []
     for link in links(text):
         if "://" in link or link.startswith("mailto:"):
             continue
         file, _, anchor = link.partition("#")
-        target = (path.parent / file) if file else path
+        target = ROOT / file[1:] if file.startswith("/") else path.parent / file if file else path
         if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
             found.append(link)
     return found
@@ -51,12 +61,19 @@ def broken(path: Path, text: str) -> list[str]:
 def test_every_page_is_linked_from_the_index():
     linked = {link.partition("#")[0] for link in links((DOCS / "index.md").read_text())}
     assert {path.name for path in DOCS.glob("*.md")} - {"index.md"} <= linked
-    assert "docs/index.md" in links((ROOT / "README.md").read_text())
+    assert "/docs/index.md" in links((ROOT / "README.md").read_text())
 
 
 @pytest.mark.parametrize("path", PAGES, ids=names)
 def test_every_relative_link_resolves(path):
     assert not broken(path, path.read_text())
+
+
+def test_every_link_of_the_readme_is_absolute():
+    page = (ROOT / "README.md").read_text()
+    assert re.findall(r"\]\((?!https://)[^)]*\)", page) == [] and len(links(page)) > 15
+    bad = f"[a]({ABSOLUTE[0]}docs/none.md) [b]({ABSOLUTE[0]}docs/index.md#none) [c]({ABSOLUTE[0]}docs/index.md#learn)"
+    assert broken(ROOT / "README.md", bad) == ["/docs/none.md", "/docs/index.md#none"]
 
 
 def test_a_broken_link_or_anchor_is_found():

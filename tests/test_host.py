@@ -30,13 +30,13 @@ def settings(tmp_path, devices=ONE_RESERVED, dtype=torch.bfloat16, max_num_seqs=
     return EngineSettings(node_settings, NODE_1, devices, dtype, {"max_num_seqs": max_num_seqs})
 
 
-def test_a_missing_vllm_is_told_with_the_extra_to_install(monkeypatch):
+def test_a_missing_vllm_is_told_with_the_command_that_installs_one(monkeypatch):
     def missing(name):
         raise engine_settings.PackageNotFoundError(name)
 
     monkeypatch.setattr(engine_settings, "version", missing)
     monkeypatch.setattr(engine_settings.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"not installed.*trl-multinode\[gpu\]"):
+    with pytest.raises(ConfigurationError, match=r"not installed: `pip install 'vllm>=0\.26,<0\.33'`"):
         check_vllm()
 
 

@@ -107,7 +107,7 @@ def test_an_experimental_trainer_that_trl_lacks_is_a_plain_error(monkeypatch):
         trl_multinode.GOLDTrainer  # noqa: B018
     assert str(error.value) == (
         f"trl_multinode.GOLDTrainer cannot be imported: trl {VERSION} has no module trl.experimental.gold. "
-        "Upgrade trl-multinode (`pip install --upgrade trl-multinode`), or install an older trl. "
+        f"Upgrade trl-multinode ({libraries.upgrade_command()}), or install an older trl. "
         "docs/upgrading.md lists where this package uses the library's internals."
     )
 
@@ -155,3 +155,17 @@ def test_a_library_that_is_not_installed_is_named_as_such(monkeypatch):
     monkeypatch.setattr(libraries, "installed", lambda library: None)
     reason = libraries.explanation(ModuleNotFoundError("No module named 'trl'", name="trl"), "GRPOTrainer")
     assert "trl is not installed. " in reason and "`pip install 'trl>=1.16,<1.17'`" in reason
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "command"),
+    [
+        (None, "`pip install --upgrade trl-multinode`"),
+        ('{"url": "https://x.org/trl_multinode.whl", "archive_info": {}}', "`pip install --upgrade trl-multinode`"),
+        ('{"url": "file:///my/clone", "dir_info": {"editable": true}}', "`git pull && pip install .` in /my/clone"),
+    ],
+)
+def test_the_upgrade_command_is_that_of_the_installation(monkeypatch, direct_url, command):
+    installed = type("Installed", (), {"read_text": lambda self, name: direct_url})
+    monkeypatch.setattr(libraries.metadata, "distribution", lambda name: installed())
+    assert libraries.upgrade_command() == command

@@ -1,15 +1,21 @@
 """Pre-flight checks of a trainer's arguments, before any weights file is opened."""
 
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from .errors import ConfigurationError
-from .node_settings import NodeSettings, check_settings
+from .node_settings import NodeSettings, check_settings, ignored_settings
 from .run.reporter import warn
 from .saving.hub import check_push
+
+# Arguments with which TRL calls a reward function, beside the columns of the dataset
+OF_EVERY_REWARD = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+NEED_MATH_VERIFY = {"accuracy_reward", "reasoning_accuracy_reward"}  # TRL's, which find out in the first call
 
 
 def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None:
@@ -30,6 +36,8 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_settings(args)
     check_parallelism(args, call["model"])
     check_dataset(call.get("train_dataset"), args)
+    check_evaluation(args, call)
+    check_rewards(call)
     check_foreseeable(args, call)
     check_fsdp_version()
     check_push(args, call)
@@ -37,8 +45,9 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     if call.get("tools") or call.get("environment_factory"):
         context = getattr(config_of(call["model"], args).get_text_config(), "max_position_embeddings", 0)
         host.check_context(context)
-    if getattr(args, "vllm_enable_sleep_mode", False):
-        warn("vllm_enable_sleep_mode does nothing in node mode: any rank may send a request at any time.")
+    if ignored := ignored_settings(args):
+        reason = "engines belong to their node's local main process, and any rank may send a request at any time"
+        warn(f"{', '.join(ignored)}: no effect in node mode, because {reason}.")
 
 
 def check_fsdp_version(environ: Mapping[str, str] = os.environ) -> None:
@@ -108,6 +117,70 @@ def check_dataset(dataset: Any, args: TrainingArguments) -> None:
         )
 
 
+def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
+    """Raise `ConfigurationError` if evaluation has no dataset; transformers finds out once the model is loaded."""
+    strategy = getattr(args, "eval_strategy", None) or "no"
+    if strategy != "no" and call.get("eval_dataset") is None:
+        raise ConfigurationError(
+            f"`eval_strategy` {getattr(strategy, 'value', strategy)} needs an `eval_dataset`, got None. Pass one to "
+            "the trainer, or set `eval_strategy='no'`."
+        )
+
+
+def check_rewards(call: dict[str, Any]) -> None:
+    """Raise `ConfigurationError` if a reward function lacks a package, or a column of a dataset."""
+    rewards = call.get("reward_funcs") or []
+    functions = [one for one in (rewards if isinstance(rewards, list) else [rewards]) if callable(one)]
+    for name in NEED_MATH_VERIFY & {one.__name__ for one in functions if is_trls(one)}:
+        if find_spec("math_verify") is None:
+            raise ConfigurationError(
+                f"The reward `{name}` needs the package math-verify, which is not installed here. Run `pip install "
+                "math-verify` on every node."
+            )
+    # these two make prompts, or pass further arguments to the rewards
+    if functions and not (call.get("rollout_func") or call.get("environment_factory")):
+        for which in ("train_dataset", "eval_dataset"):
+            for dataset in datasets_of(call.get(which)):
+                check_columns(which, dataset, functions)
+
+
+def is_trls(reward: Callable) -> bool:
+    """Return whether a reward is a function of TRL."""
+    return inspect.isfunction(reward) and reward.__module__.startswith("trl.")
+
+
+def datasets_of(given: Any) -> list[Any]:
+    """Return the datasets that a trainer's argument holds: none, one, or several by name."""
+    return list(given.values()) if isinstance(given, Mapping) else [given] if given is not None else []
+
+
+def check_columns(which: str, dataset: Any, rewards: list[Callable]) -> None:
+    """Raise `ConfigurationError` if a dataset lacks the prompts, or an argument that a reward function requires."""
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list) or not columns:  # a stream may not know its columns
+        return
+    if "prompt" not in columns:
+        raise ConfigurationError(f"The `{which}` has no column 'prompt', got {columns}. Rename or add the column.")
+    for reward in rewards:
+        lacking = [name for name in required(reward) if name not in OF_EVERY_REWARD.union(columns)]
+        if lacking:
+            name = reward.__name__ if inspect.isfunction(reward) else type(reward).__name__
+            raise ConfigurationError(
+                f"The reward `{name}` requires {lacking}, which the `{which}` does not have, got the columns "
+                f"{columns}. Add or rename a column, or give the argument a default."
+            )
+
+
+def required(reward: Callable) -> list[str]:
+    """Return the arguments of a reward function that have no default."""
+    try:
+        arguments = inspect.signature(reward).parameters.values()
+    except (TypeError, ValueError):  # a callable without a signature
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in arguments if one.default is one.empty and one.kind in named]
+
+
 def rows_per_round(args: TrainingArguments) -> tuple[int, str, str]:
     """Return the completions per generation batch over all ranks, a label for them, and the field that lowers them."""
     if hasattr(args, "steps_per_generation"):
@@ -118,8 +191,20 @@ def rows_per_round(args: TrainingArguments) -> tuple[int, str, str]:
 
 def check_model(model: str | PreTrainedModel, args: TrainingArguments, call: dict[str, Any]) -> None:
     """Raise `ConfigurationError` if the weights cannot be sent or cannot be trained."""
-    check_quantization(config_of(model, args), args, call)
+    config = config_of(model, args)
+    check_quantization(config, args, call)
+    check_heads(config, getattr(args, "vllm_tensor_parallel_size", 1))
     check_dora(model, args, call.get("peft_config"))
+
+
+def check_heads(config: PreTrainedConfig, size: int) -> None:
+    """Reject a tensor parallel size that does not divide the attention heads: vLLM refuses it in each engine."""
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if isinstance(heads, int) and heads % size:
+        raise ConfigurationError(
+            f"`vllm_tensor_parallel_size` must divide the attention heads of the model, got {size} for {heads} heads. "
+            f"Use one of {[n for n in range(1, size) if heads % n == 0]}, and more engines."
+        )
 
 
 def config_of(model: str | PreTrainedModel, args: TrainingArguments) -> PreTrainedConfig:

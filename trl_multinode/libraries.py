@@ -3,12 +3,15 @@
 docs/upgrading.md lists every internal name of another library that this package uses, and what to do when it moves.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 LIBRARIES = ("trl", "transformers", "accelerate", "deepspeed", "peft", "torch", "datasets", "huggingface_hub")
 PAGE = "docs/upgrading.md lists where this package uses the library's internals."
@@ -108,9 +111,20 @@ def cure(library: str) -> str:
         return f"Install another version of {library}."
     version = installed(library)
     if version is not None and wanted.specifier.contains(version, prereleases=True):
-        return f"Upgrade trl-multinode (`pip install --upgrade trl-multinode`), or install an older {library}."
+        return f"Upgrade trl-multinode ({upgrade_command()}), or install an older {library}."
     limits = ",".join(sorted(map(str, wanted.specifier), reverse=True))
     return f"trl_multinode {ours} works with {library}{limits}: `pip install '{library}{limits}'`."
+
+
+def upgrade_command() -> str:
+    """Return the command that upgrades this package: from the package index, or in the clone that was installed."""
+    try:
+        source = json.loads(metadata.distribution("trl-multinode").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:  # run from its sources, without an installation
+        return "`git pull` in your clone"
+    if "dir_info" not in source:
+        return "`pip install --upgrade trl-multinode`"
+    return f"`git pull && pip install .` in {url2pathname(urlsplit(source['url']).path)}"
 
 
 def installed(library: str) -> str | None:

@@ -2,7 +2,7 @@
 
 import ast
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -54,6 +54,15 @@ REFUSED_ENGINE_KEYS = {
         "only the engine's own prefix cache",
     ),
 }
+# settings of TRL's server and of colocation, left over in a script that now runs in node mode
+IGNORED_IN_NODE_MODE = (
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
+    "vllm_enable_sleep_mode",
+)
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
 LORA_SYNCS = ("auto", "adapter", "merged")
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -110,6 +119,12 @@ class NodeSettings:
 def is_node_mode(args: Any) -> bool:
     """Return whether a config selects node mode, in which this library runs the engines."""
     return args.use_vllm and args.vllm_mode == "node"
+
+
+def ignored_settings(args: Any) -> list[str]:
+    """Return the settings of a config that have no effect in node mode and differ from their default."""
+    known = {one.name: one.default for one in fields(args)} if is_dataclass(args) else {}
+    return [name for name in IGNORED_IN_NODE_MODE if name in known and getattr(args, name) != known[name]]
 
 
 def check_settings(args: Any) -> None:

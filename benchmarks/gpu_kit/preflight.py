@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
@@ -72,9 +73,12 @@ def entry_points(folder: Path) -> list[str]:
     if version_of("trl-multinode"):
         return []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = folder / f"trl_multinode-{project['version']}.dist-info"
+    number = re.findall(r'^__version__ = "(.*)"', (ROOT / "trl_multinode" / "__init__.py").read_text(), re.MULTILINE)[
+        0
+    ]
+    found = folder / f"trl_multinode-{number}.dist-info"
     found.mkdir(exist_ok=True)
-    (found / "METADATA").write_text(f"Name: trl-multinode\nVersion: {project['version']}\n")
+    (found / "METADATA").write_text(f"Name: trl-multinode\nVersion: {number}\n")
     lines = [
         f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in points.items())
         for group, points in project["entry-points"].items()

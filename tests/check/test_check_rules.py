@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.run as torchrun
 from check_kit import TWO_NODES, launched, only_problem
 
-from trl_multinode.check import Batch, check, rules
+from trl_multinode.check import Batch, check, rules_nodes
 from trl_multinode.check.rules_batch import batch_problems
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
@@ -21,7 +21,7 @@ quiet_machine, write = check_kit.quiet_machine, check_kit.write
 
 RULES = {
     "pdsh": (
-        {"deepspeed_config": {"zero_stage": 3}},
+        {"deepspeed_config": {"zero_stage": 2}},
         "got pdsh, expected standard",
         "`deepspeed_multinode_launcher: standard`",
     ),
@@ -85,7 +85,7 @@ RULES = {
         "`distributed_type: DEEPSPEED`",
     ),
     "unknown type": ({"distributed_type": "DEEPSPED"}, "'DEEPSPED' is not a valid", "follow that message"),
-    "no count": ({"num_processes": None}, "manually pass in `--num_processes`", "follow that message"),
+    "no count": ({"num_processes": None}, "is missing (got None, expected 14: 7 a node)", "`num_processes: 14`"),
 }
 
 
@@ -118,7 +118,7 @@ def test_one_gpu_can_only_be_shared(write):
 
 
 def test_taken_port_matters_on_node_0_only(write, monkeypatch):
-    monkeypatch.setattr(rules, "is_port_in_use", lambda port: port == 29500)
+    monkeypatch.setattr(rules_nodes, "is_port_in_use", lambda port: port == 29500)
     assert "port 29500 is taken" in only_problem(write(machine_rank=0)).what
     launched(write(machine_rank=1))
     launched(write(machine_rank=0), "--main_process_port", "29501")

@@ -1,7 +1,7 @@
-"""Data classes of a launch: one node's share of it, the script's batch arguments, and a problem."""
+"""Data classes of a launch: one node's share of it, DeepSpeed's config, the script's arguments, and a problem."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -33,6 +33,59 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Engines:
+    """Arguments of the script that set the engines of a node, with the defaults of this library."""
+
+    vllm_tensor_parallel_size: int = 1
+    num_engines: int | None = None
+    vllm_devices: list[int] | None = None
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the script chooses the number of engines or their GPUs, instead of taking all reserved ones."""
+        return self.num_engines is not None or self.vllm_devices is not None
+
+
+@dataclass(frozen=True)
+class Script:
+    """Arguments of the training script, as far as the rules need them."""
+
+    name: str | None = None  # `None` if the arguments come from the check's own flags
+    batch: Batch | None = None
+    engines: Engines = Engines()
+    model: str | None = None
+    revision: str | None = None
+    node_mode: bool = True
+    use_cpu: bool = False
+    ignored: tuple[str, ...] = ()  # arguments that have no effect in node mode
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """DeepSpeed's config as accelerate builds it on every rank."""
+
+    config: dict[str, Any]
+    path: str | None  # JSON file that it comes from, `None` if it comes from accelerate's file and flags
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        return self.config.get("zero_optimization") or {}
+
+    @property
+    def stage(self) -> int:
+        return int(self.zero.get("stage", 0))
+
+    @property
+    def precision(self) -> str | None:
+        """Mixed precision that the JSON file sets, `None` if it leaves it to the script."""
+        enabled = {name: self.config[name].get("enabled") for name in ("bf16", "fp16") if name in self.config}
+        if self.path is None or not enabled or ("auto" in enabled.values() and True not in enabled.values()):
+            return None
+        return next((name for name, value in enabled.items() if value is True), "no")
+
+
+@dataclass(frozen=True)
 class Launch:
     """One node's share of a launch, as accelerate reads file and flags."""
 
@@ -43,13 +96,22 @@ class Launch:
     ranks_per_node: int  # rounded down, as accelerate does
     started: int  # processes that the launcher starts on this node
     visible: list[str] | None  # GPUs that these processes see, as numbered on the node; `None` on CPU
+    gpus_per_node: int
     port: int | None  # requested port, before accelerate chooses one
+    torchrun: argparse.Namespace | None = None  # torchrun's arguments, `PET_*` variables included
     endpoint: str | None = None  # rendezvous backend, host and port; `None` without torchrun
+    deepspeed: DeepSpeed | None = None
+    script: Script = field(default_factory=Script)
 
     @property
     def num_ranks(self) -> int:
         """Ranks on all nodes as configured; the launcher may start fewer (`started`)."""
         return self.ranks_per_node * self.num_nodes
+
+    @property
+    def ranks_by_arrival(self) -> bool:
+        """Whether the rendezvous numbers the nodes itself, so that none of them needs a `machine_rank`."""
+        return self.torchrun is not None and self.torchrun.rdzv_backend != "static"
 
     @property
     def own_launcher(self) -> str | None:

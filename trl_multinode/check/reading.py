@@ -1,12 +1,11 @@
-"""Read the config file and the flags with accelerate's own code, its launchers replaced."""
+"""Read the launch from config file and flags with accelerate's own code, its launchers replaced."""
 
 import argparse
-import difflib
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
 from contextlib import ExitStack
+from itertools import takewhile
 from typing import Any
 
 import torch.distributed.run as torchrun
@@ -17,47 +16,16 @@ from accelerate.utils import _filter_args, prepare_deepspeed_cmd_env, prepare_mu
 from accelerate.utils import launch as prepare
 
 from ..libraries import replaced
+from .deepspeed import read_deepspeed
+from .flags import did_you_mean, flag_names, parse_flags
 from .launch import Launch, Problem
 
 # Accelerate's launchers that end in torchrun, each with the function that prepares its arguments.
 PREPARE = {"deepspeed_launcher": prepare_deepspeed_cmd_env, "multi_gpu_launcher": prepare_multi_gpu_env}
 # Keys that the config loader accepts: its fields, and two older spellings that it converts.
 FILE_KEYS = {*ClusterConfig.__dataclass_fields__, "fp16", "dynamo_backend"}
+NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
 SILENT = logging.Logger("silent", logging.CRITICAL + 1)
-
-
-def _launch_parser() -> argparse.ArgumentParser:
-    parser = accelerate_launch.launch_command_parser()
-    parser.prog = "python -m trl_multinode.check"
-    parser.usage = "%(prog)s FILE [flags of accelerate launch]"  # accelerate's own usage is a hundred lines long
-    return parser
-
-
-def flag_names() -> set[str]:
-    """Return the names of all flags of `accelerate launch`."""
-    return set(vars(_launch_parser().parse_args(["script"])))
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the most similar known word as the end of a message, or an empty string."""
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f", did you mean {close[0]}?" if close else ""
-
-
-def parse_flags(path: str, flags: list[str]) -> argparse.Namespace:
-    """Parse flags with the parser of `accelerate launch`. A script and its arguments may follow them.
-
-    Raises:
-        `SystemExit`: with status 2, for a flag that `accelerate launch` does not have, or for two config files.
-    """
-    parser = _launch_parser()
-    args, unknown = parser.parse_known_args(["--config_file", path, *flags, "script"])
-    if unknown:
-        hint = did_you_mean(unknown[0], [f"--{name}" for name in vars(args)])
-        parser.error(f"`accelerate launch` has no flag {unknown[0]}{hint}")
-    if args.config_file != path:
-        parser.error(f"two config files (got {path} and {args.config_file}): give one, without --config_file")
-    return args
 
 
 def read_file(path: str) -> tuple[dict[str, Any], list[Problem]]:
@@ -81,7 +49,23 @@ def read_file(path: str) -> tuple[dict[str, Any], list[Problem]]:
             what = f"accelerate stops at `{key}` (got YAML's {file[key]!r}, expected a string)"
             problems.append(Problem(what, f"write `{key}: {example}`, a number or a bare no in quotes"))
             file[key] = example.strip('"')
-    return file, problems
+    return file, [*problems, *filter(None, [_mended_number(file, key) for key in NUMBERS])]
+
+
+def _mended_number(file: dict[str, Any], key: str) -> Problem | None:
+    """Replace a number that is a string in place; accelerate compares it with numbers, and raises a `TypeError`."""
+    value = file.get(key)
+    if value is None or type(value) is int:
+        return None
+    del file[key]
+    if not str(value).isdigit():
+        what = f"accelerate stops at `{key}` (got YAML's {value!r}, expected a number: a file expands no variables)"
+        return Problem(what, f"write a number, or leave `{key}` out and pass `--{key}` on the command line")
+    file[key] = int(value)
+    if key == "machine_rank":  # the only one that accelerate converts
+        return None
+    what = f"accelerate stops at `{key}` (got YAML's {value!r}, a string, expected a number)"
+    return Problem(what, f"write `{key}: {value}` without quotes")
 
 
 def _unknown_key(key: str, value: Any) -> Problem:
@@ -109,8 +93,10 @@ def merge(args: argparse.Namespace) -> str:
     return called[0]
 
 
-def read_launch(path: str, flags: list[str], gpus_per_node: int) -> tuple[Launch | None, list[Problem]]:
-    """Determine the launch that `accelerate launch --config_file path *flags` would run on this node.
+def read_launch(
+    path: str, flags: list[str], script: list[str], gpus_per_node: int
+) -> tuple[Launch | None, list[Problem]]:
+    """Determine the launch that `accelerate launch --config_file path *flags *script` would run on this node.
 
     Returns:
         `tuple[Launch | None, list[Problem]]`: the launch, `None` if the file cannot be read or accelerate itself
@@ -123,36 +109,65 @@ def read_launch(path: str, flags: list[str], gpus_per_node: int) -> tuple[Launch
         file, problems = read_file(path)
     except (OSError, ValueError, yaml.YAMLError) as error:
         return None, [Problem(f"cannot read `{path}` ({error})", "give accelerate's config file, before all flags")]
-    args = parse_flags(path, flags)
+    args = parse_flags(path, flags, script)
+    problems += filter(None, [_missing_count(args, file, gpus_per_node)])
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as mended:
             yaml.safe_dump(file, mended)
             mended.flush()
-            args.config_file = mended.name if problems else path
+            args.config_file = mended.name
             launcher = merge(args)
-        launch = _launch(args, file, launcher, gpus_per_node)
+        launch, found = _launch(args, file, launcher, gpus_per_node)
     except Exception as error:  # accelerate raises ValueError, AssertionError, AttributeError, TypeError and more
         what = f"accelerate refuses this launch ({type(error).__name__}: {error})"
         return None, [*problems, Problem(what, "follow that message; the other rules could not run")]
+    return launch, [*problems, *found]
+
+
+def _missing_count(args: argparse.Namespace, file: dict[str, Any], gpus_per_node: int) -> Problem | None:
+    """Fill in a missing `num_processes`, without which accelerate stops."""
+    if args.num_processes is not None or file.get("num_processes") is not None or file.get("distributed_type") == "NO":
+        return None
+    nodes = max(1, args.num_machines or file.get("num_machines") or 1)
+    share = 1 if args.cpu or file.get("use_cpu") else max(1, gpus_per_node - 1)
+    file["num_processes"] = share * nodes
+    what = f"`num_processes`, the total, is missing (got None, expected {share * nodes}: {share} a node)"
+    return Problem(what, f"write `num_processes: {share * nodes}`, or pass it as `--num_processes`")
+
+
+def _launch(
+    args: argparse.Namespace, file: dict[str, Any], launcher: str, gpus_per_node: int
+) -> tuple[Launch, list[Problem]]:
+    args.machine_rank, port = args.machine_rank or 0, args.main_process_port
+    run, environment = _prepared(args, launcher) if launcher in PREPARE else (None, {})
+    deepspeed, problems = read_deepspeed(args, environment) if args.use_deepspeed and environment else (None, [])
+    nodes = max(1, args.num_machines)
+    ranks = (args.num_processes or 1) // nodes
+    launch = Launch(
+        args=args,
+        file=file,
+        launcher=launcher,
+        num_nodes=nodes,
+        ranks_per_node=ranks,
+        started=1 if launcher == "simple_launcher" else ranks,
+        visible=_visible(args, gpus_per_node),
+        gpus_per_node=gpus_per_node,
+        port=port,
+        torchrun=run,
+        endpoint=f"{run.rdzv_backend}, {torchrun.get_rdzv_endpoint(run)}" if run else None,
+        deepspeed=deepspeed,
+    )
     return launch, problems
 
 
-def _launch(args: argparse.Namespace, file: dict[str, Any], launcher: str, gpus_per_node: int) -> Launch:
-    args.machine_rank, port = args.machine_rank or 0, args.main_process_port
-    endpoint = _endpoint(args, launcher) if launcher in PREPARE else None
-    nodes = max(1, args.num_machines)
-    ranks = (args.num_processes or 1) // nodes
-    started = 1 if launcher == "simple_launcher" else ranks
-    return Launch(args, file, launcher, nodes, ranks, started, _visible(args, gpus_per_node), port, endpoint)
-
-
-def _endpoint(args: argparse.Namespace, launcher: str) -> str:
+def _prepared(args: argparse.Namespace, launcher: str) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Return torchrun's arguments and the environment of the ranks."""
     # Accelerate would raise for a port in use; `rank_problems` reports it instead.
     with replaced(prepare, "is_port_in_use", lambda port: False):
-        PREPARE[launcher](args)
+        prepared = PREPARE[launcher](args)
     # Torchrun fills in the options that accelerate leaves open, from its defaults and `PET_*` variables.
     run = _filter_args(args, torchrun.get_args_parser(), ["--training_script", "script"])
-    return f"{run.rdzv_backend}, {torchrun.get_rdzv_endpoint(run)}"
+    return run, prepared[1] if isinstance(prepared, tuple) else prepared
 
 
 def _visible(args: argparse.Namespace, gpus_per_node: int) -> list[str] | None:
@@ -161,4 +176,6 @@ def _visible(args: argparse.Namespace, gpus_per_node: int) -> list[str] | None:
     ids = os.environ.get("CUDA_VISIBLE_DEVICES") if args.gpu_ids == "all" else args.gpu_ids
     if ids is None:
         return [str(gpu) for gpu in range(gpus_per_node)]
-    return [gpu.strip() for gpu in ids.split(",") if gpu.strip()]
+    names = [gpu.strip() for gpu in ids.split(",")]
+    # CUDA ignores an index that does not exist, and all that follow it: "" and "-1" hide every GPU
+    return list(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names))

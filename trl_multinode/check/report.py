@@ -1,22 +1,29 @@
 """Report of the check: the launch, every problem with its cure, and the exit status."""
 
-import argparse
+import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import replace
+from functools import partial
 
 from accelerate.utils.other import is_port_in_use
 from rich.console import Console
 from rich.table import Table
 
-from .launch import Batch, Launch, Problem
+from .arguments import read_arguments
+from .command_line import OWN_FLAGS, batch_of, parse
+from .flags import split_at_script
+from .launch import Batch, Engines, Launch, Problem, Script
 from .reading import read_launch
-from .rules import count_problems, device_problems, launcher_problems, rank_problems
-from .rules_batch import batch_problems, deepspeed_problems
+from .rules import count_problems, device_problems, launcher_problems
+from .rules_batch import batch_problems
+from .rules_deepspeed import batch_values_problems, zero_notes, zero_problems
+from .rules_engines import engine_problems, head_problems
 from .rules_keys import key_problems
+from .rules_nodes import rank_problems, scheduler_problems
 
 
 def check(
-    path: str, flags: list[str], batch: Batch | None = None, gpus_per_node: int = 8
+    path: str, flags: list[str], batch: Batch | None = None, gpus_per_node: int = 8, engines: Engines | None = None
 ) -> tuple[Launch | None, list[Problem]]:
     """Check a launch with every rule.
 
@@ -24,11 +31,13 @@ def check(
         path (`str`):
             Config file of `accelerate launch`.
         flags (`list[str]`):
-            Further arguments of `accelerate launch`.
+            Further arguments of `accelerate launch`, perhaps with a script and its arguments at the end.
         batch ([`Batch`], *optional*):
-            Batch arguments of the script; without them the rules of the batch do not run.
+            Batch arguments of the script, if `flags` name no script; without them the rules of the batch do not run.
         gpus_per_node (`int`, *optional*, defaults to `8`):
             GPUs of a node.
+        engines ([`Engines`], *optional*):
+            Arguments of the script for the engines, if `flags` name no script.
 
     Returns:
         `tuple[Launch | None, list[Problem]]`: the launch, `None` if the file cannot be read or accelerate itself
@@ -37,23 +46,40 @@ def check(
     Raises:
         `SystemExit`: with status 2, for a flag that `accelerate launch` does not have, or for two config files.
     """
-    launch, problems = read_launch(path, flags, gpus_per_node)
+    flags, words = split_at_script(flags, OWN_FLAGS)
+    launch, problems = read_launch(path, flags, words, gpus_per_node)
+    found: list[Problem] = []
+    script = Script(batch=batch, engines=engines or Engines())
+    if launch is not None and words:
+        script, found = read_arguments(launch.args, script, partial(batch_of, batch))
     if launch is not None:
-        problems += launcher_problems(launch)
-        problems += count_problems(launch, gpus_per_node)
-        problems += rank_problems(launch)
-        problems += device_problems(launch, gpus_per_node)
-        problems += key_problems(launch)
-    if launch is not None and batch is not None:
-        problems += deepspeed_problems(launch, batch)
-        problems += batch_problems(batch, launch.num_ranks)
+        launch = replace(launch, script=script)
+        problems += [*_launch_problems(launch), *found, *_script_problems(launch)]
     return launch, problems
+
+
+def _launch_problems(launch: Launch) -> Iterator[Problem]:
+    yield from launcher_problems(launch)
+    yield from count_problems(launch)
+    yield from rank_problems(launch)
+    yield from scheduler_problems(launch)
+    yield from device_problems(launch)
+    yield from zero_problems(launch)
+    yield from key_problems(launch)
+
+
+def _script_problems(launch: Launch) -> Iterator[Problem]:
+    yield from engine_problems(launch)
+    yield from head_problems(launch)
+    if launch.script.batch is not None:
+        yield from batch_values_problems(launch, launch.script.batch)
+        yield from batch_problems(launch.script.batch, launch.num_ranks)
 
 
 def notes(launch: Launch) -> Iterator[str]:
     """Yield notes on settings that are valid but may surprise."""
-    args = launch.args
-    if launch.visible is None and launch.endpoint:
+    args, script = launch.args, launch.script
+    if launch.visible is None and launch.endpoint and not script.use_cpu:
         yield "`use_cpu` does not reach the ranks through this launcher: the script needs its own `--use_cpu true`"
     if launch.num_nodes == 1 and launch.endpoint and is_port_in_use(args.main_process_port):
         yield f"port {args.main_process_port} is taken: on a single node, accelerate takes another one by itself"
@@ -61,61 +87,69 @@ def notes(launch: Launch) -> Iterator[str]:
         yield f"`main_process_ip` {args.main_process_ip}: all {launch.num_nodes} nodes must be this one machine"
     if launch.num_nodes > 1 and launch.rank_in_file:
         yield f"`machine_rank` {args.machine_rank} comes from the file: every node that uses this file has that rank"
+    yield from zero_notes(launch)
+    if script.ignored:
+        names = ", ".join(f"`{name}`" for name in script.ignored)
+        yield f"ignored in node mode: {names}, because each node's engines belong to its local main process"
+    yield from script.notes
 
 
-def table(launch: Launch, batch: Batch | None) -> Table:
+def table(launch: Launch) -> Table:
     """Return a table of the processes, devices and batch that would run, one row per fact."""
     args, started, ranks = launch.args, launch.started, launch.started * launch.num_nodes
-    gpus, first = launch.visible, launch.started * args.machine_rank
-    runner = f"deepspeed ({launch.own_launcher})" if launch.own_launcher else "torchrun"
-    runner = "python" if launch.launcher == "simple_launcher" else runner
-    strategy = f"DeepSpeed ZeRO-{args.zero_stage or 2}" if args.use_deepspeed else launch.file["distributed_type"]
+    gpus, first, script = launch.visible, launch.started * args.machine_rank, launch.script
+    here = (
+        "numbered as the nodes arrive" if launch.ranks_by_arrival else f"here ranks {first} to {first + started - 1}"
+    )
     rows = Table(title=f"node {args.machine_rank}", show_header=False, title_justify="left")
+    rows.add_column()
+    rows.add_column(overflow="fold")
     rows.add_row("nodes", f"{launch.num_nodes}")
-    rows.add_row("processes per node", f"{started}: here ranks {first} to {first + started - 1} of {ranks}")
-    rows.add_row("training devices", "CPU" if gpus is None else f"GPU {', '.join(gpus[:started])}")
-    rows.add_row("reserved devices", "CPU" if gpus is None else f"GPU {', '.join(gpus[started:]) or '(none)'}")
-    rows.add_row("launcher", f"{runner}, {strategy}, mixed precision {args.mixed_precision}")
+    rows.add_row("processes per node", f"{started}: {here} of {ranks}")
+    rows.add_row("training devices", _devices(gpus, 0, started))
+    rows.add_row("reserved devices", _devices(gpus, started, None))
+    if gpus and script.node_mode:
+        rows.add_row("engines", _engines(launch, len(gpus) - started))
+    rows.add_row("launcher", _strategy(launch))
     rows.add_row("rendezvous", (not launch.own_launcher and launch.endpoint) or "none")
-    if batch:
+    if script.name:
+        rows.add_row("script", script.name if script.node_mode else f"{script.name}, without node mode")
+    if batch := script.batch:
         world, group = batch.world(launch.num_ranks), batch.num_generations
         rows.add_row("world batch", f"{world} completions: {world / group:g} prompts x {group} generations")
     return rows
 
 
-def parse(argv: list[str] | None) -> tuple[str, list[str], Batch | None, int]:
-    """Split the command line into the file, flags of `accelerate launch`, and this module's own arguments."""
-    parser = argparse.ArgumentParser("python -m trl_multinode.check", allow_abbrev=False)
-    parser.description = "Report what `accelerate launch` would run on this node, and every problem with its cure."
-    parser.epilog = "Any other flag is one of `accelerate launch`, as in --machine_rank 1 --main_process_ip HOST0."
-    parser.add_argument("file", help="config file of `accelerate launch`; give it before any flag")
-    parser.add_argument(
-        "--gpus_per_node", "--gpus-per-node", type=_count, default=8, help="GPUs of a node (default: 8)"
-    )
-    for entry in fields(Batch):
-        flag = f"--{entry.name}"
-        parser.add_argument(
-            flag, flag.replace("_", "-"), type=_count, help=f"of the script (default: {entry.default})"
-        )
-    options, flags = parser.parse_known_args(argv)
-    given = {entry.name: getattr(options, entry.name) for entry in fields(Batch)}
-    given = {name: value for name, value in given.items() if value is not None}
-    return options.file, flags, Batch(**given) if given else None, options.gpus_per_node
+def _devices(gpus: list[str] | None, first: int, end: int | None) -> str:
+    return "CPU" if gpus is None else f"GPU {', '.join(gpus[first:end]) or '(none)'}"
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number from 1")
-    return int(text)
+def _engines(launch: Launch, reserved: int) -> str:
+    engines = launch.script.engines
+    size = engines.vllm_tensor_parallel_size
+    gpus = reserved if engines.vllm_devices is None else len(engines.vllm_devices)
+    return f"{engines.num_engines or gpus // size} a node, of {size} GPU{'s' if size > 1 else ''} each"
+
+
+def _strategy(launch: Launch) -> str:
+    args, deepspeed = launch.args, launch.deepspeed
+    runner = f"deepspeed ({launch.own_launcher})" if launch.own_launcher else "torchrun"
+    runner = "python" if launch.launcher == "simple_launcher" else runner
+    strategy, precision = launch.file["distributed_type"], args.mixed_precision
+    if args.use_deepspeed:
+        strategy = f"DeepSpeed ZeRO-{deepspeed.stage if deepspeed else '?'}"
+    if deepspeed and deepspeed.path:
+        strategy, precision = f"{strategy} of {deepspeed.path}", deepspeed.precision or "of the script"
+    return f"{runner}, {strategy}, mixed precision {precision}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report and return the exit status: 0 without problems, 1 with problems."""
-    path, flags, batch, gpus_per_node = parse(argv)
-    launch, problems = check(path, flags, batch, gpus_per_node)
+    path, flags, batch, gpus_per_node, engines = parse(sys.argv[1:] if argv is None else argv)
+    launch, problems = check(path, flags, batch, gpus_per_node, engines)
     console = Console(soft_wrap=True, markup=False, highlight=False)  # a sentence stays on one line, also in a log
     if launch is not None:
-        console.print(table(launch, batch))
+        console.print(table(launch))
         for note in notes(launch):
             console.print(f"note: {note}")
     for number, problem in enumerate(problems, 1):

@@ -1,8 +1,7 @@
 """Rules for the launch itself; each yields the problems of one kind."""
 
+import os
 from collections.abc import Iterator
-
-from accelerate.utils.other import is_port_in_use
 
 from .launch import Launch, Problem
 from .reading import PREPARE
@@ -32,45 +31,37 @@ def launcher_problems(launch: Launch) -> Iterator[Problem]:
             yield Problem(what, f"delete `parallelism_config_{name}`; FSDP2 shards the model over all ranks")
 
 
-def count_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:
-    """Yield a problem if `num_processes`, the total, is not divisible by the nodes; accelerate rounds shares down."""
-    total, nodes = launch.args.num_processes or 1, launch.num_nodes
-    if total % nodes == 0:
-        return
-    most = total if launch.visible is None else max(1, gpus_per_node - 1)
-    shares = sorted({min(max(1, share), most) for share in (total // nodes, total // nodes + 1)})
-    fits = " or ".join(f"{share * nodes} ({share} a node)" for share in shares)
-    what = f"`num_processes`, the total, is not divisible by {nodes} nodes: accelerate runs {total // nodes} on each"
-    yield Problem(f"{what} (got {total}, expected {fits})", f"write `num_processes:` {fits}")
+def count_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if `num_processes`, the total, is one node's share or is not divisible by the nodes."""
+    total, nodes, most = launch.args.num_processes or 1, launch.num_nodes, max(1, launch.gpus_per_node - 1)
+    on_gpus = launch.visible is not None
+    # 8 processes on 4 nodes of 8 GPUs; 8 on 2 nodes are the split 4 + 4
+    share = on_gpus and nodes > 1 and total in (most, most + 1) and 2 * (total // nodes) < launch.gpus_per_node
+    if share and not (total % nodes == 0 and launch.script.engines.chosen):
+        what = f"`num_processes` is the total, not one node's share: {total // nodes} of {launch.gpus_per_node} GPUs"
+        what += f" a node would train (got {total}, expected {most * nodes} for {most} on each of {nodes} nodes)"
+        cure = f"write `num_processes: {most * nodes}`"
+        if total % nodes == 0:
+            cure += f"; if {total // nodes} a node are meant, set `num_engines` in the script's arguments"
+        yield Problem(what, cure)
+    elif total % nodes != 0:
+        shares = sorted(
+            {min(max(1, share), most if on_gpus else total) for share in (total // nodes, total // nodes + 1)}
+        )
+        fits = " or ".join(f"{share * nodes} ({share} a node)" for share in shares)
+        what = (
+            f"`num_processes`, the total, is not divisible by {nodes} nodes: accelerate runs {total // nodes} on each"
+        )
+        yield Problem(f"{what} (got {total}, expected {fits})", f"write `num_processes:` {fits}")
 
 
-def rank_problems(launch: Launch) -> Iterator[Problem]:
-    """Yield problems of `machine_rank`, address and port, which the nodes need to find each other."""
-    rank, last = launch.args.machine_rank, launch.num_nodes - 1
-    if not 0 <= rank <= last:
-        what = f"`machine_rank` is out of range (got {rank}, expected 0 to {last})"
-        yield Problem(what, f"pass `--machine_rank` 0 to {last}, another one on each node, or correct `num_machines`")
-    if last == 0:
-        return
-    if not launch.rank_in_file and "machine_rank" not in launch.args.nondefault:
-        what = f"`machine_rank` is missing, and accelerate takes 0 on every node (got None, expected 0 to {last})"
-        yield Problem(what, "pass `--machine_rank K`, another K on each node (`$SLURM_NODEID` inside `srun`)")
-    if launch.args.main_process_ip is None:
-        what = "`main_process_ip` is missing, nodes would look for a host named None (got None, expected an address)"
-        yield Problem(what, "pass `--main_process_ip HOST0`, the address of node 0, on every node")
-    if launch.port == 0:
-        what = "every node would choose a port of its own (`main_process_port` got 0, expected one number for all)"
-        yield Problem(what, "write `main_process_port: 29500`")
-    elif rank == 0 and is_port_in_use(launch.port):
-        what = f"port {launch.port or 29500} is taken on this node, where rank 0 listens (expected a free one)"
-        yield Problem(what, "pass another `--main_process_port`, the same on every node")
-
-
-def device_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:
+def device_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if the node's processes train on every GPU that they see; the engine needs one of its own."""
     if launch.visible is None or launch.started < len(launch.visible):
         return
-    most = gpus_per_node - 1
+    if launch.visible and (launch.script.engines.vllm_devices or not launch.script.node_mode):
+        return
+    most, needed = launch.gpus_per_node - 1, launch.gpus_per_node
     if launch.started > most:
         what = f"no GPU is left over for the engine (got {launch.started} processes a node, expected {most} or less)"
         fewer = f"write `num_processes: {launch.num_nodes * most}`, the total, or " if most else ""
@@ -78,7 +69,11 @@ def device_problems(launch: Launch, gpus_per_node: int) -> Iterator[Problem]:
         return
     by_ids = launch.args.gpu_ids != "all"
     setting = f"`gpu_ids` {launch.args.gpu_ids}" if by_ids else "CUDA_VISIBLE_DEVICES of this shell"
-    what = f"{setting} hides the reserved GPU from the engine too (got {len(launch.visible)} visible GPUs for"
-    what += f" {launch.started} processes, expected {gpus_per_node})"
+    hides = "the reserved GPU from the engine too"
+    if not launch.visible:
+        setting += "" if by_ids else f" (`{os.environ['CUDA_VISIBLE_DEVICES']}`)"
+        hides = "every GPU of the node"
+    what = f"{setting} hides {hides} (got {len(launch.visible)} visible GPUs for"
+    what += f" {launch.started} processes, expected {needed})"
     cure = "write `gpu_ids: all`, and no `--gpu_ids`: a rank takes the GPU of its own number and leaves the rest"
     yield Problem(what, cure if by_ids else "unset CUDA_VISIBLE_DEVICES")

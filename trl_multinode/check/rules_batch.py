@@ -3,19 +3,7 @@
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from .launch import Batch, Launch, Problem
-
-
-def deepspeed_problems(launch: Launch, batch: Batch) -> Iterator[Problem]:
-    """Yield a problem if the file's `gradient_accumulation_steps` differs from the script's.
-
-    The trainer cannot replace the file's value, and transformers compares the two only once the model is loaded.
-    """
-    theirs = (launch.file.get("deepspeed_config") or {}).get("gradient_accumulation_steps", "auto")
-    if theirs not in ("auto", batch.gradient_accumulation_steps):
-        what = f"every rank would raise: `gradient_accumulation_steps` is not the script's (got {theirs}, expected"
-        what += f" {batch.gradient_accumulation_steps})"
-        yield Problem(what, "delete it from the file, the trainer fills it in")
+from .launch import Batch, Problem
 
 
 def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from .flags import did_you_mean, flag_names
 from .launch import Launch, Problem
-from .reading import did_you_mean, flag_names
 
 # Accelerate merges these keys separately, so the merged value may differ from the file's.
 MERGED_APART = {"compute_environment", "distributed_type", "mixed_precision", "debug", "fp16", "dynamo_backend"}

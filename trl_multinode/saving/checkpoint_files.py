@@ -5,6 +5,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..errors import ConfigurationError
+from ..libraries import upgrade_command
 
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 METADATA_FILE = "multinode.json"
@@ -63,9 +64,8 @@ def check_format(folder: Path) -> None:
         writer = found.get("trl_multinode")
         raise ConfigurationError(
             f"{folder} has the checkpoint format {number} of trl_multinode {writer}; the installed version "
-            f"{_version()} knows formats up to {FORMAT}. Upgrade it (`pip install --upgrade "
-            f"trl-multinode`), or begin anew from its weights: `model={str(folder)!r}` and no "
-            "`resume_from_checkpoint`."
+            f"{_version()} knows formats up to {FORMAT}. Upgrade it ({upgrade_command()}), or "
+            f"begin anew from its weights: `model={str(folder)!r}` and no `resume_from_checkpoint`."
         )
 
 

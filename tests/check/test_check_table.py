@@ -1,0 +1,293 @@
+"""One row per launch that `trl_multinode.check` once misread: what it now says, the cure, and the facts it shows."""
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import check_kit
+import pytest
+from check_kit import ROOT, TWO_NODES
+
+from trl_multinode.check import main
+
+quiet_machine, write = check_kit.quiet_machine, check_kit.write
+
+ZERO_3 = TWO_NODES["deepspeed_config"]
+FOUR = {"num_machines": 4, "machine_rank": 0}
+NO_RANK: dict[str, Any] = {"machine_rank": None, "main_process_ip": None}
+WITH_JSON = {"deepspeed_multinode_launcher": "standard", "deepspeed_config_file": "ds.json"}
+JSON = {
+    "bf16": {"enabled": True},
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+}
+GRPO = [str(ROOT / "examples" / "grpo.py"), "--dataset_name", "d.json", "--reward_funcs", "think_format_reward"]
+
+
+@dataclass
+class Row:
+    what: str = ""  # of the only problem; empty: there is none
+    cure: str = ""
+    file: dict[str, Any] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    script: list[str] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+    files: dict[str, Any] = field(default_factory=dict)  # JSON files in the folder of the launch
+    shows: list[str] = field(default_factory=list)  # rows and notes of the report
+    hides: list[str] = field(default_factory=list)  # what it no longer says
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    """The section of ZeRO-3 with changes; `None` leaves a key out."""
+    section = {key: value for key, value in {**ZERO_3, **keys}.items() if value is not None}
+    return {"deepspeed_config": section}
+
+
+def by_json(**keys: Any) -> dict[str, Any]:
+    return {"file": {"deepspeed_config": WITH_JSON}, "files": {"ds.json": {**JSON, **keys}}}
+
+
+TABLE = {
+    # ---- DeepSpeed's config
+    "JSON is read": Row(**by_json(), shows=["DeepSpeed ZeRO-3 of ds.json, mixed precision bf16"]),
+    "JSON without a precision": Row(**by_json(bf16={"enabled": "auto"}), shows=["mixed precision of the script"]),
+    "JSON with ZeRO-1": Row(**by_json(zero_optimization={"stage": 1}), shows=["DeepSpeed ZeRO-1 of ds.json"]),
+    "JSON is missing": Row(
+        "cannot read `deepspeed_config_file` `ds.json`",
+        "correct `deepspeed_config_file`",
+        file={"deepspeed_config": WITH_JSON},
+        shows=["DeepSpeed ZeRO-?"],
+    ),
+    "JSON without ZeRO": Row("got no section `zero_optimization`", '"stage": 3', **by_json(zero_optimization=None)),
+    "JSON that saves shards": Row(
+        'got no `"stage3_gather_16bit_weights_on_model_save"`',
+        "in `ds.json`",
+        **by_json(zero_optimization={"stage": 3}),
+    ),
+    "JSON and keys of accelerate": Row(
+        "(got zero_stage, mixed_precision in the file of accelerate)",
+        "set them in `ds.json`",
+        file={"mixed_precision": "bf16", "deepspeed_config": {"zero_stage": 3, **WITH_JSON}},
+        files={"ds.json": JSON},
+    ),
+    "JSON without accumulation": Row(
+        "`gradient_accumulation_steps` is not the script's (got 1, expected 4)",
+        "accelerate takes 1 if it is missing",
+        file={"deepspeed_config": WITH_JSON},
+        files={"ds.json": {key: value for key, value in JSON.items() if key != "gradient_accumulation_steps"}},
+        flags=["--gradient_accumulation_steps", "4"],
+    ),
+    "ZeRO-0": Row(file=zero(zero_stage=0), shows=["DeepSpeed ZeRO-0,"]),
+    "JSON with a string": Row(
+        "stage3_gather_16bit_weights_on_model_save", "in `ds.json`", **by_json(zero_optimization={"stage": "3"})
+    ),
+    "shards would be saved": Row(
+        "got no `zero3_save_16bit_model`, expected true",
+        "`zero3_save_16bit_model: true` under `deepspeed_config:`",
+        file=zero(zero3_save_16bit_model=None),
+    ),
+    "no init flag": Row(
+        file=zero(zero3_init_flag=None), shows=["note: `zero3_init_flag` is missing: accelerate takes true"]
+    ),
+    "init flag is false": Row(
+        "got `zero3_init_flag` False, expected true", "`zero3_init_flag: true`", file=zero(zero3_init_flag=False)
+    ),
+    "nvme without a path": Row(
+        "`offload_param` to `nvme` has no path",
+        "`offload_param_nvme_path: /local_nvme`",
+        file=zero(offload_param_device="nvme"),
+    ),
+    "nvme for the optimizer": Row(
+        "`offload_optimizer` to `nvme` has no path",
+        "`offload_optimizer_nvme_path: /local_nvme`",
+        file=zero(offload_optimizer_device="nvme"),
+    ),
+    # ---- numbers
+    "a node's processes": Row(
+        "(got 7, expected 28 for 7 on each of 4", "`num_processes: 28`", {**FOUR, "num_processes": 7}
+    ),
+    "a node's GPUs": Row(
+        "2 of 8 GPUs a node would train (got 8, expected 28", "set `num_engines`", {**FOUR, "num_processes": 8}
+    ),
+    "2 + 6 on purpose": Row(
+        file={**FOUR, "num_processes": 8},
+        flags=["--num_engines", "6"],
+        shows=["reserved devices   │ GPU 2, 3, 4, 5, 6, 7"],
+    ),
+    "count as a string": Row(
+        "`num_processes` (got YAML's '14', a string, expected a number)",
+        "without quotes",
+        {"num_processes": "14"},
+        shows=["of 14"],
+    ),
+    "count as a variable": Row(
+        "a file expands no variables",
+        "`--num_processes` on the command",
+        {"num_processes": "$N"},
+        ["--num_processes", "14"],
+    ),
+    "machines as a string": Row(
+        "`num_machines` (got YAML's '2', a string", "`num_machines: 2`", {"num_machines": "2"}
+    ),
+    "port as a string": Row(
+        "`main_process_port` (got YAML's '29500'", "without quotes", {"main_process_port": "29500"}
+    ),
+    "rank as a string": Row(file={"machine_rank": "1"}, shows=["here ranks 7 to 13 of 14"]),
+    "no count": Row(
+        "(got None, expected 14: 7 a node)", "`num_processes: 14`", {"num_processes": None}, shows=["of 14"]
+    ),
+    # ---- the meeting of the nodes
+    "empty address": Row("`main_process_ip` is empty", "is not set in this shell", flags=["--main_process_ip", ""]),
+    "address with a port": Row(
+        "got 'node0:29500', expected a host name",
+        "`--main_process_ip node0 --main_process_port 29500`",
+        flags=["--main_process_ip", "node0:29500"],
+    ),
+    "list of hosts": Row("got 'node[0-1]'", "--main_process_ip HOST0", flags=["--main_process_ip", "node[0-1]"]),
+    "c10d needs no rank": Row(
+        file={"machine_rank": None},
+        flags=["--rdzv_backend", "c10d"],
+        shows=["7: numbered as the nodes arrive of 14", "c10d, node0:29500"],
+    ),
+    "rank and address of a TrainJob": Row(
+        "`machine_rank` is missing",
+        "--machine_rank $PET_NODE_RANK`, which accelerate does not read",
+        {"machine_rank": None},
+        environ={"PET_NODE_RANK": "1", "PET_NNODES": "2"},
+    ),
+    "address of a TrainJob": Row(
+        "`main_process_ip` is missing",
+        "--main_process_ip $PET_MASTER_ADDR",
+        {"main_process_ip": None},
+        environ={"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node0"},
+    ),
+    "one machine in a TrainJob": Row(
+        "(got `num_machines` 1, expected PET_NNODES=4)",
+        "`num_machines: 4` and `num_processes: 28`",
+        {"num_machines": 1, "num_processes": 7, "machine_rank": 0},
+        environ={"PET_NNODES": "4", "PET_NODE_RANK": "2"},
+    ),
+    "rank under srun": Row(
+        "`machine_rank` is missing",
+        "--machine_rank $SLURM_NODEID",
+        {"machine_rank": None},
+        environ={"SLURM_NODEID": "1"},
+    ),
+    "address under srun": Row(
+        "`main_process_ip` is missing",
+        "scontrol show hostnames",
+        {"main_process_ip": None},
+        environ={"SLURM_NODEID": "1"},
+    ),
+    "other nodes under srun": Row(
+        "(got `num_machines` 2, expected SLURM_STEP_NUM_NODES=4)",
+        "`num_machines: 4` and `num_processes: 28`",
+        environ={"SLURM_STEP_NUM_NODES": "4", "SLURM_NODEID": "1"},
+    ),
+    "another node's rank": Row(
+        "(got 0, expected SLURM_NODEID=1)",
+        "in single quotes",
+        flags=["--machine_rank", "0"],
+        environ={"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"},
+    ),
+    # ---- GPUs and engines
+    "no visible GPU": Row(
+        "CUDA_VISIBLE_DEVICES of this shell (``) hides every GPU",
+        "unset CUDA_VISIBLE_DEVICES",
+        environ={"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    "no GPU by number": Row(
+        "(`-1`) hides every GPU of the node (got 0 visible", "unset", environ={"CUDA_VISIBLE_DEVICES": "-1"}
+    ),
+    "too few GPUs for TP": Row(
+        "1 GPUs for engines ([7]), not divisible by `vllm_tensor_parallel_size` 2",
+        "`num_processes: 12` (6 a node)",
+        flags=["--vllm_tensor_parallel_size", "2"],
+    ),
+    "too many engines": Row(
+        "2 engines with `vllm_tensor_parallel_size` 2 need 4 GPUs",
+        "`num_processes: 8` (4 a node) leaves 4 GPUs",
+        {"num_processes": 12},
+        ["--num_engines", "2", "--vllm_tensor_parallel_size", "2"],
+    ),
+    "a shared GPU": Row(
+        file={"num_machines": 1, "num_processes": 1, "machine_rank": 0},
+        flags=["--gpus_per_node", "1", "--vllm_devices", "0"],
+    ),
+    "heads for TP": Row(
+        "attention heads of model (got 4, expected a divisor of 14)",
+        "--vllm_tensor_parallel_size` 1 or 2",
+        {"num_processes": 8},
+        script=[*GRPO, "--model_name_or_path", "model", "--vllm_tensor_parallel_size", "4"],
+        files={"model/config.json": {"num_attention_heads": 14}},
+    ),
+    # ---- arguments of the script
+    "misspelled argument": Row(
+        "--num_generatons is unknown, did you mean --num_generations?",
+        "--help",
+        script=[*GRPO, "--num_generatons", "8"],
+    ),
+    "wrong type": Row(
+        "argument --max_steps/--max-steps: invalid int value: 'many'", "--help", script=[*GRPO, "--max_steps", "many"]
+    ),
+    "missing argument": Row("required: --reward_funcs", "--help", script=GRPO[:3]),
+    "refused setting": Row("`max_staleness` must be 0 or 1, got 7", script=[*GRPO, "--max_staleness", "7"]),
+    "CPU in file and script": Row(
+        file={"use_cpu": True}, script=[*GRPO, "--use_cpu", "true"], hides=["does not reach the ranks"]
+    ),
+    "settings of a server": Row(
+        script=[*GRPO, "--vllm_server_port", "8001", "--vllm_enable_sleep_mode", "true"],
+        shows=["note: ignored in node mode: `vllm_server_port`, `vllm_enable_sleep_mode`"],
+    ),
+    "misspelled reward": Row(
+        "'think_format_rewards' is unknown, did you mean think_format_reward?",
+        "--help",
+        script=[*GRPO[:3], "--reward_funcs", "think_format_rewards"],
+    ),
+    "reward without its package": Row(
+        "'accuracy_reward' needs a package that is not installed: `pip install math-verify`",
+        "--help",
+        script=[*GRPO[:3], "--reward_funcs", "accuracy_reward"],
+    ),
+    "no script": Row("cannot read the script `train.py`", "correct its path", script=["train.py"]),
+}
+
+
+find_spec = importlib.util.find_spec
+
+
+def without_math_verify(name: str, package: str | None = None):
+    return None if name == "math_verify" else find_spec(name, package)
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=TABLE.keys())
+def test_launch_is_read_right(row, write, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("importlib.util.find_spec", without_math_verify)
+    for name, value in row.environ.items():
+        monkeypatch.setenv(name, value)
+    for name, content in row.files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    status = main([write(**row.file), *row.flags, *row.script])
+    out = capsys.readouterr().out
+    problems = re.findall(r"^problem \d+: (.*)\n +cure: (.*)$", out, re.MULTILINE)
+    assert status == len(problems) == bool(row.what), out
+    assert all(row.what in what and row.cure in cure for what, cure in problems), out
+    assert [text for text in row.shows if text not in out] == [], out
+    assert [text for text in row.hides if text in out] == [], out
+
+
+def test_empty_variable_before_the_script_is_named(write, capsys):
+    """Unquoted, an empty `$HOST0` makes the next word the address."""
+    with pytest.raises(SystemExit) as stop:
+        main([write(), "--main_process_ip", "train.py", "--output_dir", "out"])
+    assert stop.value.code == 2 and "--main_process_ip got train.py" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([write(), "--main_process_ip"])
+    assert "a variable may be empty" in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""`trl-multinode config`: the shipped files are its output, `check` accepts all of them, and no file is replaced."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import check_kit
+import pytest
+import yaml
+from check_kit import CONFIGS, ROOT
+
+from trl_multinode.command import main
+
+quiet_machine = check_kit.quiet_machine  # no port in use, no hidden GPU
+SPLITS = {
+    f"{nodes}node{suffix}": f"{nodes}x8{flags}"
+    for nodes in (2, 4, 8)
+    for suffix, flags in {"": "", "_6+2": " --engine_gpus 2", "_4+4": " --engine_gpus 4"}.items()
+}
+SHIPPED = {"1node_1gpu": "1x1", "1node": "1x8", "2node_cpu": "2x2 --cpu", **SPLITS}
+SCRIPT = """\
+from trl_multinode import GRPOConfig, TrlParser
+
+parser = TrlParser(GRPOConfig)
+(args,) = parser.parse_args_and_config()
+"""
+OTHERS = ("1x2", "3x4 --engine_gpus 2", "16x8 --zero 2", "2x8 --zero 1", "1x3 --cpu", "4x1")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "accelerate_configs").mkdir()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+
+
+def config(typed: str, *more: str) -> int:
+    return main(["config", *typed.split(), *more])
+
+
+def run_check(line: str) -> int:
+    """Exit status of a printed check line, on node 0."""
+    command, *arguments = line.replace(" K", " 0").replace("HOST0", "node0").split()
+    assert command == "trl-multinode"
+    return main(arguments)
+
+
+def test_every_shipped_file_is_listed_and_a_wheel_has_the_same_ones():
+    assert {path.stem for path in CONFIGS.iterdir()} == set(SHIPPED)
+    assert (ROOT / "trl_multinode" / "accelerate_configs").resolve() == CONFIGS.resolve()
+
+
+@pytest.mark.parametrize(("name", "typed"), SHIPPED.items())
+def test_a_shipped_file_is_the_output_byte_for_byte(name, typed):
+    out = f"accelerate_configs/{name}.yaml"
+    assert config(typed, "--out", out) == 0
+    assert Path(out).read_bytes() == (ROOT / out).read_bytes()
+    assert config(typed) == 0 and Path(f"{name}.yaml").exists(), "without --out it has the name of the shipped file"
+
+
+@pytest.mark.parametrize("typed", [*SHIPPED.values(), *OTHERS])
+def test_accelerate_reads_every_key_and_check_finds_no_problem(typed, capsys):
+    assert config(typed, "--out", "c.yaml") == 0
+    out = capsys.readouterr().out
+    launch, line = (text.strip() for text in out.splitlines() if text.startswith("  "))
+    header = Path("c.yaml").read_text().partition("\n\n")[0]
+    assert f"#   {launch}\n" in header and header.endswith(f"#   {line}")
+    assert run_check(line) == 0, capsys.readouterr().out
+
+
+def test_a_wrong_file_has_problems():
+    config("4x8", "--out", "c.yaml")
+    Path("c.yaml").write_text(Path("c.yaml").read_text().replace("num_processes: 28", "num_processes: 30"))
+    assert run_check("trl-multinode check c.yaml --machine_rank K --main_process_ip HOST0") == 1
+
+
+def test_flags_become_keys():
+    config("3x4 --engine_gpus 2 --zero 2 --out c.yaml")
+    file = yaml.safe_load(Path("c.yaml").read_text())
+    assert (file["num_machines"], file["num_processes"], file["deepspeed_config"]["zero_stage"]) == (3, 6, 2)
+    assert file["deepspeed_config"]["zero3_init_flag"] is False
+
+
+def test_a_file_that_exists_stays(capsys):
+    Path("4node.yaml").write_text("mine")
+    assert config("4x8") == 1
+    assert "4node.yaml is not written (it exists): name another file with --out" in capsys.readouterr().err
+    assert Path("4node.yaml").read_text() == "mine"
+    assert config("4x8 --out none/c.yaml") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("4", "got '4', expected for example 4x8"),
+        ("0x8", "got '0x8'"),
+        ("2x4 --engine_gpus 4", "got --engine_gpus 4 of 4, expected fewer"),
+        ("1x1 --engine_gpus 1", "the only GPU trains and generates"),
+        ("2x2 --cpu --engine_gpus 1", "has no device"),
+        ("2x2 --cpu --scheduler slurm", "leave one of the two out"),
+        ("4x8 --engine_gpus 3", "invalid choice: 3"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused(typed, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        config(typed)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert list(Path().glob("*.yaml")) == []
+
+
+# ---- job files
+
+
+def fake(name: str, script: str) -> None:
+    path = Path(name)
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_the_slurm_script_starts_every_node_with_its_own_rank(capsys):
+    """With a stand-in for `srun`, which runs its command once per node as SLURM does."""
+    assert config("2x8 --engine_gpus 2 --scheduler slurm") == 0
+    Path("run.sh").write_text(capsys.readouterr().out)
+    fake("scontrol", 'echo "node7 node8" | tr " " "\\n"')
+    fake("srun", 'while [[ $1 == --* ]]; do shift; done\nfor k in 0 1; do SLURM_NODEID=$k "$@"; done')
+    fake("accelerate", 'echo "$@" "limit=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"')
+    environment = os.environ | {"PATH": f"{Path.cwd()}:{os.environ['PATH']}"}
+    environment |= {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_CPUS_ON_NODE": "96"}
+    done = subprocess.run(["bash", "run.sh"], env=environment, capture_output=True, text=True, timeout=20)
+    start = "launch --config_file 2node_6+2.yaml --machine_rank"
+    rest = "--main_process_ip node7 train.py limit=600"
+    assert done.stdout.splitlines() == [f"{start} {k} {rest}" for k in (0, 1)], done.stderr
+    header = Path("run.sh").read_text()
+    assert "#SBATCH --nodes=2\n" in header and "#SBATCH --gpus-per-node=8\n" in header
+
+
+def test_the_kubernetes_job_has_a_pod_per_node_and_an_address_for_node_0(capsys):
+    assert config("4x8 --scheduler kubernetes --out accelerate_configs/../c.yaml") == 0
+    service, job = yaml.safe_load_all(capsys.readouterr().out)
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (4, 4, "Indexed")
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    words = shlex.split(container["args"][0].replace("$JOB_COMPLETION_INDEX", "3"))
+    assert words[1:3] == ["accelerate", "launch"] and words[-1] == "train.py"
+    assert words[words.index("--config_file") + 1] == "/config/c.yaml"
+    address = words[words.index("--main_process_ip") + 1]
+    assert main(["check", "c.yaml", *words[words.index("--machine_rank") : -1]]) == 0
+    assert address == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
+    mounted = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounted["shm"]["emptyDir"] == {"medium": "Memory"} and set(mounted) == {"config", "shm"}
+
+
+# ---- the command itself
+
+
+def test_the_command_and_its_config_load_no_library():
+    code = """
+import sys
+from trl_multinode.command import main
+main(["config", "4x8"]); main(["--help"]); main(["--version"])
+print([name for name in ("torch", "trl", "transformers", "accelerate", "yaml", "rich") if name in sys.modules])
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=20)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("confg", "did you mean config?"), ("train", "one of config, check, grpo")]
+)
+def test_an_unknown_command_is_an_error_with_a_hint(typed, hint, capsys):
+    assert main([typed]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_check_is_the_check(capsys):
+    assert main(["check", str(CONFIGS / "1node.yaml")]) == 0
+    assert "ok: " in capsys.readouterr().out

@@ -1,0 +1,103 @@
+"""`trl-multinode grpo`: which words go to `accelerate launch`, which to the script, and a launch of two ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands import launch
+from check_kit import CONFIGS, ROOT
+
+import trl_multinode.scripts.grpo  # noqa: F401  TRL sets a variable when it is imported: let that be before the tests
+from trl_multinode.command import main
+
+NEEDED = ["--dataset_name", "d", "--reward_funcs", "accuracy_reward", "think_format_reward"]
+# Stands for the training script: says what each rank got, without loading a model
+PROBE = """
+import json, os, sys
+folder = os.environ["PROBE"]
+with open(f"{folder}/{os.environ['RANK']}", "w") as file:
+    json.dump([os.environ["WORLD_SIZE"], *sys.argv[1:]], file)
+"""
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `accelerate launch` would run, instead of running it; the script's config file is read meanwhile."""
+    found = []
+
+    def record(args):
+        words = args.training_script_args
+        config = yaml.safe_load(Path(words[-1]).read_text()) if "--config" in words else None
+        found.append((args, words, config))
+
+    monkeypatch.setattr(launch, "launch_command", record)
+
+    def run(*words: str):
+        assert main(["grpo", *words]) == 0
+        return found.pop()
+
+    return run
+
+
+def test_each_word_goes_to_its_parser(launched):
+    flags = ["--accelerate_config", "4node", "--machine-rank", "0", "--main_process_ip=node0"]
+    args, words, _ = launched("--seed", "0", *flags, *NEEDED, "--bf16", "true", "--num_processes", "24")
+    assert Path(args.config_file).samefile(CONFIGS / "4node.yaml")
+    assert (args.machine_rank, args.main_process_ip, args.num_processes) == (0, "node0", 24)
+    assert words == ["--seed", "0", *NEEDED, "--bf16", "true"]
+    assert args.module and args.training_script == "trl_multinode.scripts.grpo"
+
+
+def test_a_name_of_both_is_the_scripts(launched):
+    args, words, _ = launched(*NEEDED, "--gradient_accumulation_steps", "4")
+    assert words[-2:] == ["--gradient_accumulation_steps", "4"] and args.gradient_accumulation_steps is None
+
+
+def test_a_config_may_hold_arguments_of_both(launched, tmp_path):
+    mine = {"learning_rate": 1e-5, "env": {"A": "1"}, "dataset_name": "d", "reward_funcs": ["accuracy_reward"]}
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**mine, "accelerate_config": str(CONFIGS / "1node.yaml"), "num_processes": 6}))
+    args, words, config = launched("--config", str(path), "--max_steps", "3")
+    assert (args.num_processes, args.config_file) == (6, str(CONFIGS / "1node.yaml"))
+    assert words[:-1] == ["--max_steps", "3", "--config"] and config == mine
+    assert not Path(words[-1]).exists(), "the copy without accelerate's keys is deleted after the launch"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*NEEDED, "--machine_rnk", "1"], "--machine_rnk is unknown, did you mean --machine_rank?"),
+        ([*NEEDED, "--learning_rat", "1"], "--learning_rat is unknown, did you mean --learning_rate?"),
+        (["--reward_funcs", "accuracy_reward"], "required: --dataset_name"),
+        ([*NEEDED, "--accelerate_config", "3node"], "got 3node, expected one of 1node, 1node_1gpu"),
+        ([*NEEDED, "--max_steps", "many"], "invalid int value: 'many'"),
+    ],
+)
+def test_a_mistake_is_an_error_before_a_process_starts(words, message, capsys, launched):
+    with pytest.raises(SystemExit) as stop:
+        main(["grpo", *words])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.two_node
+def test_two_ranks_run_the_module_with_the_scripts_words(tmp_path):
+    (tmp_path / "probe.py").write_text(PROBE)
+    code = "from trl_multinode.command import grpo; import sys; grpo.MODULE = 'probe'; grpo.main(sys.argv[1:])"
+    config = tmp_path / "c.yaml"
+    assert main(["config", "1x2", "--cpu", "--out", str(config)]) == 0
+    words = ["--accelerate_config", str(config), "--main_process_port", "0", *NEEDED]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PROBE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [["2", *NEEDED]] * 2

@@ -1,0 +1,244 @@
+"""A release in a copy of the checkout: its tag and notes; its wheel, installed beside the stack, runs the command."""
+
+import ast
+import datetime
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import trl_multinode
+from trl_multinode.command import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = trl_multinode.__version__
+COPIED = ("trl_multinode", "accelerate_configs", "examples", "requirements")
+FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", ".gitignore")
+AUTHOR = {f"GIT_{role}_{field}": "tester@localhost" for role in ("AUTHOR", "COMMITTER") for field in ("NAME", "EMAIL")}
+
+
+def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=os.environ | AUTHOR | variables, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+
+
+def git(folder: Path, *arguments: str) -> str:
+    done = run("git", *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def release(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    return run(sys.executable, "requirements/release.py", *arguments, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """A repository with the files of this checkout and a changelog of its own, after a dry run and a release."""
+    folder = tmp_path_factory.mktemp("release") / "repository"
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, folder)
+    changelog = folder / "CHANGELOG.md"
+    changelog.write_text(
+        f"# Changelog\n\n## {VERSION} (unreleased)\n\n- One `thing`.\n\n## 0.0.1 (2026-01-01)\n\n- Old.\n"
+    )
+    (folder / "build").mkdir()
+    (folder / "build" / "stale.py").write_text("")  # an ignored folder of an earlier build
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "all")
+    dry = release(folder, "--dry-run", "--out", "dry")
+    state = (git(folder, "tag"), git(folder, "log", "--oneline").count("\n"), sorted(os.listdir(folder / "dry")))
+    shutil.rmtree(folder / "dry")
+    return {"folder": folder, "dry": dry, "after_dry": state, "done": release(folder)}
+
+
+@pytest.fixture(scope="module")
+def wheel(released) -> zipfile.ZipFile:
+    (path,) = (released["folder"] / "dist").glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The wheel in a folder of its own, before the stack on the path, and a folder outside of the checkout."""
+    folder = tmp_path_factory.mktemp("installed")
+    options = ("--quiet", "--no-deps", "--no-index", "--target", folder / "site")
+    done = run(sys.executable, "-m", "pip", "install", *options, wheel.filename, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "work").mkdir()
+
+    def command(*words: str) -> subprocess.CompletedProcess:
+        return run(
+            folder / "site" / "bin" / "trl-multinode", *words, cwd=folder / "work", PYTHONPATH=str(folder / "site")
+        )
+
+    command.folder = folder
+    return command
+
+
+# ---- make release
+
+
+def test_a_dry_run_builds_wheel_and_notes_and_tags_nothing(released):
+    assert released["dry"].returncode == 0, released["dry"].stderr
+    tags, _, files = released["after_dry"]
+    assert tags == "" and files == [f"notes-{VERSION}.md", f"trl_multinode-{VERSION}-py3-none-any.whl"]
+
+
+def test_a_release_dates_the_changelog_and_tags_that_commit(released):
+    folder = released["folder"]
+    assert released["done"].returncode == 0, released["done"].stderr
+    today = datetime.date.today().isoformat()
+    assert f"## {VERSION} ({today})\n" in git(folder, "show", f"v{VERSION}:CHANGELOG.md") + "\n"
+    assert git(folder, "tag", "--list", "--format=%(contents)", f"v{VERSION}").strip() == "- One `thing`."
+    assert git(folder, "rev-parse", f"v{VERSION}^{{commit}}") == git(folder, "rev-parse", "HEAD")
+    assert (folder / "dist" / f"notes-{VERSION}.md").read_text() == "- One `thing`.\n"
+    assert f"git push origin HEAD v{VERSION}" in released["done"].stdout
+
+
+def test_a_second_release_of_a_version_is_refused(released):
+    again = release(released["folder"])
+    assert again.returncode == 1 and f"no section '{VERSION} (unreleased)'" in again.stderr
+
+
+def test_an_uncommitted_change_and_a_tag_that_exists_are_named(released):
+    folder = released["folder"]
+    before = (folder / "CHANGELOG.md").read_text()
+    (folder / "CHANGELOG.md").write_text(f"## {VERSION} (unreleased)\n")
+    refused = release(folder)
+    (folder / "CHANGELOG.md").write_text(before)
+    assert refused.returncode == 1
+    assert "1 files are not committed" in refused.stderr and f"the tag v{VERSION} exists" in refused.stderr
+
+
+def test_the_changelog_of_this_checkout_has_the_section_of_the_version():
+    assert re.search(rf"^## {re.escape(VERSION)} \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+# ---- the wheel
+
+
+def test_the_wheel_has_the_files_that_a_run_needs(wheel):
+    names = set(wheel.namelist())
+    for folder in ("accelerate_configs", "trl_multinode/launch_templates"):
+        for path in (ROOT / folder).iterdir():
+            name = f"trl_multinode/{path.relative_to(ROOT)}".replace("trl_multinode/trl_multinode", "trl_multinode")
+            assert wheel.read(name) == path.read_bytes()
+    assert {"trl_multinode/py.typed", "trl_multinode/scripts/grpo.py"} <= names
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "trl_multinode").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_the_metadata_is_complete_and_no_link_of_the_readme_is_relative(wheel):
+    metadata = message_from_bytes(wheel.read(f"trl_multinode-{VERSION}.dist-info/METADATA"))
+    assert metadata["Version"] == VERSION and metadata["License-Expression"] == "Apache-2.0"
+    assert len(metadata.get_all("Project-URL")) >= 4 and "Typing :: Typed" in metadata.get_all("Classifier")
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
+    assert len(links) > 15 and [link for link in links if not link.startswith("https://")] == []
+    scripts = wheel.read(f"trl_multinode-{VERSION}.dist-info/entry_points.txt").decode()
+    assert "trl-multinode = trl_multinode.command:main" in scripts and "[vllm.general_plugins]" in scripts
+
+
+def test_config_and_check_run_from_the_wheel(installed):
+    assert installed("--version").stdout == f"trl-multinode {VERSION}\n"
+    wrote = installed("config", "4x8", "--out", "mine.yaml")
+    assert wrote.returncode == 0, wrote.stderr
+    flags = ("--machine_rank", "1", "--main_process_ip", "node0")
+    checked = installed("check", "mine.yaml", *flags)
+    assert checked.returncode == 0 and "ok: mine.yaml" in checked.stdout, checked.stdout + checked.stderr
+    assert installed("check", "mine.yaml", *flags, "--num_processes", "30").returncode == 1
+    job = installed("config", "2x8", "--scheduler", "kubernetes")
+    assert [each["kind"] for each in yaml.safe_load_all(job.stdout)] == ["Service", "Job"]
+
+
+def test_grpo_runs_from_the_wheel(installed):
+    shown = installed("grpo", "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "usage: trl-multinode grpo" in shown.stdout and "--max_staleness" in shown.stdout
+    code = "from importlib.util import find_spec; print(find_spec('trl_multinode.scripts.grpo').origin)"
+    site = installed.folder / "site"
+    where = run(sys.executable, "-c", code, cwd=installed.folder, PYTHONPATH=str(site))
+    assert where.stdout.strip() == str(site / "trl_multinode" / "scripts" / "grpo.py")
+
+
+# ---- docs/public-names.md
+
+
+def test_the_page_of_public_names_has_every_class_and_command():
+    page = (ROOT / "docs" / "public-names.md").read_text()
+    rows = dict(re.findall(r"^\| (.*?) \| (.*?) \|$", page, re.MULTILINE))
+    classes = set(re.findall(r"`(\w+)`", rows["`trl_multinode`"])) - {"MultiNode", "__version__"}
+    assert classes == set(trl_multinode._HOMES)
+    assert set(re.findall(r"`(\w+)`", rows["`trl-multinode`"])) == set(COMMANDS)
+    methods = re.findall(r"`(\w+)\(\)`", rows["trainers"])
+    source = (ROOT / "trl_multinode" / "node_trainer.py").read_text()
+    assert len(methods) == 3 and all(f"    def {name}(self" in source for name in methods)
+
+
+# ---- what `pip install` brings
+
+
+def imported_libraries() -> set[str]:
+    """The libraries that the package imports outside of its test kit, by the name of their module."""
+    found = set()
+    for path in (ROOT / "trl_multinode").rglob("*.py"):
+        if path.relative_to(ROOT / "trl_multinode").parts[0] == "testing":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(str(node.module).split(".")[0])
+    return found - set(sys.stdlib_module_names) - {"trl_multinode"}
+
+
+def test_every_imported_library_is_declared():
+    extras = PROJECT["optional-dependencies"]["gpu"]
+    declared = {Requirement(line).name.lower() for line in [*PROJECT["dependencies"], *extras]}
+    declared.add("pillow")  # vLLM requires it, and only an engine's process imports it
+    homes = importlib.metadata.packages_distributions()
+    names = {module: {name.lower() for name in homes.get(module, [module])} for module in imported_libraries()}
+    missing = {module for module, found in names.items() if not (found | {module}) & declared}
+    assert len(names) > 10 and missing == set()
+
+
+# ---- files for the public repository
+
+
+def test_the_citation_has_the_version_and_the_address():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (VERSION, PROJECT["license"])
+    assert citation["repository-code"] == PROJECT["urls"]["Homepage"]
+
+
+def test_the_public_ci_runs_the_command_of_every_change():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in commands and os.access(ROOT / ".ci" / "run", os.X_OK)
+    assert [
+        word for line in commands for word in line.split() if word.endswith(".py") and not (ROOT / word).exists()
+    ] == []
+
+
+def test_the_issue_form_asks_for_what_a_report_needs():
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    fields = {item["id"]: item for item in form["body"] if "id" in item}
+    assert {"what", "launch", "check", "versions", "logs"} <= set(fields)
+    assert all(item["attributes"]["label"] for item in fields.values())

@@ -1,0 +1,214 @@
+"""Build a training script's own parser without running the script.
+
+Only the statements that the parser needs are executed: from the call `parser.parse_args_and_config()` backwards, the
+assignments, classes, functions and imports by name. If a model or a dataset were among them, nothing is executed.
+"""
+
+import ast
+import importlib.util
+import os
+import symtable
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.abc import InspectLoader
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+# Methods of `TrlParser` and of transformers' `HfArgumentParser`
+PARSES = ("parse_args_and_config", "parse_args_into_dataclasses")
+PARSER = "trl_multinode_parser"  # name of the parser in the module that is executed
+MODULE = "trl_multinode_script"
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+LOADS = ("from_pretrained", "from_config", "load_dataset", "load_from_disk", "pipeline")
+
+
+@dataclass(frozen=True)
+class ParserCall:
+    """Call of a script that parses its arguments."""
+
+    method: str
+    keywords: dict[str, Any]
+    receiver: ast.expr
+    before: list[ast.stmt]  # statements that run before it in the same function
+
+
+def find_call(tree: ast.Module) -> ParserCall | None:
+    """Return the first call of a script that parses its arguments, or `None`."""
+    return next(_calls(tree.body, []), None)
+
+
+def _calls(body: list[ast.stmt], before: list[ast.stmt]) -> Iterator[ParserCall]:
+    for index, statement in enumerate(body):
+        so_far = [*before, *body[:index]]
+        if isinstance(statement, ast.FunctionDef):
+            yield from _calls(statement.body, [])
+        elif blocks := _blocks(statement):
+            for block in blocks:
+                yield from _calls(block, so_far)
+        elif not isinstance(statement, ast.ClassDef):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PARSES:
+                    keywords = {
+                        k.arg: k.value.value for k in node.keywords if k.arg and isinstance(k.value, ast.Constant)
+                    }
+                    yield ParserCall(node.func.attr, keywords, node.func.value, so_far)
+
+
+def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    if isinstance(statement, DEFINITIONS):
+        return []
+    blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
+    return [*filter(None, blocks), *(handler.body for handler in getattr(statement, "handlers", []))]
+
+
+def needed_statements(tree: ast.Module, call: ParserCall) -> ast.Module:
+    """Return a module with the statements that the parser of `call` needs, in their order."""
+    candidates = [one for one in tree.body if not _is_main_block(one)]
+    candidates += [one for one in call.before if one not in candidates]
+    needed, names, size = set[int](), _used(ast.Expr(call.receiver)), -1
+    while size != len(needed):
+        size = len(needed)
+        for index, statement in enumerate(candidates):
+            if index not in needed and _belongs(statement, names):
+                needed.add(index)
+                names |= set() if isinstance(statement, ast.ImportFrom) else _used(statement)
+    body = [_only(candidates[index], names) for index in sorted(needed)]
+    body.append(ast.Assign([ast.Name(PARSER, ast.Store())], call.receiver))
+    return ast.fix_missing_locations(ast.Module(body, []))
+
+
+def _only(statement: ast.stmt, names: set[str]) -> ast.stmt:
+    """Return an import without the names that are not needed: a trainer takes seconds to import."""
+    if not isinstance(statement, ast.ImportFrom) or statement.module == "__future__":
+        return statement
+    aliases = [alias for alias in statement.names if (alias.asname or alias.name) in {*names, "*"}]
+    return ast.ImportFrom(statement.module, aliases, statement.level)
+
+
+def _is_main_block(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and "__name__" in _used(ast.Expr(statement.test))
+
+
+def _used(statement: ast.stmt) -> set[str]:
+    """Return the module's names that a statement uses, also inside functions and classes."""
+    return _globals(symtable.symtable(ast.unparse(statement), "script", "exec"))
+
+
+def _globals(table: symtable.SymbolTable) -> set[str]:
+    outermost = table.get_type() == "module"
+    names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (outermost or s.is_global())}
+    return names.union(*map(_globals, table.get_children()))
+
+
+def _belongs(statement: ast.stmt, names: set[str]) -> bool:
+    """Return whether a statement binds one of `names`, or calls a method of one, as `parser.add_argument(...)`."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        root: ast.AST = statement.value.func
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        return isinstance(root, ast.Name) and root.id in names and root is not statement.value.func
+    bound = set(_bound(statement))
+    return (
+        bool(bound & names)
+        or "*" in bound
+        or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
+    )
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement binds in its own scope."""
+    if isinstance(statement, DEFINITIONS):
+        yield statement.name
+    elif isinstance(statement, ast.Import | ast.ImportFrom):
+        yield from ((alias.asname or alias.name).split(".")[0] for alias in statement.names)
+    elif blocks := _blocks(statement):
+        yield from (name for block in blocks for inner in block for name in _bound(inner))
+    else:
+        nodes = ast.walk(statement)
+        yield from (n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+class _Statements(InspectLoader):
+    """Loader of a module from its syntax tree."""
+
+    def __init__(self, tree: ast.Module, path: str):
+        self._tree, self._path = tree, path
+
+    def get_source(self, fullname: str) -> str:
+        return ast.unparse(self._tree)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._tree, self._path, "exec")
+
+
+@contextmanager
+def as_launched(name: str, arguments: list[str], is_module: bool) -> Iterator[None]:
+    """Set `sys.argv`, `sys.path` and `os.environ` as for a script, and restore them."""
+    argv, folders, environment = sys.argv, sys.path, dict(os.environ)
+    folder = Path() if is_module else Path(name).parent
+    sys.argv, sys.path = [name, *arguments], [str(folder.resolve()), *folders]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, folders
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.modules.pop(MODULE, None)
+
+
+def build_parser(tree: ast.Module, call: ParserCall, path: str) -> Any:
+    """Execute the statements that the parser of a script needs, and return the parser.
+
+    Raises:
+        `ValueError`: if one of them would load a model or a dataset.
+    """
+    statements = needed_statements(tree, call)
+    if load := _load_in(statements):
+        raise ValueError(f"it needs the result of `{load}`")
+    loader = _Statements(statements, path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(MODULE, loader, origin=path))  # type: ignore[arg-type]
+    module.__file__ = path
+    sys.modules[MODULE] = module  # dataclasses look up the annotations of their module
+    loader.exec_module(module)
+    return vars(module)[PARSER]
+
+
+def _load_in(tree: ast.Module) -> str | None:
+    """Return the name of a call, outside functions and classes, that loads a model or a dataset."""
+    calls = [node.func for statement in tree.body if not isinstance(statement, DEFINITIONS)
+             for node in ast.walk(statement) if isinstance(node, ast.Call)]  # fmt: skip
+    names = [call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls]
+    return next((name for name in names if name in LOADS), None)
+
+
+def read_script(name: str, is_module: bool) -> tuple[ast.Module, str]:
+    """Return the syntax tree and the path of a script.
+
+    A script that only calls another module's `main()` is read from that module.
+
+    Raises:
+        `OSError`, `SyntaxError`, `ImportError`: if it cannot be read.
+    """
+    path = _path_of(name) if is_module else name
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"), path)
+    if find_call(tree) is None and (module := _module_of_main(tree)):
+        return read_script(module, is_module=True)
+    return tree, path
+
+
+def _path_of(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    if spec is not None and spec.submodule_search_locations:  # `python -m folder` runs its `__main__`
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    if spec is None or spec.origin is None:
+        raise ImportError(f"no module {module}")
+    return spec.origin
+
+
+def _module_of_main(tree: ast.Module) -> str | None:
+    """Return the module from which a script imports its `main`, as in `from x import main; main()`."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    return next((node.module for node in imports for alias in node.names if alias.name == "main"), None)

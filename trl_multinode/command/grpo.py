@@ -1,0 +1,100 @@
+"""`trl-multinode grpo`: `accelerate launch` of the script of `examples/grpo.py`, in the form of `trl grpo`.
+
+The command line may mix arguments of the script and flags of `accelerate launch`; a name of both is the script's. A
+mistyped one is an error before any process starts.
+"""
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
+MODULE = "trl_multinode.scripts.grpo"
+PROG = "trl-multinode grpo"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Launch this node's share of a run.
+
+    Raises:
+        `SystemExit`: with status 2 for an invalid command line, and with the launcher's if a rank fails.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    launcher = launch_command_parser()
+    with ExitStack() as stack:
+        script, launch = split(sys.argv[1:] if argv is None else argv, launcher, stack)
+        launch_command(launcher.parse_args([*launch, "--module", MODULE, *script]))
+    return 0
+
+
+def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], list[str]]:
+    """Divide a command line between the script and `accelerate launch`.
+
+    The script's configs are not built here: outside the launch they would take the world for one rank, and refuse
+    batches that all ranks together fill.
+
+    Args:
+        argv (`list[str]`):
+            Arguments. `--config FILE` names a YAML file with arguments of both.
+        launcher (`argparse.ArgumentParser`):
+            Parser of `accelerate launch`.
+        stack (`ExitStack`):
+            Deletes the script's own config file at its end, if `FILE` has keys of `accelerate launch` too.
+
+    Returns:
+        `tuple[list[str], list[str]]`: arguments of the script, and flags of `accelerate launch`.
+    """
+    from ..scripts.grpo import make_parser
+
+    parser = make_parser(PROG)
+    parser.others = {"--accelerate_config", "-q", *(f"--{name}" for name in vars(launcher.parse_args(["script"])))}
+    arguments, config = list(argv), dict[str, Any]()
+    if "--config" in argv[:-1]:
+        at = argv.index("--config")
+        del arguments[at : at + 2]
+        config = yaml.safe_load(Path(argv[at + 1]).read_text()) or {}
+    in_config = parser.set_defaults_with_config(**{key: value for key, value in config.items() if key != "env"})
+    _, in_arguments = parser.parse_known_args(arguments)
+    script = without(arguments, in_arguments)
+    if config:
+        theirs = {flag.removeprefix("--") for flag in in_config[::2]}
+        script += ["--config", _write({key: value for key, value in config.items() if key not in theirs}, stack)]
+    return script, resolved([*in_config, *in_arguments], parser)
+
+
+def without(words: list[str], taken: list[str]) -> list[str]:
+    """Return `words` without those of `taken`, a part of them in the same order."""
+    rest, left = [], list(taken)
+    for word in words:
+        if left and word == left[0]:
+            left.pop(0)
+        else:
+            rest.append(word)
+    return rest
+
+
+def resolved(flags: list[str], parser: Any) -> list[str]:
+    """Replace `--accelerate_config NAME`, a shipped config or a file, by accelerate's own `--config_file`."""
+    if "--accelerate_config" not in flags[:-1]:
+        return flags
+    at = flags.index("--accelerate_config")
+    name = flags[at + 1]
+    path = Path(name) if Path(name).is_file() else CONFIGS / f"{name}.yaml"
+    if not path.is_file():
+        shipped = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+        parser.error(
+            f"--accelerate_config is neither a file nor a shipped config (got {name}, expected one of {shipped})"
+        )
+    return ["--config_file", str(path), *flags[:at], *flags[at + 2 :]]
+
+
+def _write(config: dict[str, Any], stack: ExitStack) -> str:
+    file = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="grpo-", suffix=".yaml"))
+    yaml.safe_dump(config, file)
+    file.flush()
+    return file.name
