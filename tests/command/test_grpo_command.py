@@ -14,7 +14,7 @@ from check_kit import CONFIGS, ROOT
 import trl_multinode.scripts.grpo  # noqa: F401  TRL sets a variable when it is imported: let that be before the tests
 from trl_multinode.command import main
 
-NEEDED = ["--dataset_name", "d", "--reward_funcs", "accuracy_reward", "think_format_reward"]
+NEEDED = ["--dataset_name", "d", "--reward_funcs", "think_format_reward", "my.rewards:length"]
 # Stands for the training script: says what each rank got, without loading a model
 PROBE = """
 import json, os, sys
@@ -58,7 +58,7 @@ def test_a_name_of_both_is_the_scripts(launched):
 
 
 def test_a_config_may_hold_arguments_of_both(launched, tmp_path):
-    mine = {"learning_rate": 1e-5, "env": {"A": "1"}, "dataset_name": "d", "reward_funcs": ["accuracy_reward"]}
+    mine = {"learning_rate": 1e-5, "env": {"A": "1"}, "dataset_name": "d", "reward_funcs": ["think_format_reward"]}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**mine, "accelerate_config": str(CONFIGS / "1node.yaml"), "num_processes": 6}))
     args, words, config = launched("--config", str(path), "--max_steps", "3")
@@ -72,6 +72,7 @@ def test_a_config_may_hold_arguments_of_both(launched, tmp_path):
     [
         ([*NEEDED, "--machine_rnk", "1"], "--machine_rnk is unknown, did you mean --machine_rank?"),
         ([*NEEDED, "--learning_rat", "1"], "--learning_rat is unknown, did you mean --learning_rate?"),
+        (["--dataset_name", "d", "--reward_funcs", "think_formt"], "did you mean think_format_reward?"),
         (["--reward_funcs", "accuracy_reward"], "required: --dataset_name"),
         ([*NEEDED, "--accelerate_config", "3node"], "got 3node, expected one of 1node, 1node_1gpu"),
         ([*NEEDED, "--max_steps", "many"], "invalid int value: 'many'"),

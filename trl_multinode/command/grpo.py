@@ -7,6 +7,7 @@ mistyped one is an error before any process starts.
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], list[str]]:
     """Divide a command line between the script and `accelerate launch`.
 
-    The script's configs are not built here: outside the launch they would take the world for one rank, and refuse
+    The training config is not built here: outside the launch they would take the world for one rank, and refuse
     batches that all ranks together fill.
 
     Args:
@@ -59,12 +60,22 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
         del arguments[at : at + 2]
         config = yaml.safe_load(Path(argv[at + 1]).read_text()) or {}
     in_config = parser.set_defaults_with_config(**{key: value for key, value in config.items() if key != "env"})
-    _, in_arguments = parser.parse_known_args(arguments)
+    namespace, in_arguments = parser.parse_known_args(arguments)
+    check_script_arguments(parser, namespace)
     script = without(arguments, in_arguments)
     if config:
         theirs = {flag.removeprefix("--") for flag in in_config[::2]}
         script += ["--config", _write({key: value for key, value in config.items() if key not in theirs}, stack)]
     return script, resolved([*in_config, *in_arguments], parser)
+
+
+def check_script_arguments(parser: Any, namespace: Any) -> None:
+    """Build the script's own arguments: an unknown reward is an error before any process starts."""
+    kind = parser.dataclass_types[0]
+    try:
+        kind(**{each.name: getattr(namespace, each.name) for each in fields(kind)})
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def without(words: list[str], taken: list[str]) -> list[str]:
