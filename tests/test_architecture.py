@@ -51,7 +51,7 @@ ARROWS = {
 # Rooms that may import a library; "lazily": only inside functions.
 LIBRARIES = {
     "trl": {"config": "", "trainer": "", "trainers": "", "batches": "", "experimental": "", "__init__": "lazily"},
-    "transformers": {"config": "", "call_checks": "", "saving": "", "batches": "", "testing": ""},
+    "transformers": {"config": "", "call_checks": "", "saving": "", "batches": "", "reporting": "", "testing": ""},
     "accelerate": {"check": "", "testing": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": "", "testing": ""},
     "deepspeed": {"weights": "lazily", "testing": "lazily"},
@@ -76,7 +76,7 @@ COLLECTIVES = {
     "transports.broadcast": {"broadcast"},  # with the node's workers, in a group that no other rank is in
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
-    "reporting": {"gather"},  # of the phases' seconds, once per log
+    "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
     "batches.row_exchange": {
         "all_gather",
         "all_to_all_single",

@@ -1,6 +1,9 @@
 """TRL's other trainers on two nodes under ZeRO-3, one after another in one launch, on the fake engine."""
 
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +13,15 @@ from trl_multinode.testing.launch_files import ZERO3
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.testing.nodes import Nodes
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "reporting"))
+from test_step_metrics import documented, general
+
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(900)]
 TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
+PREFIXES = {"perf", "memory", "engine", "node0", "node1", "sync", "staleness", "logprobs", "balance"}
 UPDATES = {name: [1, 2, 3, 4, 5] for name in TRAINERS}  # of the weights that made each round
 UPDATES |= {name: [1, 2, 3] for name in ("RLOO", "SDFT", "SDPO")}
 UPDATES["GOLD"] = [1, 1, 2, 2, 3]  # with `vllm_sync_frequency=2`
@@ -40,9 +47,40 @@ def found(folder, request):
     with Nodes(2, 1, folder=folder, env=ENVIRONMENT, deepspeed=ZERO3, forked=True) as nodes:
         nodes.launch(script, str(folder), *TRAINERS)
         assert nodes.wait(timeout_s=800) == [0, 0], nodes.rank_log(0)[-4000:]
+        (folder / "logs.json").write_text(json.dumps([nodes.rank_log(rank) for rank in range(2)]))
     return {
         name: [json.loads((folder / f"{name}_rank{rank}.json").read_text()) for rank in range(2)] for name in TRAINERS
     }
+
+
+LINE = re.compile(
+    r"step (\d)/5, eta \d:\d\d:\d\d \| [\d.]+ s: "
+    r"generate [\d.]+, sync [\d.]+, train [\d.]+, reward [\d.]+, wait [\d.]+"
+    r" \| [\d.k]+ tokens/s, [\d.k]+ per device \| memory [\d.]+ GiB"
+    r"( \| engines busy \d+ %)? \| (reward|loss) -?[\d.e-]+(, KL [\d.e-]+)?"
+)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_rank_0_prints_a_line_per_step_and_a_table_of_the_nodes(found, folder, name):
+    main, other = (log.split(f"TRAINER {name}\n")[1].split("TRAINER ")[0].splitlines() for log in
+                   json.loads((folder / "logs.json").read_text()))  # fmt: skip
+    lines = [match for line in main if (match := LINE.fullmatch(line))]
+    assert [int(line[1]) for line in lines[:5]] == [1, 2, 3, 4, 5], "\n".join(main)
+    assert sum(bool(line[2]) for line in lines[:5]) >= 3  # the engines' clocks are read at a sync
+    assert {line[3] for line in lines} == {"reward" if name == "RLOO" else "loss"}
+    table = main.index("nodes at step 3, per step; marked: more than 1.3 x the mean")
+    assert main[table + 1].split()[:3] == ["node", "generate", "s"]
+    assert [line.split()[0] for line in main[table + 2 : table + 4]] == ["0", "1"]
+    assert not [line for line in main + other if line.startswith("{") and "perf/" in line]  # TRL's own trainer has one
+    assert not [line for line in other if line.startswith("step ")]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_metric_of_this_library_is_documented(found, name):
+    for rank in found[name]:
+        mine = {general(metric) for metric in rank["ours"]["metrics"] if metric.split("/")[0] in PREFIXES}
+        assert mine <= documented() and "perf/valid_tokens_per_device_hour" in mine and "node<k>/tokens" in mine
 
 
 @pytest.mark.parametrize("name", TRAINERS)
