@@ -216,6 +216,7 @@ class NodeTrainer(HubTrainer):
             if self.host is not None:
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
                 self.weights_changed()
+                self._report.restart()
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -15,7 +15,7 @@ from trl_multinode.node_settings import NodeSettings
 from trl_multinode.reporting.flops import ModelFlops, model_flops, peak_flops, peak_of
 from trl_multinode.reporting.lines import node_table, rendered, step_line
 from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, StepSums, step_metrics
-from trl_multinode.reporting.steps import StepReport, count_tokens
+from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
 from trl_multinode.rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
 from trl_multinode.run.phases import PHASES, Phases
 from trl_multinode.weights.sync import STAGES, SyncTimings, sync_metrics
@@ -137,6 +137,25 @@ def test_mfu_is_the_share_of_the_training_devices_peak_in_phase_train():
     assert found["perf/mfu"] == pytest.approx((2000 * 6e9 + 2e5 * 1e4) / (2 * 15.0 * 1e12))
 
 
+class Cuda:
+    """A GPU of 80 GiB: torch has reserved 30 at most, and 60 are in use, because an engine is on it too."""
+
+    max_memory_reserved = staticmethod(lambda device: 30 * 2**30)
+    mem_get_info = staticmethod(lambda device: (20 * 2**30, 80 * 2**30))
+    get_device_name = staticmethod(lambda device: "NVIDIA H100 80GB HBM3")
+
+
+def test_memory_and_peak_are_read_from_the_gpu_of_the_rank(monkeypatch):
+    device = torch.device("cuda", 3)
+    for name in ("max_memory_reserved", "mem_get_info", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, getattr(Cuda, name))
+    assert gpu_memory(device) == (30.0, 0.75)
+    assert all(map(math.isnan, gpu_memory(torch.device("cpu"))))
+    assert peak_flops(NodeSettings(bf16=True), device) == 989.5e12
+    assert peak_flops(NodeSettings(mixed_precision="fp16"), device) == 989.5e12
+    assert peak_flops(NodeSettings(), device) is None  # the table has no rates of float32
+
+
 # ---- one rank between two logs
 
 
@@ -186,7 +205,9 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
     assert found["memory/host_gib/max"] > 0.05 and "memory/gpu_gib/max" not in found and found["perf/mfu"] > 0
     now.seconds, one.host.at = now.seconds + 4.0, 3
     found = one.metrics(SyncTimings(), steps_left=7)
-    assert found["perf/step_s"] == 2.0 and found["perf/eta_s"] == 14.0  # without the first interval
+    assert (
+        accelerator.gathers == 2 and found["perf/step_s"] == 2.0 and found["perf/eta_s"] == 14.0
+    )  # without the first interval
     assert "perf/tokens_per_s" not in found  # taken
 
 
@@ -197,6 +218,18 @@ def test_a_sync_through_host_memory_crosses_the_bus_once_out_and_once_into_every
     on_cpu, direct = report(OneRank()), report(OneRank(), per_engine=(("6",), ("7",)))
     direct.host.transport = ("ipc", "")
     assert all("sync/host_device_mib" not in one.metrics(sync, 0) for one in (on_cpu, direct))
+
+
+def test_time_between_two_trainings_is_no_steps(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
+    one = report(OneRank())
+    one.begin_step(0)
+    now.seconds = 1000.0
+    one.restart()
+    one.begin_step(0)
+    now.seconds += 3.0
+    assert one.metrics(SyncTimings(), 0)["perf/step_s"] == 3.0
 
 
 # ---- the page and the cost

@@ -64,6 +64,10 @@ class StepReport:
         devices = self._host.devices
         return 0 if devices.shared_with_training else sum(map(len, devices.per_engine)) or len(devices.per_engine)
 
+    def restart(self) -> None:
+        """Forget the time since the last log, because the script trains again."""
+        self._since = self._counts = None
+
     def begin_step(self, step: int) -> None:
         """Start the clock of the first interval; later intervals start at the log before them."""
         if self._since is None:
