@@ -5,6 +5,7 @@ several nodes, whose `trainer_state.json` or `history.jsonl` has the logs, it fi
 """
 
 import argparse
+import io
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from trl_multinode.reporting.lines import node_table, other_line, step_line
 
 DOCS = Path(__file__).parents[1] / "docs"
-WIDTH = 172
+WIDTH = 112  # of the picture, which a README shows about 830 pixels wide; longer lines are wrapped
 STEPS = 4  # lines before the table, which is that of the last one
 
 
@@ -35,7 +36,7 @@ def record(folder: Path) -> dict:
 
 def draw(recorded: dict, path: Path) -> None:
     """Print the lines and the table of the last step into an SVG file."""
-    console = Console(record=True, width=WIDTH, file=open("/dev/null", "w"))
+    console = Console(record=True, width=WIDTH, file=io.StringIO())
     last = max(entry["step"] for entry in recorded["logs"])
     for entry in recorded["logs"]:
         step = entry["step"]

@@ -1,14 +1,14 @@
 """Metrics of an interval: tokens, FLOPs, memory and seconds of all ranks; docs/metrics.md names each of them."""
 
 import math
-import re
 import time
 from dataclasses import astuple
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from metric_names import documented, mine
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
 
 from trl_multinode.node_settings import NodeSettings
@@ -17,10 +17,9 @@ from trl_multinode.reporting.lines import node_table, rendered, step_line
 from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, StepSums, step_metrics
 from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
 from trl_multinode.rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
-from trl_multinode.run.phases import PHASES, Phases
+from trl_multinode.run.phases import Phases
 from trl_multinode.weights.sync import STAGES, SyncTimings, sync_metrics
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROUNDS = RoundSums(*[1.0] * len(astuple(RoundSums())))
 
 
@@ -119,6 +118,20 @@ def test_a_token_uses_only_some_experts():
         return model_flops(AutoModelForCausalLM.from_config(experts)).per_token
 
     assert per_token(8) - per_token(2) == pytest.approx(6 * 2 * 3 * 32 * 16 * (8 - 2))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_is_trained_beside_frozen_weights(tied):
+    model = Qwen2ForCausalLM(config(tied))
+    frozen = model_flops(model).per_token * 4 / 6
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert model_flops(adapted).per_token == pytest.approx(frozen + 6 * 2 * (2 * 32 + 32 * 2))
+
+
+def test_a_model_that_the_formula_does_not_fit_has_no_flops():
+    per_layer = Qwen2ForCausalLM(config(tied=True))
+    vars(per_layer.config)["num_attention_heads"] = [4, 2]
+    assert model_flops(torch.nn.Linear(2, 2)) is None and model_flops(per_layer) is None
 
 
 def test_the_peak_is_a_data_sheets_or_the_setting_and_unknown_on_a_cpu():
@@ -235,11 +248,6 @@ def test_time_between_two_trainings_is_no_steps(monkeypatch):
 # ---- the page and the cost
 
 
-def documented() -> set[str]:
-    rows = re.findall(r"^\| (`.*?`) \|", DOCS.read_text().split("\n## ")[3], re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`([\w<>/]+)`", row)}
-
-
 def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
     """All metrics that a run can log, but `balance/`, which TRL's `_metrics` gets."""
     shape = RunShape(ranks_per_node, 6, flops=ModelFlops(1.0, 1.0), peak_flops=1e12)
@@ -249,14 +257,8 @@ def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
     return found | sync_metrics(SyncTimings(), [one.stages for one in ranks], ranks_per_node)
 
 
-def general(name: str) -> str:
-    """The name in the page: one row for all nodes, and one for all phases."""
-    phases = "|".join(PHASES)
-    return re.sub(rf"(?<=/)({phases})_s", "<phase>_s", re.sub(r"^node\d+/", "node<k>/", name))
-
-
 def test_the_page_names_what_is_logged_and_nothing_else():
-    assert {name for name in documented() if not name.startswith("balance/")} == {general(name) for name in logged()}
+    assert {name for name in documented() if not name.startswith("balance/")} == mine(logged())
 
 
 def test_at_64_nodes_metrics_line_and_table_take_less_than_a_hundredth_of_a_10_s_step():

@@ -81,14 +81,18 @@ class ModelFlops:
 
 def model_flops(model: torch.nn.Module) -> ModelFlops | None:
     """Return the FLOPs of a text model; `None` if its config lacks a number, or for a model of texts and images."""
-    config: Any = getattr(model, "config", None)
-    if config is None or config.get_text_config() is not config:
-        return None
     try:
-        layers, heads = config.num_hidden_layers, config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    except AttributeError:
+        return _flops_of(model)
+    except (AttributeError, TypeError, NotImplementedError):  # a custom model; a number per layer instead of one
         return None
+
+
+def _flops_of(model: Any) -> ModelFlops | None:
+    config = model.config
+    if config.get_text_config() is not config:
+        return None
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     experts = next((n for key in ("num_local_experts", "num_experts") if (n := getattr(config, key, None))), 1)
     share = (getattr(config, "num_experts_per_tok", None) or experts) / experts
     lookup = _lookup_only(model)
