@@ -55,7 +55,9 @@ def main() -> None:
     options = parser.parse_args()
     recording = DOCS / "log.json"
     if options.folder is not None:
-        recording.write_text(json.dumps(record(options.folder), indent=1) + "\n")
+        recorded = record(options.folder)
+        lines = ",\n".join(map(json.dumps, recorded["logs"]))
+        recording.write_text(f'{{"max_steps": {recorded["max_steps"]}, "logs": [\n{lines}\n]}}\n')
     draw(json.loads(recording.read_text()), DOCS / "log.svg")
 
 
