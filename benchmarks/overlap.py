@@ -106,7 +106,7 @@ class Schedule(TrainerCallback):
         now = time.perf_counter()
         arm, index, inside = self.arm_of(state.global_step - 1)
         step = {"arm": arm, "segment": index, "round": inside, "step_s": now - self._since, **self.seconds}
-        self.steps.append(step | {"busy/engines": logs.get("busy/engines", 0.0)})
+        self.steps.append(step | {"engine/busy": logs.get("engine/busy", 0.0)})
         self.seconds.clear()
         self._since = now
 
@@ -221,7 +221,7 @@ def rounds_of(steps: list[dict], mix: Mix) -> dict[tuple[str, int], list[dict]]:
             total = {key: sum(step.get(key, 0.0) for step in part) for key in KEYS}
             total["hidden"] = (total["ahead_s"] - total["waited_s"]) / total["step_s"]
             total["busy_ranks"] = 1 - (total["generate"] + total["waited_s"]) / total["step_s"]
-            total["busy_engines"] = part[0]["busy/engines"]  # since the last sync, that is of a whole round
+            total["busy_engines"] = part[0]["engine/busy"]  # since the last sync, that is of a whole round
             segments[part[0]["arm"], part[0]["segment"]].append(total)
     return segments
 

@@ -61,7 +61,7 @@ LIBRARIES = {
         "scripts": "",
         "__init__": "lazily",
     },  # fmt: skip
-    "transformers": {"config": "", "call_checks": "", "saving": "", "batches": "", "testing": ""},
+    "transformers": {"config": "", "call_checks": "", "saving": "", "batches": "", "reporting": "", "testing": ""},
     "accelerate": {"check": "", "command": "lazily", "testing": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": "", "testing": ""},
     "deepspeed": {"weights": "lazily", "testing": "lazily"},
@@ -86,7 +86,7 @@ COLLECTIVES = {
     "transports.broadcast": {"broadcast"},  # with the node's workers, in a group that no other rank is in
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
-    "reporting": {"gather"},  # of the phases' seconds, once per log
+    "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
     "batches.row_exchange": {
         "all_gather",
         "all_to_all_single",

@@ -1,11 +1,15 @@
 """Seconds by phase: exclusive when nested, one JSON line each, and the split that they ask for."""
 
+import gc
 import json
+from pathlib import Path
 
 import pytest
 
+from trl_multinode.run import phase_file
 from trl_multinode.run import phases as phases_module
-from trl_multinode.run.phases import PHASES, Phases, split_advice, summarize
+from trl_multinode.run.phase_file import PhaseFile
+from trl_multinode.run.phases import PHASES, Phases, split_advice
 
 
 @pytest.fixture
@@ -24,7 +28,7 @@ def clock(monkeypatch):
 
 
 def test_an_evaluation_is_written_down_and_not_counted_into_the_step(clock, tmp_path):
-    phases = Phases(tmp_path / "rank0.jsonl")
+    phases = Phases(PhaseFile(tmp_path, rank=0, node=0))
     with phases("sync"):
         clock.pass_(1)
     with phases.uncounted(), phases("generate"):
@@ -34,7 +38,7 @@ def test_an_evaluation_is_written_down_and_not_counted_into_the_step(clock, tmp_
 
 
 def test_nested_phases_count_their_own_time_only(clock, tmp_path):
-    phases = Phases(tmp_path / "phases" / "rank0.jsonl")
+    phases = Phases(PhaseFile(tmp_path / "phases", rank=0, node=0))
     phases.step = 3
     with phases("train"):
         clock.pass_(1)
@@ -49,10 +53,102 @@ def test_nested_phases_count_their_own_time_only(clock, tmp_path):
         "sync": 0, "generate": 2, "reward": 16, "train": 9, "wait": 4,
     }  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "phases" / "rank0.jsonl").read_text().splitlines()]
-    assert [(line["phase"], line["seconds"]) for line in lines] == [
-        ("wait", 4), ("generate", 2), ("reward", 16), ("train", 9),
+    assert [(line["phase"], line["seconds"], line["total"]) for line in lines] == [
+        ("wait", 4, 4), ("generate", 2, 6), ("reward", 16, 16), ("train", 9, 31),
     ]  # fmt: skip
     assert {line["step"] for line in lines} == {3} and all(line["start"] > 1e9 for line in lines)
+
+
+# ---- the files
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(file: PhaseFile, count: int = 1) -> None:
+    for _ in range(count):
+        file.write("train", start=1.5, total=3.0, seconds=2.0, step=7)
+
+
+def test_a_line_has_what_a_timeline_of_all_nodes_needs(tmp_path):
+    file = PhaseFile(tmp_path, rank=5, node=2)
+    write(file)
+    file.clock_offset = -0.25
+    write(file)
+    line = {"phase": "train", "start": 1.5, "seconds": 2.0, "total": 3.0, "step": 7, "node": 2, "attempt": 1}
+    assert lines(tmp_path / "rank5.jsonl") == [line | {"clock_offset": None}, line | {"clock_offset": -0.25}]
+
+
+def test_a_resumed_run_appends_with_the_next_number_also_on_ranks_that_are_new(tmp_path):
+    for attempt in (1, 2):
+        files = [PhaseFile(tmp_path, rank, node=0) for rank in (0, 1)]
+        for file in files:
+            write(file)
+        assert [file.attempt for file in files] == [attempt] * 2
+    assert PhaseFile(tmp_path, rank=9, node=3).attempt == 3
+    assert [line["attempt"] for line in lines(tmp_path / "rank1.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"phase": "sync", "step": 1}\n', "[1]\n", "\0\n"])
+def test_a_file_of_an_earlier_version_or_with_half_a_line_is_no_attempt(tmp_path, content):
+    (tmp_path / "rank0.jsonl").write_text(content)
+    assert PhaseFile(tmp_path, rank=0, node=0).attempt == 1
+
+
+def test_a_file_is_rotated_and_only_the_one_before_it_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(phase_file, "ROTATE_BYTES", 1000)
+    file = PhaseFile(tmp_path, rank=0, node=0)
+    write(file, 50)
+    paths = sorted(tmp_path.iterdir())
+    assert [path.name for path in paths] == ["rank0.jsonl", "rank0.jsonl.1"]
+    assert all(len(lines(path)) > 0 and path.stat().st_size < 1300 for path in paths)
+
+
+def full_disk(file: PhaseFile, tmp_path: Path) -> None:
+    file._file = open("/dev/full", "a", buffering=1)
+
+
+def closed_file(file: PhaseFile, tmp_path: Path) -> None:
+    if file._file is not None:
+        file._file.close()
+
+
+def lost_folder(file: PhaseFile, tmp_path: Path) -> None:
+    closed_file(file, tmp_path)
+    file.path = tmp_path / "a file" / "rank0.jsonl"
+    (tmp_path / "a file").write_text("")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("harm", [full_disk, closed_file, lost_folder])
+def test_an_error_while_writing_is_one_warning_and_never_ends_a_run(tmp_path, caplog, harm):
+    phases = Phases(PhaseFile(tmp_path, rank=0, node=3))
+    for _ in range(3):
+        with phases("sync"):
+            pass
+        harm(phases.file, tmp_path)
+    gc.collect()
+    (record,) = caplog.records
+    assert record.message.startswith("node 3, rank 0: lines of phases are missing in /")
+    assert phases.take_sums()[0] > 0
+
+
+def test_writing_goes_on_when_the_disk_has_room_again(tmp_path):
+    file = PhaseFile(tmp_path, rank=0, node=0)
+    full_disk(file, tmp_path)
+    write(file, 3)
+    assert len(lines(file.path)) == 2
+
+
+def test_a_timeline_finds_the_rank_in_the_name_of_every_current_file(tmp_path, monkeypatch):
+    """A reader takes the number from `rank<r>.jsonl`; a rotated file must not match."""
+    monkeypatch.setattr(phase_file, "ROTATE_BYTES", 100)
+    write(PhaseFile(tmp_path, rank=12, node=1), 5)
+    assert [int(path.stem[4:]) for path in tmp_path.glob("rank*.jsonl")] == [12]
+
+
+# ---- sums
 
 
 def test_sums_are_taken_once(clock):
@@ -83,14 +179,6 @@ def test_the_current_phase_is_the_innermost():
         assert phases.current == "generate"
     phases.step = 1
     assert phases.current == "between steps"
-
-
-def test_a_summary_names_the_node_of_the_slowest_rank():
-    seconds = [[1.0, 5.0, 0, 0, 0], [1.5, 6.0, 0, 0, 0], [0.5, 9.0, 0, 0, 0], [1.0, 7.0, 0, 0, 0]]
-    summary = summarize(seconds, ranks_per_node=2)
-    assert (summary["phase/sync_s/min"], summary["phase/sync_s/max"]) == (0.5, 1.5)
-    assert (summary["phase/sync_s/slowest_node"], summary["phase/generate_s/slowest_node"]) == (0.0, 1.0)
-    assert len(summary) == 3 * len(PHASES)
 
 
 def test_advice_moves_gpus_to_the_side_that_needs_them():

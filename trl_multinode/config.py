@@ -85,6 +85,11 @@ class NodeFields(_Arguments):
         balance_across (`str`, *optional*, defaults to `"node"`):
             Ranks between which this regrouping may move rows: `"node"`, those of one node, or `"world"`, all ranks,
             over the network too.
+        node_table_steps (`int`, *optional*, defaults to `10`):
+            Optimizer steps between two tables of the nodes in the log of rank 0; `0` for none. See docs/metrics.md.
+        device_tflops (`float`, *optional*):
+            Peak TFLOPS of one training device, for `perf/mfu`. Default: the data sheet's dense bfloat16 rate if the
+            device is known and training computes in bfloat16 or float16, else `perf/mfu` is not logged.
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
             End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
             command that repeats the push. See docs/hub.md.
@@ -166,6 +171,14 @@ class NodeFields(_Arguments):
     balance_across: str = field(
         default=NodeSettings.balance_across,
         metadata={"help": "Ranks between which rows may move: those of a 'node', or of the 'world'."},
+    )
+    node_table_steps: int = field(
+        default=NodeSettings.node_table_steps,
+        metadata={"help": "Optimizer steps between two tables of the nodes in the log; 0 for none."},
+    )
+    device_tflops: float | None = field(
+        default=None,
+        metadata={"help": "Peak TFLOPS of a training device, for the log's MFU. Default: by the device's name."},
     )
     hub_push_must_succeed: bool = field(
         default=NodeSettings.hub_push_must_succeed,

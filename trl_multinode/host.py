@@ -10,6 +10,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from .engine.node_engines import NodeEngines
 from .engine.settings import EngineSettings, check_vllm, engine_dtype, gpu_share, training_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
+from .run.clock import clock_offset
 from .run.meeting import Meeting
+from .run.phase_file import PhaseFile
 from .run.phases import Phases
 from .run.reporter import report
 from .run.store import connect_store
@@ -55,7 +58,8 @@ class NodeHost:
         self.settings = NodeSettings.of(args)
         self.topology = Topology.from_environment()
         folder = Path(args.output_dir) / "_multinode"  # the underscore keeps it out of pushes to the Hub
-        self.phases = Phases(folder / "phases" / f"rank{self.topology.rank}.jsonl")
+        self._phase_file = PhaseFile(folder / "phases", self.topology.rank, self.topology.node)
+        self.phases = Phases(self._phase_file)
         self.watch = Watchdog(self.topology, lambda: self.phases.current)
         self.step: Callable[[], int] = lambda: 0
         self._closing = threading.Lock()
@@ -65,6 +69,7 @@ class NodeHost:
         self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
         self._ends = False
         self.engine_clocks: list[tuple[float, float]] = []  # per engine, at the last sync: busy seconds, total seconds
+        self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
         with self.watch.guard():
             store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
@@ -72,6 +77,7 @@ class NodeHost:
             if store is not None:
                 self.watch.watch_local_ranks(store)
         self._meeting = Meeting(self.topology, store, self._state)
+        self._measure_clock: Callable[[], float | None] | None = partial(clock_offset, self.topology, store)
         self.watch.add_chore(self._meeting.report_progress)
         logs = folder / "logs" / f"node{self.topology.node}"
         self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
@@ -236,6 +242,9 @@ class NodeHost:
         """Wait until all ranks call this; unlike a collective, the wait has no limit. The log counts it as `wait`."""
         with self.phases("wait"):
             self._meeting.wait()
+            measure, self._measure_clock = self._measure_clock, None
+            if measure is not None:  # all ranks have just met, so each finds the others ready to respond
+                self._phase_file.clock_offset = measure()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -255,6 +264,11 @@ class NodeHost:
             engines = self.engines if self.topology.is_local_main else None
             probe_engines(self._model, engines, self.divergence_limit, self.topology)
         return timings
+
+    def take_kv_use(self) -> float:
+        """Return the greatest share of a node's engine's key-value cache that was in use, up to the last sync."""
+        use, self._kv_use = self._kv_use, 0.0
+        return use
 
     def send_everything(self) -> None:
         """Make the next sync send the frozen weights too."""

@@ -96,6 +96,8 @@ class NodeSettings:
     logprob_divergence_limit: float | None = None  # mean per token; 0: no limit
     micro_batch_tokens: int | None = None  # rows x padded length
     balance_across: str = "node"
+    node_table_steps: int = 10  # optimizer steps; 0: no table
+    device_tflops: float | None = None  # of one training device; `None`: by its name
     hub_push_must_succeed: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
     # fields of TRL and transformers that the engines need
@@ -189,6 +191,12 @@ def _check_numbers(settings: NodeSettings) -> None:
     for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"):
         if (value := getattr(settings, name)) <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
+    if settings.node_table_steps < 0:
+        raise ConfigurationError(
+            f"`node_table_steps` must be at least 0, got {settings.node_table_steps}; 0: no table."
+        )
+    if settings.device_tflops is not None and settings.device_tflops <= 0:
+        raise ConfigurationError(f"`device_tflops` must be positive, got {settings.device_tflops}. Leave it unset.")
     for name in ("num_engines", "vllm_tensor_parallel_size"):
         if (value := getattr(settings, name)) is not None and value < 1:
             raise ConfigurationError(f"`{name}` must be at least 1, got {value}.")

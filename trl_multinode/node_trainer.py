@@ -21,7 +21,7 @@ from .config import NodeFields
 from .host import NodeHost
 from .libraries import replaced
 from .node_settings import is_node_mode
-from .reporting import StepReport, report_choices, report_start
+from .reporting import StepReport, report_choices, report_start, report_steps
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.monitor import check_nan
@@ -115,7 +115,9 @@ class NodeTrainer(HubTrainer):
             self.max_completion_length = self.vllm_generation.max_tokens
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
-        self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation)
+        iterations = getattr(self, "num_iterations", 1)
+        self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations)
+        report_steps(self.callback_handler.callbacks, host.settings.node_table_steps)
         self._resume = Resume(self)
 
     @property
@@ -214,6 +216,7 @@ class NodeTrainer(HubTrainer):
             if self.host is not None:
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
                 self.weights_changed()
+                self._report.restart()
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -238,8 +241,14 @@ class NodeTrainer(HubTrainer):
             return super().training_step(*args, **kwargs)
         self._resume.restore_position()
         self.host.phases.step = self.state.global_step
+        self._report.begin_step(self.state.global_step)
         with self.host.phases("train"):
             return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.host is not None and self.model.training:
+            self._report.count(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         if self.host is not None:  # the script, `push_to_hub` and every checkpoint call this method on all ranks
@@ -268,7 +277,8 @@ class NodeTrainer(HubTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.host is not None and "loss" in logs:  # all ranks log `loss`; a script may log other values on one rank
-            logs |= self._report.metrics(self.vllm_generation.last_sync)
+            steps_left = self.state.max_steps - self.state.global_step
+            logs |= self._report.metrics(self.vllm_generation.last_sync, steps_left)
         super().log(logs, start_time)
 
 

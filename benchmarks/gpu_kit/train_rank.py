@@ -118,7 +118,7 @@ def main() -> None:
     kept = {
         name.replace("/", "_"): value
         for name, value in log.items()
-        if name.startswith(("phase/", "sync/", "balance/", "sampling/sampling_logp", "grad_norm", "loss"))
+        if name.startswith(("perf/", "sync/", "balance/", "sampling/sampling_logp", "grad_norm", "loss"))
         and not name.endswith(("slowest_node", "/min"))
     }
     extra = trainer.figures() if hasattr(trainer, "figures") else {}

@@ -91,7 +91,7 @@ class Report:
 
     def engines_busy(self) -> float:
         """Return the share of time in which an engine had a request, by the engines' clocks, as a mean over steps."""
-        shares = [entry["busy/engines"] for entry in self.steps if "busy/engines" in entry]
+        shares = [entry["engine/busy"] for entry in self.steps if "engine/busy" in entry]
         return sum(shares) / len(shares)
 
     def rewards(self) -> tuple[float, float]:

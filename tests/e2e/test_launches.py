@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from metric_names import documented, mine
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.launch_files import ZERO3, fresh_environment
@@ -68,6 +69,12 @@ def test_balanced_micro_batches_give_the_same_gradients_in_a_real_launch(launche
     assert balanced["world"] == 2 and ours["micro_steps"] == []
     assert len(balanced["micro_steps"]) == 2 and min(balanced["micro_steps"]) > 1
     assert balanced["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-4)
+
+
+def test_every_metric_of_balanced_micro_batches_is_documented(launched):
+    assert mine(launched("balanced")["metrics"]) <= documented()
+    balance = {name for name in documented() if name.startswith("balance/")}
+    assert balance == {name for name in launched("balanced")["metrics"] if name.startswith("balance/")}
 
 
 def test_the_alarms_limit_is_that_of_the_dtype_to_which_deepspeed_casts_the_model(launched):

@@ -84,9 +84,9 @@ def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
     one = meter()
     one._since -= 10.0  # ten seconds ago
     found = metrics(one, ahead=(6.0, 1.0), clocks=[(3.0, 10.0), (9.0, 10.0)], idle=2.0)
-    assert found["busy/engines"] == pytest.approx(0.6) and found["busy/ranks"] == pytest.approx(0.8, abs=0.01)
-    assert found["overlap/hidden_share"] == pytest.approx(0.5, abs=0.01)
-    assert metrics(one, clocks=[(5.0, 20.0), (10.0, 20.0)])["busy/engines"] == pytest.approx(3 / 20)
+    assert found["engine/busy"] == pytest.approx(0.6) and found["perf/rank_busy_share"] == pytest.approx(0.8, abs=0.01)
+    assert found["perf/hidden_share"] == pytest.approx(0.5, abs=0.01)
+    assert metrics(one, clocks=[(5.0, 20.0), (10.0, 20.0)])["engine/busy"] == pytest.approx(3 / 20)
 
 
 def test_a_rank_sends_a_fixed_count_of_numbers():

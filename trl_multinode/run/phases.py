@@ -3,12 +3,12 @@
 Phases nest; each counts only its own time, so the sums add up to the wall time of the outermost phase.
 """
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from .phase_file import PhaseFile
 
 PHASES = ("sync", "generate", "reward", "train", "wait")  # the phases of a step, in the order of the log
 
@@ -17,15 +17,12 @@ class Phases:
     """Phase timer of one rank.
 
     Args:
-        path (`Path`, *optional*):
-            JSON-lines file for the fields `phase`, `start` (Unix time), `seconds` (own time) and `step`.
+        file ([`PhaseFile`], *optional*):
+            File that gets a line per phase.
     """
 
-    def __init__(self, path: Path | None = None):
-        self._file = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", buffering=1)
+    def __init__(self, file: PhaseFile | None = None):
+        self.file = file
         self._stack: list[list] = []  # per open phase: name, seconds spent in nested phases
         self._failed: str | None = None  # the phase that raised the current exception
         self._sums: dict[str, float] = defaultdict(float)
@@ -54,7 +51,7 @@ class Phases:
             _, inside = self._stack.pop()
             if self._stack:
                 self._stack[-1][1] += total
-            self._record(name, wall, total - inside)
+            self._record(name, wall, total, total - inside)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -65,32 +62,16 @@ class Phases:
         finally:
             self._sums = kept
 
-    def _record(self, name: str, wall: float, seconds: float) -> None:
+    def _record(self, name: str, wall: float, total: float, seconds: float) -> None:
         self._sums[name] += seconds
-        if self._file is not None:
-            line = {"phase": name, "start": round(wall, 3), "seconds": round(seconds, 4), "step": self.step}
-            self._file.write(json.dumps(line) + "\n")
+        if self.file is not None:
+            self.file.write(name, wall, total, seconds, self.step)
 
     def take_sums(self) -> list[float]:
         """Return the seconds per phase of `PHASES` since the last call."""
         sums = [self._sums[name] for name in PHASES]
         self._sums.clear()
         return sums
-
-
-def summarize(per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
-    """Return minimum and maximum over ranks of every phase, and the slowest rank's node, for `Trainer.log`.
-
-    Args:
-        per_rank (`list[list[float]]` of shape `(world_size, len(PHASES))`):
-            Seconds per rank and phase.
-    """
-    metrics: dict[str, float] = {}
-    for index, name in enumerate(PHASES):
-        seconds = [rank[index] for rank in per_rank]
-        metrics[f"phase/{name}_s/min"], metrics[f"phase/{name}_s/max"] = min(seconds), max(seconds)
-        metrics[f"phase/{name}_s/slowest_node"] = float(seconds.index(max(seconds)) // ranks_per_node)
-    return metrics
 
 
 def split_advice(generate_s: float, train_s: float, training: int, reserved: int, overlapped: bool = False) -> str:

@@ -6,6 +6,7 @@ through `logging`, so that a script's own settings apply to them.
 
 import logging
 import sys
+from collections.abc import Callable
 
 logger = logging.getLogger("trl_multinode")
 
@@ -20,6 +21,21 @@ def report(text: object, error: bool = False) -> None:
             Print to stderr.
     """
     print(f"[trl_multinode] {text}", file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def show(text: str, write: Callable[[str], object] | None = None) -> None:
+    """Print text without the name of the library: the line of a step, or a table.
+
+    Args:
+        text (`str`):
+            One line or several.
+        write (`Callable[[str], object]`, *optional*):
+            Function that prints above a progress bar.
+    """
+    if write is not None:
+        write(text)
+    else:
+        print(text, flush=True)
 
 
 def warn(text: str) -> None:

@@ -73,7 +73,8 @@ def train(trainer, resume: str | None = None) -> dict:
 
 
 def on_our_engines(name: str) -> tuple[dict, list]:
-    trainer = make(trl_multinode, name, rollout_seed=5, save_strategy="steps", save_steps=CHECKPOINT[name])
+    saving = {"save_strategy": "steps", "save_steps": CHECKPOINT[name]}
+    trainer = make(trl_multinode, name, rollout_seed=5, node_table_steps=3, **saving)
     dropped_run = [Path(f"/proc/{pid}").exists() for pid in dropped]
     generation, calls, versions = trainer.vllm_generation, [], []
     generate = generation.generate
@@ -90,6 +91,7 @@ def on_our_engines(name: str) -> tuple[dict, list]:
         logs = train(trainer)
     result = logs | {
         "world": trainer.accelerator.num_processes,
+        "metrics": sorted({key for entry in trainer.state.log_history if "loss" in entry for key in entry}),
         "sharded": all(parameter.numel() == 0 for parameter in trainer.model.parameters()),
         "versions": versions,
         "dropped_run": dropped_run,

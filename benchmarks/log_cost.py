@@ -1,0 +1,68 @@
+"""Cost of the readable log on rank 0, in milliseconds: `python benchmarks/log_cost.py [--nodes 64] [--ranks 7]`.
+
+The numbers of all ranks are random; what is measured is the code from the gathered rows to the text, and what every
+rank does per micro-batch and per phase. The gather itself and the trackers are left out.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from trl_multinode.reporting.lines import node_table, rendered, step_line
+from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, step_metrics
+from trl_multinode.reporting.steps import count_tokens
+from trl_multinode.rollouts.staleness import summarize_rounds
+from trl_multinode.run.phase_file import PhaseFile
+from trl_multinode.weights.sync import SyncTimings, sync_metrics
+
+REPEATS = 20
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Return the median time of `work`."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return round(1e3 * median(times), 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=7, help="training ranks per node")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = torch.rand(options.nodes * options.ranks, NUM_NUMBERS).tolist()
+    shape = RunShape(options.ranks, options.nodes * (options.ranks + 1))
+
+    def metrics() -> dict[str, float]:
+        ranks = [RankNumbers.of(row) for row in rows]
+        found = step_metrics(ranks, 1, shape)
+        found |= summarize_rounds([list(astuple(rank.rounds)) for rank in ranks], [0.1] * len(ranks))
+        return found | sync_metrics(SyncTimings(), [rank.stages for rank in ranks], options.ranks)
+
+    logs = metrics()
+    masks = {"prompt_mask": torch.ones(8, 512).long(), "completion_mask": torch.ones(8, 4096).long()}
+    with tempfile.TemporaryDirectory() as folder:
+        file = PhaseFile(Path(folder), rank=0, node=0)
+        found = {
+            "metrics": milliseconds(metrics),
+            "line": milliseconds(lambda: step_line(logs, 1, 2)),
+            "table": milliseconds(lambda: rendered(node_table(logs, 1))),
+            "tokens of a micro-batch of 8 rows": milliseconds(lambda: count_tokens(masks)),
+            "a line of a phase": milliseconds(lambda: file.write("train", 1.0, 1.0, 1.0, 1)),
+        }
+    print(json.dumps(found | {"series": len(logs)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

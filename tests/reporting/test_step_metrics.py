@@ -1,0 +1,274 @@
+"""Metrics of an interval: tokens, FLOPs, memory and seconds of all ranks; docs/metrics.md names each of them."""
+
+import math
+import time
+from dataclasses import astuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from metric_names import documented, mine
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig
+
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.reporting.flops import ModelFlops, model_flops, peak_flops, peak_of
+from trl_multinode.reporting.lines import node_table, rendered, step_line
+from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, StepSums, step_metrics
+from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
+from trl_multinode.rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
+from trl_multinode.run.phases import Phases
+from trl_multinode.weights.sync import STAGES, SyncTimings, sync_metrics
+
+ROUNDS = RoundSums(*[1.0] * len(astuple(RoundSums())))
+
+
+def rank(phases=(1.0, 20.0, 0.5, 15.0, 4.0), **step) -> RankNumbers:
+    values = {"wall_s": 80.0, "tokens": 1000.0, "squares": 1e5, "trained_tokens": 600.0, "gpu_gib": 60.0,
+              "gpu_share": 0.8, "host_gib": 10.0} | step  # fmt: skip
+    return RankNumbers(list(phases), [0.0] * len(STAGES), ROUNDS, StepSums(**values))
+
+
+# ---- seconds and throughput
+
+
+def test_seconds_are_per_step_and_the_slowest_node_is_named():
+    ranks = [rank(), rank(), rank(phases=(1.0, 30.0, 0.5, 15.0, 0.0)), rank()]
+    found = step_metrics(ranks, steps=2, shape=RunShape(ranks_per_node=2, devices=6))
+    assert found["perf/step_s"] == 40.0 and found["perf/generate_s"] == (3 * 10 + 15) / 4
+    assert (found["perf/generate_s/min"], found["perf/generate_s/max"]) == (10.0, 15.0)
+    assert (found["perf/generate_s/slowest_node"], found["perf/sync_s/slowest_node"]) == (1.0, 0.0)
+    assert (found["node0/generate_s"], found["node1/generate_s"]) == (10.0, 12.5)
+    assert found["node1/tokens"] == 1000.0 and found["node0/memory_gib"] == 60.0
+
+
+def test_every_device_counts_also_the_reserved_ones():
+    ranks = [rank(), rank()]
+    found = step_metrics(ranks, steps=1, shape=RunShape(ranks_per_node=2, devices=4, iterations=2))
+    assert found["perf/tokens_per_s"] == 25.0 and found["perf/tokens_per_s_per_device"] == 6.25
+    assert found["perf/valid_tokens_per_device_hour"] == 1200 / 2 / 4 / (80 / 3600)  # trained on twice: counted once
+
+
+def test_one_node_has_no_series_per_node_and_what_no_rank_measured_is_left_out():
+    without = rank(gpu_gib=math.nan, gpu_share=math.nan, tokens=0.0)
+    found = step_metrics([without] * 2, steps=1, shape=RunShape(2, 3, flops=ModelFlops(1.0, 1.0), peak_flops=1.0))
+    assert not [name for name in found if name.startswith(("node", "memory/gpu"))]
+    assert not [name for name in found if "tokens" in name or "mfu" in name]
+    assert found["memory/host_gib/max"] == 10.0
+
+
+def test_the_fullest_rank_is_found_although_another_one_measured_nothing():
+    found = step_metrics([rank(gpu_gib=math.nan), rank(gpu_gib=70.0)], 1, RunShape(1, 2))
+    assert (found["memory/gpu_gib/max"], found["memory/gpu_gib/fullest_node"]) == (70.0, 1.0)
+    assert "node1/memory_gib" in found
+
+
+def test_no_series_is_per_rank():
+    few, many = (step_metrics([rank()] * n, 1, RunShape(n // 2, n)) for n in (4, 64))
+    assert few.keys() == many.keys()
+
+
+# ---- tokens of a micro-batch
+
+
+def test_tokens_are_counted_from_the_masks_that_the_loss_uses():
+    prompt = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    completion = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    tools = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
+    batch = {"prompt_mask": prompt, "completion_mask": completion}
+    assert count_tokens(batch).tolist() == [4 + 7, 16 + 49, 6]
+    assert count_tokens(batch | {"tool_mask": tools}).tolist() == [11, 65, 5]
+    labels = torch.tensor([[-100, 5, 5], [-100, -100, 5]])
+    assert count_tokens({"attention_mask": prompt, "labels": labels}).tolist() == [5, 13, 3]
+    assert count_tokens({"input_ids": prompt}) is None
+
+
+# ---- FLOPs
+
+
+def config(tied: bool, **more) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=tied, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_model_flops_are_6_n_without_the_lookup_and_12_lhq_for_the_attention(tied):
+    model = Qwen2ForCausalLM(config(tied))
+    blocks = sum(p.numel() for name, p in model.named_parameters() if "layers." in name or name == "model.norm.weight")
+    found = model_flops(model)
+    assert found == ModelFlops(per_token=6 * (blocks + 64 * 32), per_square=12 * 2 * 4 * 8)  # the head multiplies
+    assert found.of(10, 100) == 10 * found.per_token + 100 * found.per_square
+
+
+def test_frozen_parameters_have_no_gradient_of_their_own():
+    model = Qwen2ForCausalLM(config(tied=False))
+    whole = model_flops(model).per_token
+    model.requires_grad_(False)
+    assert model_flops(model).per_token == pytest.approx(whole * 4 / 6)
+
+
+def test_a_token_uses_only_some_experts():
+    def per_token(used: int) -> float:
+        experts = Qwen3MoeConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=4, num_experts=8, num_experts_per_tok=used,
+        )  # fmt: skip
+        return model_flops(AutoModelForCausalLM.from_config(experts)).per_token
+
+    assert per_token(8) - per_token(2) == pytest.approx(6 * 2 * 3 * 32 * 16 * (8 - 2))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_adapter_is_trained_beside_frozen_weights(tied):
+    model = Qwen2ForCausalLM(config(tied))
+    frozen = model_flops(model).per_token * 4 / 6
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert model_flops(adapted).per_token == pytest.approx(frozen + 6 * 2 * (2 * 32 + 32 * 2))
+
+
+def test_a_model_that_the_formula_does_not_fit_has_no_flops():
+    per_layer = Qwen2ForCausalLM(config(tied=True))
+    vars(per_layer.config)["num_attention_heads"] = [4, 2]
+    assert model_flops(torch.nn.Linear(2, 2)) is None and model_flops(per_layer) is None
+
+
+def test_the_peak_is_a_data_sheets_or_the_setting_and_unknown_on_a_cpu():
+    assert peak_of("NVIDIA H100 80GB HBM3") == 989.5e12 and peak_of("NVIDIA H100 PCIe") == 756.5e12
+    assert peak_of("NVIDIA H200") == 989.5e12 and peak_of("NVIDIA H20") == 148e12
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12 and peak_of("NVIDIA L4") == 121e12
+    assert peak_of("NVIDIA GeForce GTX 1080") is None
+    cpu = torch.device("cpu")
+    assert peak_flops(NodeSettings(bf16=True), cpu) is None
+    assert peak_flops(NodeSettings(device_tflops=100.0), cpu) == 1e14
+
+
+def test_mfu_is_the_share_of_the_training_devices_peak_in_phase_train():
+    shape = RunShape(ranks_per_node=2, devices=4, flops=ModelFlops(6e9, 1e4), peak_flops=1e12)
+    found = step_metrics([rank(), rank()], steps=1, shape=shape)
+    assert found["perf/mfu"] == pytest.approx((2000 * 6e9 + 2e5 * 1e4) / (2 * 15.0 * 1e12))
+
+
+class Cuda:
+    """A GPU of 80 GiB: torch has reserved 30 at most, and 60 are in use, because an engine is on it too."""
+
+    max_memory_reserved = staticmethod(lambda device: 30 * 2**30)
+    mem_get_info = staticmethod(lambda device: (20 * 2**30, 80 * 2**30))
+    get_device_name = staticmethod(lambda device: "NVIDIA H100 80GB HBM3")
+
+
+def test_memory_and_peak_are_read_from_the_gpu_of_the_rank(monkeypatch):
+    device = torch.device("cuda", 3)
+    for name in ("max_memory_reserved", "mem_get_info", "get_device_name"):
+        monkeypatch.setattr(torch.cuda, name, getattr(Cuda, name))
+    assert gpu_memory(device) == (30.0, 0.75)
+    assert all(map(math.isnan, gpu_memory(torch.device("cpu"))))
+    assert peak_flops(NodeSettings(bf16=True), device) == 989.5e12
+    assert peak_flops(NodeSettings(mixed_precision="fp16"), device) == 989.5e12
+    assert peak_flops(NodeSettings(), device) is None  # the table has no rates of float32
+
+
+# ---- one rank between two logs
+
+
+class OneRank:
+    """An accelerator of two nodes whose ranks all measure the same; it counts the gathers."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.gathers = 0
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        self.gathers += 1
+        assert row.shape == (1, NUM_NUMBERS)
+        return row.repeat(4, 1)
+
+
+def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
+    topology = SimpleNamespace(ranks_per_node=2, num_nodes=2, rank=1)
+    devices = SimpleNamespace(per_engine=per_engine, shared_with_training=False)
+    host = SimpleNamespace(
+        topology=topology, devices=devices, settings=NodeSettings(**settings), phases=Phases(), step=lambda: host.at,
+        engine_clocks=[(3.0, 4.0), (1.0, 4.0)], take_kv_use=lambda: 0.7, at=1, transport=("host", ""),
+    )  # fmt: skip
+    generation = SimpleNamespace(look_ahead=SimpleNamespace(take_seconds=lambda: (0.0, 0.0)))
+    found = StepReport(host, accelerator, StalenessMeter(None), generation, Qwen2ForCausalLM(config(True)))
+    found.host = host
+    return found
+
+
+def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
+    accelerator = OneRank()
+    one = report(accelerator, device_tflops=1e-6)
+    one.begin_step(0)
+    ones = torch.ones(2, 5)
+    with one.host.phases("train"):
+        now.seconds += 10.0
+    one.count({"prompt_mask": ones, "completion_mask": ones})
+    one.count({"prompt_mask": ones, "completion_mask": ones})
+    found = one.metrics(SyncTimings(), steps_left=9)
+    assert accelerator.gathers == 1
+    assert found["perf/step_s"] == 10.0 and found["perf/eta_s"] == 90.0
+    assert found["perf/tokens_per_s"] == 4 * 40 / 10 and found["perf/tokens_per_s_per_device"] == 16 / 8
+    assert found["engine/busy"] == 0.5 and found["engine/kv_use"] == pytest.approx(0.7)
+    assert found["memory/host_gib/max"] > 0.05 and "memory/gpu_gib/max" not in found and found["perf/mfu"] > 0
+    now.seconds, one.host.at = now.seconds + 4.0, 3
+    found = one.metrics(SyncTimings(), steps_left=7)
+    assert (
+        accelerator.gathers == 2 and found["perf/step_s"] == 2.0 and found["perf/eta_s"] == 14.0
+    )  # without the first interval
+    assert "perf/tokens_per_s" not in found  # taken
+
+
+def test_a_sync_through_host_memory_crosses_the_bus_once_out_and_once_into_every_worker():
+    sync = SyncTimings(num_bytes=2**20)
+    found = report(OneRank(), per_engine=(("6",), ("7",))).metrics(sync, 0)
+    assert found["sync/host_device_mib"] == 3.0
+    on_cpu, direct = report(OneRank()), report(OneRank(), per_engine=(("6",), ("7",)))
+    direct.host.transport = ("ipc", "")
+    assert all("sync/host_device_mib" not in one.metrics(sync, 0) for one in (on_cpu, direct))
+
+
+def test_time_between_two_trainings_is_no_steps(monkeypatch):
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
+    one = report(OneRank())
+    one.begin_step(0)
+    now.seconds = 1000.0
+    one.restart()
+    one.begin_step(0)
+    now.seconds += 3.0
+    assert one.metrics(SyncTimings(), 0)["perf/step_s"] == 3.0
+
+
+# ---- the page and the cost
+
+
+def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
+    """All metrics that a run can log, but `balance/`, which TRL's `_metrics` gets."""
+    shape = RunShape(ranks_per_node, 6, flops=ModelFlops(1.0, 1.0), peak_flops=1e12)
+    ranks = [rank()] * (num_nodes * ranks_per_node)
+    found = step_metrics(ranks, 1, shape) | {"perf/eta_s": 1.0, "sync/host_device_mib": 1.0}
+    found |= summarize_rounds([list(astuple(one.rounds)) for one in ranks], [1.0] * len(ranks))
+    return found | sync_metrics(SyncTimings(), [one.stages for one in ranks], ranks_per_node)
+
+
+def test_the_page_names_what_is_logged_and_nothing_else():
+    assert {name for name in documented() if not name.startswith("balance/")} == mine(logged())
+
+
+def test_at_64_nodes_metrics_line_and_table_take_less_than_a_hundredth_of_a_10_s_step():
+    rows = [[1.0] * NUM_NUMBERS] * (64 * 7)
+    shape = RunShape(7, 512)
+    start = time.process_time()
+    ranks = [RankNumbers.of(row) for row in rows]
+    logs = step_metrics(ranks, 1, shape)
+    logs |= summarize_rounds([list(astuple(one.rounds)) for one in ranks], [1.0] * len(ranks))
+    logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], 7)
+    step_line(logs, 1, 2)
+    rendered(node_table(logs, 1))
+    assert time.process_time() - start < 0.1

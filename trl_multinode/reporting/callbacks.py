@@ -1,0 +1,83 @@
+"""The callback that prints the readable log, in the place of the one with which transformers prints the metrics."""
+
+import sys
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from ..run.reporter import show
+from .lines import node_table, other_line, rendered, step_line
+
+
+class StepLines(ProgressCallback, PrinterCallback):
+    """
+    Print one line per log on rank 0, and a table of the nodes every `table_steps` optimizer steps.
+
+    On a terminal, the progress bar of transformers stays, and the lines appear above it; elsewhere, where a bar would
+    write a line of its own per step, there is none. The class derives from both callbacks of transformers, so that
+    `trainer.remove_callback(PrinterCallback)` and `remove_callback(ProgressCallback)` remove it too.
+
+    Args:
+        table_steps (`int`):
+            Optimizer steps between two tables; 0 for none.
+        bar (`bool`):
+            Show a progress bar if stderr is a terminal.
+    """
+
+    def __init__(self, table_steps: int, bar: bool):
+        super().__init__()
+        self._table_steps = table_steps
+        self._bar = bar and sys.stderr.isatty()
+        self._table_at = table_steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._table_at = state.global_step + self._table_steps
+        if self._bar:
+            super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bar:
+            super().on_step_end(args, state, control, **kwargs)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if self._bar:
+            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._bar:
+            super().on_train_end(args, state, control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        if "perf/step_s" not in logs:
+            self._write(other_line(logs, state.global_step))
+            return
+        self._write(step_line(logs, state.global_step, state.max_steps))
+        if self._table_steps and state.global_step >= self._table_at:
+            self._table_at = state.global_step + self._table_steps
+            if (table := node_table(logs, state.global_step)) is not None:
+                self._write(rendered(table, color=sys.stdout.isatty()))
+
+    def _write(self, text: str) -> None:
+        bar = self.training_bar
+        show(text, write=bar.write if bar is not None else None)
+
+
+def report_steps(callbacks: list[TrainerCallback], table_steps: int) -> None:
+    """
+    Replace the callback with which transformers prints every metric. Callbacks that a script passed stay.
+
+    Args:
+        callbacks (`list[TrainerCallback]`):
+            Callbacks of a trainer, changed in place. Those of the script come before transformers' own one. In a
+            notebook that is another class, which shows a table and stays.
+        table_steps (`int`):
+            Optimizer steps between two tables of the nodes.
+    """
+    for index in reversed(range(len(callbacks))):
+        if (kind := type(callbacks[index])) in (PrinterCallback, ProgressCallback):
+            callbacks[index] = StepLines(table_steps, bar=kind is ProgressCallback)
+            return

@@ -1,0 +1,223 @@
+"""The readable log: one line per log of the trainer, and a table of the nodes, both made from the logged metrics."""
+
+import io
+import re
+from collections.abc import Callable, Mapping
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+OFF_THE_MEAN = 1.3  # a node is marked where it has more than 1.3 times the mean over nodes
+SMALLEST_SHARE = 0.02  # of a step; shorter times are not marked, because nobody gains by a change
+MORE_TOKENS = 1.15  # tokens of a node over the mean, from which on they explain its seconds
+MOST_ROWS = 16  # nodes of a table; with more, those that are marked come first
+WIDTH = 140
+PHASES = ("generate", "sync", "train", "reward", "wait")  # in the order of the line
+COLUMNS = {
+    **{f"{name}_s": f"{name} s" for name in PHASES},
+    "tokens": "tokens",
+    "memory_gib": "GiB",
+    "engine_busy": "engines busy",
+    "kv_use": "KV cache",
+}
+SHARES = ("engine_busy", "kv_use")
+MARKED = (*(f"{name}_s" for name in PHASES), "memory_gib", "kv_use")
+FIRST = {"reward": 0, "loss": 1, "runtime": 2}
+LIMIT_OF_OTHERS = 8  # entries of the line for a log that is not of a training step
+
+Nodes = dict[int, dict[str, float]]  # node -> its values by the names of `COLUMNS`
+
+
+def short(value: float) -> str:
+    """Return a number with three significant digits: 0.0123, 4.57, 123, 12.3k, 4.57M."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as `h:mm:ss`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def in_seconds(seconds: float) -> str:
+    """Return seconds with at most two decimals: 0.03, 4.57, 45.7, 457."""
+    return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f}"
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage."""
+    return f"{100 * share:.0f} %"
+
+
+def step_line(logs: Mapping[str, object], step: int, max_steps: int) -> str:
+    """Return the line of a training step: only what was logged is in it.
+
+    Args:
+        logs (`Mapping[str, object]`):
+            Metrics as `Trainer.log` received them.
+        step (`int`), max_steps (`int`):
+            Last optimizer step, and the number of all.
+    """
+    found = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
+    seconds = [f"{name} {in_seconds(found[f'perf/{name}_s'])}" for name in PHASES if f"perf/{name}_s" in found]
+    parts = [
+        f"step {step}/{max_steps}" + _if(found, "perf/eta_s", lambda s: f", eta {clock(s)}"),
+        f"{in_seconds(found['perf/step_s'])} s: {', '.join(seconds)}",
+        _if(found, "perf/tokens_per_s", lambda rate: f"{short(rate)} tokens/s")
+        + _if(found, "perf/tokens_per_s_per_device", lambda rate: f", {short(rate)} per device"),
+        _if(found, "perf/mfu", lambda share: f"MFU {percent(share)}"),
+        _memory(found),
+        _engines(found),
+        ", ".join(f"{label} {short(found[name])}" for label, name in _quality(found)),
+    ]
+    return " | ".join(filter(None, parts))
+
+
+def _if(found: Mapping[str, float], name: str, make: Callable[[float], str]) -> str:
+    return make(found[name]) if name in found else ""
+
+
+def _memory(found: Mapping[str, float]) -> str:
+    if "memory/gpu_gib/max" in found:
+        share = _if(found, "memory/gpu_share/max", lambda value: f" ({percent(value)})")
+        return f"GPU {short(found['memory/gpu_gib/max'])} GiB{share}"
+    return _if(found, "memory/host_gib/max", lambda value: f"memory {short(value)} GiB")
+
+
+def _engines(found: Mapping[str, float]) -> str:
+    parts = [_if(found, "engine/busy", lambda value: f"busy {percent(value)}")]
+    parts.append(_if(found, "engine/kv_use", lambda value: f"KV {percent(value)}"))
+    text = ", ".join(filter(None, parts))
+    return text and f"engines {text}"
+
+
+def _quality(found: Mapping[str, float]) -> list[tuple[str, str]]:
+    names = [("reward", "reward"), ("KL", "kl")]
+    if "reward" not in found:
+        names.append(("loss", "loss"))
+    return [(label, name) for label, name in names if name in found]
+
+
+def other_line(logs: Mapping[str, object], step: int) -> str:
+    """Return the line of a log that is not of a training step: an evaluation, the end of a run, a script's own log."""
+    kind = next((word for word in ("eval", "train") if any(name.startswith(f"{word}_") for name in logs)), "")
+    label = {"eval": f"evaluation at step {step}", "train": f"end at step {step}"}.get(kind, f"step {step}")
+    entries = {
+        name.removeprefix(f"{kind}_"): value for name, value in logs.items() if name not in ("epoch", "total_flos")
+    }
+    order = sorted(entries, key=lambda name: (FIRST.get(name, len(FIRST)), name.count("/")))
+    parts = [f"{name} {short(v) if isinstance(v := entries[name], (int, float)) else v}" for name in order]
+    more = f", and {len(parts) - LIMIT_OF_OTHERS} more" if len(parts) > LIMIT_OF_OTHERS else ""
+    return f"{label}: {', '.join(parts[:LIMIT_OF_OTHERS])}{more}"
+
+
+def nodes_in(logs: Mapping[str, object]) -> Nodes:
+    """Return the values per node from the metrics `node<k>/<name>`."""
+    nodes: Nodes = {}
+    for name, value in logs.items():
+        if (match := re.fullmatch(r"node(\d+)/(\w+)", name)) and isinstance(value, (int, float)):
+            nodes.setdefault(int(match[1]), {})[match[2]] = float(value)
+    return dict(sorted(nodes.items()))
+
+
+def ratios(nodes: Nodes) -> Nodes:
+    """Return every value over the mean of its column; columns with a mean of zero are left out."""
+    found: Nodes = {node: {} for node in nodes}
+    for column in COLUMNS:
+        values = {node: row[column] for node, row in nodes.items() if column in row}
+        mean = sum(values.values()) / len(values) if values else 0.0
+        for node, value in values.items():
+            if mean > 0.0:
+                found[node][column] = value / mean
+    return found
+
+
+def marked(nodes: Nodes, step_s: float) -> dict[int, list[str]]:
+    """Return the columns in which a node is more than `OFF_THE_MEAN` times the mean; short times do not count."""
+    over = ratios(nodes)
+    return {
+        node: [
+            column
+            for column in MARKED
+            if over[node].get(column, 0.0) > OFF_THE_MEAN
+            and (not column.endswith("_s") or row[column] * (1 - 1 / over[node][column]) > SMALLEST_SHARE * step_s)
+        ]
+        for node, row in nodes.items()
+    }
+
+
+def reasons(node: int, columns: list[str], nodes: Nodes) -> list[str]:
+    """Return why a node is off the mean, as far as its numbers show it: one phrase per marked column."""
+    over = ratios(nodes)
+    tokens = over[node].get("tokens", 0.0)
+    more = f"{tokens:.1f} x the tokens" if tokens >= MORE_TOKENS else ""
+    phrases = {
+        "generate_s": more or "slower engines at as many tokens",
+        "sync_s": "a slower copy into its engines",
+        "train_s": more or "slower GPUs or host at as many tokens",
+        "reward_s": more or "slower reward functions",
+        "memory_gib": more or "more memory at as many tokens",
+        "kv_use": more or "more rows or longer completions in its engines",
+    }
+    return [phrases.get(column) or _waits_for(node, nodes, over) for column in columns]
+
+
+def _waits_for(node: int, nodes: Nodes, over: Nodes) -> str:
+    """Name the node for which `node` waits: the one that waits least, and its phase that is longest over the mean."""
+    late = min((other for other in nodes if other != node), key=lambda other: nodes[other].get("wait_s", 0.0))
+    own = {name: nodes[late].get(f"{name}_s", 0.0) for name in PHASES if name != "wait"}
+    phase = max(own, key=lambda name: own[name] - own[name] / (over[late].get(f"{name}_s") or 1.0))
+    return f"for node {late} ({phase})"
+
+
+def node_table(logs: Mapping[str, object], step: int) -> Group | None:
+    """Return the table of the nodes with its reasons, or `None` if the metrics are those of a single node.
+
+    Args:
+        logs (`Mapping[str, object]`):
+            Metrics as `Trainer.log` received them.
+        step (`int`):
+            Optimizer step.
+    """
+    nodes = nodes_in(logs)
+    if len(nodes) < 2:
+        return None
+    off = marked(nodes, float(logs.get("perf/step_s", 0.0)))  # type: ignore[arg-type]
+    over = ratios(nodes)
+    columns = [name for name in COLUMNS if any(name in row for row in nodes.values())]
+    title = f"nodes at step {step}, per step; marked: more than {OFF_THE_MEAN} x the mean"
+    table = Table(title=title, box=None, title_justify="left", padding=(0, 0, 0, 2))  # ASCII in any locale
+    for heading in ("node", *(COLUMNS[name] for name in columns)):
+        table.add_column(heading, justify="right", no_wrap=True)
+    shown = sorted(sorted(nodes, key=lambda node: not off[node])[:MOST_ROWS])
+    for node in shown:
+        cells = [_cell(nodes[node], name, over[node].get(name, 1.0), name in off[node]) for name in columns]
+        table.add_row(str(node), *cells)
+    more = f"{len(nodes) - len(shown)} more nodes, {sum(map(bool, off.values()))} of {len(nodes)} marked"
+    notes = [_note(node, off[node], nodes) for node in shown if off[node]]
+    return Group(table, *notes, *([more] if len(shown) < len(nodes) else []))
+
+
+def _cell(row: dict[str, float], name: str, over: float, is_marked: bool) -> Text:
+    if name not in row:
+        return Text("")
+    form = percent if name in SHARES else in_seconds if name.endswith("_s") else short
+    text = form(row[name])
+    return Text(f"{text} ({over:.1f} x)", style="bold red") if is_marked else Text(text)
+
+
+def _note(node: int, columns: list[str], nodes: Nodes) -> Text:
+    why = zip(columns, reasons(node, columns, nodes), strict=True)
+    return Text(f"node {node}: " + "; ".join(f"{COLUMNS[name].removesuffix(' s')}: {text}" for name, text in why))
+
+
+def rendered(table: Group, color: bool = False) -> str:
+    """Return a table as text, with a terminal's colors on request."""
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, force_terminal=color, color_system="standard" if color else None)
+    console.print(table, soft_wrap=True)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())

@@ -1,0 +1,140 @@
+"""Metrics of an interval between two logs, computed from the numbers of all ranks. docs/metrics.md lists the names."""
+
+import math
+from dataclasses import dataclass, fields
+
+from ..rollouts.staleness import NUM_SUMS, RoundSums
+from ..run.phases import PHASES
+from ..weights.sync import STAGES
+from .flops import ModelFlops
+
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass
+class StepSums:
+    """Numbers of one rank between two logs, beside those of its phases, syncs and rounds."""
+
+    wall_s: float = 0.0
+    tokens: float = 0.0  # tokens of prompts and completions in the micro-batches
+    squares: float = 0.0  # sum of the squared lengths of their rows
+    trained_tokens: float = 0.0  # completion tokens in the loss; an iteration counts them again
+    gpu_gib: float = math.nan  # peak of the memory that torch has reserved on the rank's GPU, since the start
+    gpu_share: float = math.nan  # of the GPU's memory, including what other processes use there now
+    host_gib: float = math.nan  # resident memory of the process
+
+
+NUM_NUMBERS = len(PHASES) + len(STAGES) + NUM_SUMS + len(fields(StepSums))
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """Numbers that one rank contributes to a log."""
+
+    phases: list[float]  # seconds, in the order of `PHASES`
+    stages: list[float]  # seconds of the last sync, in the order of `STAGES`
+    rounds: RoundSums
+    step: StepSums
+
+    @classmethod
+    def of(cls, row: list[float]) -> "RankNumbers":
+        """Read a row of `NUM_NUMBERS` gathered numbers."""
+        stages_from = len(PHASES)
+        rounds_from = stages_from + len(STAGES)
+        step_from = rounds_from + NUM_SUMS
+        return cls(
+            row[:stages_from], row[stages_from:rounds_from], RoundSums(*row[rounds_from:step_from]),
+            StepSums(*row[step_from:]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """Constants of a run that the metrics need."""
+
+    ranks_per_node: int
+    devices: int  # of all nodes: training and reserved ones
+    iterations: int = 1  # `num_iterations`: times that a completion is trained on
+    flops: ModelFlops | None = None
+    peak_flops: float | None = None  # of one device
+
+
+def step_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:
+    """Return the metrics with the prefixes `perf/`, `memory/`, `engine/` and, with several nodes, `node<k>/`.
+
+    Args:
+        ranks (`list[RankNumbers]`):
+            Numbers of all ranks.
+        steps (`int`):
+            Optimizer steps since the last log.
+        shape (`RunShape`):
+            Constants of the run.
+    """
+    metrics = _phase_metrics(ranks, steps, shape) | _throughput(ranks, steps, shape)
+    metrics |= _largest("memory/gpu_gib", [rank.step.gpu_gib for rank in ranks], shape.ranks_per_node)
+    metrics |= _largest("memory/gpu_share", [rank.step.gpu_share for rank in ranks])
+    metrics |= _largest("memory/host_gib", [rank.step.host_gib for rank in ranks], shape.ranks_per_node)
+    if len(ranks) > shape.ranks_per_node:
+        for node in range(len(ranks) // shape.ranks_per_node):
+            of_node = ranks[node * shape.ranks_per_node : (node + 1) * shape.ranks_per_node]
+            metrics |= {f"node{node}/{name}": value for name, value in _node_metrics(of_node, steps).items()}
+    return metrics
+
+
+def _phase_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:
+    metrics = {"perf/step_s": max(rank.step.wall_s for rank in ranks) / steps}
+    for index, name in enumerate(PHASES):
+        seconds = [rank.phases[index] / steps for rank in ranks]
+        metrics |= {
+            f"perf/{name}_s": sum(seconds) / len(seconds),
+            f"perf/{name}_s/min": min(seconds),
+            f"perf/{name}_s/max": max(seconds),
+            f"perf/{name}_s/slowest_node": float(seconds.index(max(seconds)) // shape.ranks_per_node),
+        }
+    return metrics
+
+
+def _throughput(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:
+    wall = max(rank.step.wall_s for rank in ranks)
+    tokens = sum(rank.step.tokens for rank in ranks)
+    if not (wall and tokens):  # a trainer whose batches have no masks
+        return {}
+    trained = sum(rank.step.trained_tokens for rank in ranks) / shape.iterations
+    metrics = {
+        "perf/tokens_per_s": tokens / wall,
+        "perf/tokens_per_s_per_device": tokens / wall / shape.devices,
+        "perf/valid_tokens_per_device_hour": trained / wall / shape.devices * SECONDS_PER_HOUR,
+    }
+    train_s = sum(rank.phases[PHASES.index("train")] for rank in ranks)
+    if shape.flops is not None and shape.peak_flops is not None and train_s:
+        flops = shape.flops.of(tokens, sum(rank.step.squares for rank in ranks))
+        metrics["perf/mfu"] = flops / (train_s * shape.peak_flops)
+    return metrics
+
+
+def _largest(name: str, values: list[float], ranks_per_node: int | None = None) -> dict[str, float]:
+    """Return the largest value of any rank, and its node on request; nothing if no rank measured it."""
+    if all(map(math.isnan, values)):
+        return {}
+    largest = max(value for value in values if not math.isnan(value))
+    node = {} if ranks_per_node is None else {f"{name}/fullest_node": float(values.index(largest) // ranks_per_node)}
+    return {f"{name}/max": largest} | node
+
+
+def _node_metrics(ranks: list[RankNumbers], steps: int) -> dict[str, float]:
+    """Return the metrics of one node: mean seconds of its ranks per step, its tokens, memory and engines."""
+    metrics = {
+        f"{name}_s": sum(rank.phases[index] for rank in ranks) / len(ranks) / steps
+        for index, name in enumerate(PHASES)
+    }
+    if tokens := sum(rank.step.tokens for rank in ranks):
+        metrics["tokens"] = tokens / steps
+    gpu = [rank.step.gpu_gib for rank in ranks]
+    memory = gpu if not all(map(math.isnan, gpu)) else [rank.step.host_gib for rank in ranks]
+    if largest := _largest("memory_gib", memory):
+        metrics["memory_gib"] = largest["memory_gib/max"]
+    if kv_use := max(rank.rounds.engine_kv_use for rank in ranks):
+        metrics["kv_use"] = kv_use
+    if clock_s := sum(rank.rounds.engine_clock_s for rank in ranks):
+        metrics["engine_busy"] = sum(rank.rounds.engine_busy_s for rank in ranks) / clock_s
+    return metrics

@@ -1,0 +1,70 @@
+"""Lines at the start of a run: its set-up and the choices that its author may not expect."""
+
+from typing import Any
+
+from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, is_node_mode
+from ..run.reporter import report
+
+
+def report_choices(args: Any, ours: type, is_ours: bool) -> None:
+    """
+    Print what happens if a config selects something else than its author may expect. The main process prints.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            Config of a trainer.
+        ours (`type`):
+            Config class of this library for that trainer.
+        is_ours (`bool`):
+            `True` if `args` has the settings of node mode, as `ours` has.
+    """
+    if args.process_index != 0:
+        return
+    name = ours.__name__.removeprefix("MultiNode")
+    if not is_node_mode(args) and not is_ours:
+        derived = type(args).__name__ if type(args) not in ours.__mro__ else None
+        whose = f"{derived} is derived from trl.{name} and has" if derived else f"a plain trl.{name} has"
+        instead = f"derive it from trl_multinode.{name}" if derived else f"use trl_multinode.{name}"
+        report(
+            f"node mode is off: {whose} TRL's defaults. For node mode {instead}, or use_vllm=True, vllm_mode='node'."
+        )
+    elif args.use_vllm and not is_node_mode(args):
+        report(
+            f"node mode is off: with vllm_mode={args.vllm_mode!r} TRL's own vLLM generates (use_vllm=True is the "
+            "default here). For node mode leave vllm_mode out; use_vllm=False generates without vLLM."
+        )
+    if args.use_vllm and getattr(args, "use_transformers_continuous_batching", False):
+        report(
+            "use_transformers_continuous_batching has no effect: vLLM generates, because use_vllm=True is the default "
+            f"of trl_multinode.{name}. For transformers' generation set use_vllm=False."
+        )
+
+
+def report_start(args: Any, host: Any) -> None:
+    """Print the set-up of node mode, including the changed defaults. Rank 0 calls it."""
+    topology, share = host.topology, host.settings.vllm_gpu_memory_utilization
+    where = "CPU" if not host.devices.per_engine[0] else f"GPUs {list(host.devices.per_engine)}"
+    seed = host.settings.rollout_seed
+    by_kind = f"{GPU_SHARE_OF_RESERVED} on a reserved GPU, else {GPU_SHARE_OF_TRAINING}"
+    lines = [
+        f"{topology.num_nodes} node(s) x {topology.ranks_per_node} training ranks, "
+        f"{len(host.devices.per_engine)} engine(s) per node on {where}",
+        f"defaults that differ from TRL's: use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}, "
+        f"vllm_gpu_memory_utilization={share if share is not None else by_kind}",
+        f"rollout_seed={seed}" + ("" if seed is not None else " (rollouts depend on the layout of the run)"),
+    ]
+    lines.append(f"weight_transport={host.transport[0]!r}: {host.transport[1]}")
+    if share == GPU_SHARE_OF_TRAINING and not host.devices.shared_with_training and host.devices.per_engine[0]:
+        lines.append(
+            f"warning: vllm_gpu_memory_utilization={share} leaves most of a reserved GPU idle; unset, it is "
+            f"{GPU_SHARE_OF_RESERVED}"
+        )
+    if host.settings.max_staleness:
+        lines.append("max_staleness=1: completions are generated one round before the ranks train on them")
+        if args.vllm_importance_sampling_mode == "sequence_mask":
+            lines.append(
+                "warning: vllm_importance_sampling_mode='sequence_mask' drops whole completions that older weights "
+                "made; recommended: 'token_truncate' with vllm_importance_sampling_clip_max=2.0"
+            )
+    for line in lines:
+        report(line)

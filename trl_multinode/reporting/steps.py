@@ -1,0 +1,180 @@
+"""`StepReport`: the numbers of one rank between two logs, and the metrics of all ranks from one gather."""
+
+import time
+from dataclasses import astuple
+from typing import Any
+
+import psutil
+import torch
+
+from ..rollouts.generation import NodeGeneration
+from ..rollouts.staleness import StalenessMeter, summarize_rounds
+from ..run.phases import PHASES, split_advice
+from ..run.reporter import report
+from ..weights.sync import SyncTimings, sync_metrics
+from .flops import model_flops, peak_flops
+from .metrics import RankNumbers, RunShape, StepSums, step_metrics
+
+ADVICE_AT_STEP = 5
+GIB = 2**30
+
+
+class StepReport:
+    """Metrics for `Trainer.log`, and advice on the GPU split.
+
+    Args:
+        host ([`NodeHost`]), accelerator (`Accelerator`), meter ([`StalenessMeter`]), generation ([`NodeGeneration`]):
+            Objects of the calling rank.
+        model (`torch.nn.Module`):
+            Model to train, for its FLOPs; this object keeps no reference to it.
+        iterations (`int`, *optional*, defaults to 1):
+            Times that the trainer trains on a completion.
+    """
+
+    def __init__(
+        self,
+        host: Any,
+        accelerator: Any,
+        meter: StalenessMeter,
+        generation: NodeGeneration,
+        model: torch.nn.Module,
+        iterations: int = 1,
+    ):
+        self._host = host
+        self._accelerator = accelerator
+        self._meter = meter
+        self._generation = generation
+        self._counts: torch.Tensor | None = None  # tokens, squared lengths, trained tokens; on the rank's device
+        self._since: float | None = None
+        self._logged_step = 0
+        self._timed = (0.0, 0)  # seconds and steps of all intervals but the first, which includes the warm-up
+        self._intervals: list[dict[str, float]] | None = []  # slowest rank's seconds per step; `None` after the advice
+        topology = host.topology
+        self._shape = RunShape(
+            ranks_per_node=topology.ranks_per_node,
+            devices=topology.num_nodes * (topology.ranks_per_node + self._reserved),
+            iterations=iterations,
+            flops=model_flops(model),
+            peak_flops=peak_flops(host.settings, accelerator.device),
+        )
+
+    @property
+    def _reserved(self) -> int:
+        """Devices per node that only engines use; on a CPU, an engine counts as one device."""
+        devices = self._host.devices
+        return 0 if devices.shared_with_training else sum(map(len, devices.per_engine)) or len(devices.per_engine)
+
+    def restart(self) -> None:
+        """Forget the time since the last log, because the script trains again."""
+        self._since = self._counts = None
+
+    def begin_step(self, step: int) -> None:
+        """Start the clock of the first interval; later intervals start at the log before them."""
+        if self._since is None:
+            self._since, self._logged_step = time.perf_counter(), step
+
+    def count(self, inputs: dict[str, Any]) -> None:
+        """Count the tokens of a micro-batch on the device, so that the host does not wait for it."""
+        if (counts := count_tokens(inputs)) is not None:
+            self._counts = counts if self._counts is None else self._counts + counts
+
+    def metrics(self, sync: SyncTimings, steps_left: int) -> dict[str, float]:
+        """Return the metrics since the last log. A collective of all training ranks: one gather of a few numbers.
+
+        Args:
+            sync (`SyncTimings`):
+                Timings of the last weight sync.
+            steps_left (`int`):
+                Optimizer steps until the end of the run.
+        """
+        steps = max(1, self._host.step() - self._logged_step)
+        mine = self._host.phases.take_sums() + sync.stages()
+        ahead, kv_use = self._generation.look_ahead.take_seconds(), self._host.take_kv_use()
+        mine += self._meter.take(ahead, self._host.engine_clocks, kv_use)
+        mine += astuple(self._take_step())
+        rows = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
+        ranks = [RankNumbers.of(row) for row in rows]
+        self._advise(ranks, steps)
+        per_node, busy = self._shape.ranks_per_node, [list(astuple(rank.rounds)) for rank in ranks]
+        idle = [rank.phases[PHASES.index("generate")] + rank.phases[PHASES.index("wait")] for rank in ranks]
+        found = step_metrics(ranks, steps, self._shape) | self._eta(ranks, steps, steps_left)
+        found |= summarize_rounds(busy, idle) | sync_metrics(sync, [rank.stages for rank in ranks], per_node)
+        found |= self._host_device_traffic(sync)
+        self._logged_step = self._host.step()
+        return found
+
+    def _take_step(self) -> StepSums:
+        now = time.perf_counter()
+        since, self._since = now if self._since is None else self._since, now
+        counts, self._counts = self._counts, None
+        tokens, squares, trained = (0.0, 0.0, 0.0) if counts is None else counts.tolist()
+        gpu_gib, gpu_share = gpu_memory(self._accelerator.device)
+        host_gib = psutil.Process().memory_info().rss / GIB
+        return StepSums(now - since, tokens, squares, trained, gpu_gib, gpu_share, host_gib)
+
+    def _host_device_traffic(self, sync: SyncTimings) -> dict[str, float]:
+        """Return what the last sync moved between a node's GPUs and its memory; nothing if it moved nothing there.
+
+        The local main process writes each bucket into host memory, and every worker of the engines reads all of it.
+        """
+        per_engine = self._host.devices.per_engine
+        workers = sum(map(len, per_engine))
+        if self._host.transport[0] != "host" or not workers:
+            return {}
+        return {"sync/host_device_mib": sync.num_bytes * (1 + workers) / 2**20}
+
+    def _eta(self, ranks: list[RankNumbers], steps: int, steps_left: int) -> dict[str, float]:
+        """Return the seconds until the last step at the mean speed since the first log."""
+        wall = max(rank.step.wall_s for rank in ranks)
+        seconds, count = self._timed
+        if self._intervals is None or len(self._intervals) > 1:
+            self._timed = seconds, count = seconds + wall, count + steps
+        per_step = seconds / count if count else wall / steps
+        return {"perf/eta_s": per_step * max(0, steps_left)}
+
+    def _advise(self, ranks: list[RankNumbers], steps: int) -> None:
+        """Print the advice once. Skip the first interval, because it includes the warm-up."""
+        if self._intervals is None:
+            return
+        host, per_engine = self._host, self._host.devices.per_engine
+        seconds = {name: max(rank.phases[i] for rank in ranks) / steps for i, name in enumerate(PHASES)}
+        overlapped = bool(host.settings.max_staleness)
+        if overlapped:  # a rank measures only its waits; the engines' clocks measure all generation
+            seconds["generate"] = max(rank.rounds.engine_busy_s for rank in ranks) / len(per_engine) / steps
+        self._intervals.append(seconds)
+        if host.step() < ADVICE_AT_STEP or len(self._intervals) < 2 or host.devices.shared_with_training:
+            return
+        rows, self._intervals = self._intervals[1:], None
+        generate_s, train_s = (sum(row[name] for row in rows) / len(rows) for name in ("generate", "train"))
+        if host.topology.rank == 0:
+            report(split_advice(generate_s, train_s, host.topology.ranks_per_node, self._reserved, overlapped))
+
+
+def count_tokens(inputs: dict[str, Any]) -> torch.Tensor | None:
+    """Count tokens, squared row lengths and trained tokens of a micro-batch; `None` if it has no masks.
+
+    Args:
+        inputs (`dict[str, Any]`):
+            Batch with `prompt_mask` and `completion_mask` (and perhaps `tool_mask`), or with `attention_mask` and
+            `labels`.
+    """
+    if "completion_mask" in inputs and "prompt_mask" in inputs:
+        completion = inputs["completion_mask"]
+        lengths = inputs["prompt_mask"].sum(-1) + completion.sum(-1)
+        tools = inputs.get("tool_mask")
+        trained = completion if tools is None else completion * tools
+    elif "attention_mask" in inputs and "labels" in inputs:
+        lengths, trained = inputs["attention_mask"].sum(-1), inputs["labels"] != -100
+    else:
+        return None
+    lengths = lengths.double()
+    return torch.stack([lengths.sum(), lengths.square().sum(), trained.sum().double()])
+
+
+def gpu_memory(device: torch.device) -> tuple[float, float]:
+    """Return a rank's peak of reserved GPU memory in GiB, and the used share of the GPU; NaN without a GPU."""
+    if device.type != "cuda":
+        return float("nan"), float("nan")
+    peak = torch.cuda.max_memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return peak / GIB, max(peak, total - free) / total
