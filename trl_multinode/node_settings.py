@@ -87,6 +87,8 @@ class NodeSettings:
     logprob_divergence_limit: float | None = None  # mean per token; 0: no limit
     micro_batch_tokens: int | None = None  # rows x padded length
     balance_across: str = "node"
+    rehearse_longest: bool = False
+    save_minutes: float | None = None  # minutes between checkpoints
     hub_push_must_succeed: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
     # fields of TRL and transformers that the engines need
