@@ -20,6 +20,7 @@ from .engine.node_engines import NodeEngines
 from .engine.settings import EngineSettings, check_vllm, engine_dtype, gpu_share, training_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
+from .run.decision import StepDecision
 from .run.meeting import Meeting
 from .run.phases import Phases
 from .run.reporter import report
@@ -71,6 +72,7 @@ class NodeHost:
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
             if store is not None:
                 self.watch.watch_local_ranks(store)
+        self.save_decision = StepDecision(self.topology, store, "save")
         self._meeting = Meeting(self.topology, store, self._state)
         self.watch.add_chore(self._meeting.report_progress)
         logs = folder / "logs" / f"node{self.topology.node}"

@@ -127,6 +127,11 @@ def check_settings(args: Any) -> None:
     _check_choices(settings)
     _check_staleness(args, settings)
     _check_length(args, settings)
+    if settings.save_minutes is not None and not is_node_mode(args):
+        raise ConfigurationError(
+            "`save_minutes` needs node mode, whose store tells all ranks when to save: `use_vllm=True`, "
+            "`vllm_mode='node'`. Set it, or use `save_steps`."
+        )
     if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
         raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
 
@@ -173,8 +178,8 @@ def sampling_keys() -> frozenset[str]:
 
 
 def _check_numbers(settings: NodeSettings) -> None:
-    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"):
-        if (value := getattr(settings, name)) <= 0:
+    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes"):
+        if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
     for name in ("num_engines", "vllm_tensor_parallel_size"):
         if (value := getattr(settings, name)) is not None and value < 1:

@@ -48,7 +48,8 @@ def whole(folder):
             folder,
             {"name": "full1", "output": "full1", "max_staleness": 1},
             {"name": "full0", "output": "full0", "max_staleness": 0},
-            {"name": "rehearsed", "output": "rehearsed", "max_staleness": 0, "rehearse_longest": True},
+            {"name": "rehearsed", "output": "rehearsed", "max_staleness": 0, "rehearse_longest": True,
+             "save_strategy": "no", "save_minutes": 1e-6},
             {"name": "resumed0", "output": "other0", "copy_of": f"full0/checkpoint-{INSIDE}", "max_staleness": 0},
             {"name": "without", "output": "other1", "copy_of": f"full1/checkpoint-{INSIDE}", "max_staleness": 1,
              "without_rollouts": [0, 1]},
@@ -118,6 +119,11 @@ def test_a_rehearsal_changes_nothing_bit_by_bit(folder, whole):
     for pair in zip(*states, strict=True):
         assert equal(*map(load, pair)), pair[0].name
     assert "rehearsing the longest rows" in whole["logs"][0]
+
+
+def test_checkpoints_by_time_are_saved_on_all_ranks_like_others(folder, whole):
+    saved = [sorted(path.name for path in (folder / name).glob("checkpoint-*")) for name in ("full0", "rehearsed")]
+    assert saved[0] == saved[1] and len(saved[0]) == LAST
 
 
 def load(path: Path):

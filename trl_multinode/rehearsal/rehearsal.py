@@ -73,16 +73,18 @@ class Rehearsal(TrainerCallback):
         count = args.per_device_train_batch_size * args.steps_per_generation
         prompts = prompts_of(trainer, count, length - completion)
         trainer.vllm_generation.sync_weights()  # engines refuse to generate with dummy weights
+        note = (
+            f"This was the rehearsal of generation, with {count} rows of {length} tokens from each rank "
+            "(`per_device_train_batch_size` x `steps_per_generation`; longest prompt + `max_completion_length`). If "
+            "the engine ran out of memory, lower `vllm_gpu_memory_utilization`, or `max_num_seqs` or "
+            "`max_num_batched_tokens` in `engine_kwargs`, or set a smaller `vllm_max_model_length`."
+        )
         try:
-            with trainer.host.phases("rehearse"):
+            with trainer.host.phases("rehearse"), trainer.host.watch.noting(note):
                 trainer.vllm_generation.rehearse(prompts, completion)
         except EngineDiedError as error:
             raise RehearsalError(
-                f"{trainer.host.topology}: an engine ended in the rehearsal of generation, with {count} rows of "
-                f"{length} tokens from each rank (`per_device_train_batch_size` x `steps_per_generation`; longest "
-                "prompt + `max_completion_length`). If it ran out of memory, lower `vllm_gpu_memory_utilization`, or "
-                "`max_num_seqs` or `max_num_batched_tokens` in `engine_kwargs`, or set a smaller "
-                f"`vllm_max_model_length`. {error}"
+                f"{trainer.host.topology}: an engine did not survive its rehearsal: {error}. {note}"
             ) from error
         trainer.host.align()
 

@@ -27,7 +27,7 @@ class Rows:
         return self.prompt + self.completion
 
     def __str__(self) -> str:
-        return f"{self.count} rows of {self.prompt} + {self.completion} tokens (prompt + completion)"
+        return f"{self.count} rows of {self.prompt} + {self.completion} tokens"
 
 
 def longest_row(prompt: int | None, completion: int | None, limit: int) -> tuple[int, int]:
