@@ -111,7 +111,8 @@ CASES = {
     }),
     "balanced": (2, {"micro_batch_tokens": 200, "engine": "sequence_mask"}),
     "lora, entropy controller": (1, {
-        "peft_config": "lora", "engine": "token_mask", "use_adaptive_entropy": True, "entropy_target": 1.0, "top_entropy_quantile": 0.5,
+        "peft_config": "lora", "engine": "token_mask", "use_adaptive_entropy": True, "entropy_target": 1.0,
+        "top_entropy_quantile": 0.5,
     }),
 }  # fmt: skip
 
