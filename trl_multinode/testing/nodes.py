@@ -24,6 +24,8 @@ TERMINATE_GRACE_S = 5.0
 KILL_LIMIT_S = 10.0
 TAIL_LINES = 15
 
+Progress = Callable[[float], str]  # seconds -> line of progress
+
 
 class Nodes:
     """
@@ -151,11 +153,7 @@ class Nodes:
             self._launchers.append(self._start(node, [*command, str(node), *program], more))
 
     def wait(
-        self,
-        timeout_s: float = 300.0,
-        *,
-        grace_s: float | None = None,
-        progress: Callable[[float], str] | None = None,
+        self, timeout_s: float = 300.0, *, grace_s: float | None = None, progress: Progress | None = None
     ) -> list[int | None]:
         """
         Wait until all launchers have ended, and print a line of progress every 10 s.
@@ -165,7 +163,7 @@ class Nodes:
                 Seconds to wait.
             grace_s (`float`, *optional*):
                 Seconds to wait for the other launchers when one has failed. Default: no limit of their own.
-            progress (`Callable[[float], str]`, *optional*):
+            progress (`Progress`, *optional*):
                 Function that returns the line of progress, given the seconds so far. Default: rank 0's last line.
 
         Returns:
@@ -354,11 +352,7 @@ class Nodes:
         return pids
 
     def _until(
-        self,
-        condition: Callable[[], Any],
-        timeout_s: float,
-        what: str,
-        progress: Callable[[float], str] | None = None,
+        self, condition: Callable[[], Any], timeout_s: float, what: str, progress: Progress | None = None
     ) -> Any:
         """Poll until `condition` returns a true value, and return it; print progress, and raise at the deadline."""
         start = reported = time.monotonic()
