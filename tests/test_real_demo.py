@@ -16,6 +16,7 @@ import deepspeed  # noqa: F401  sets a variable when `save_pretrained` imports i
 import pytest
 import torch
 
+from trl_multinode import GRPOTrainer  # noqa: F401  sets some more: `train.py` imports it
 from trl_multinode.testing.models import tiny_qwen2
 
 with suppress(ImportError):

@@ -118,8 +118,8 @@ class Watchdog:
 
     def report(self, cause: str, delay_s: float = 0.0) -> None:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
-        note = "" if self._note in cause else f" {self._note}"
-        line = f"{self.topology}, phase {self.phase()}: " + " ".join(f"{cause}{note}".split())
+        cause = cause if self._note in cause else f"{cause.rstrip('.')}. {self._note}"
+        line = f"{self.topology}, phase {self.phase()}: " + " ".join(cause.split())
         with self._lock:
             if self._local_failure is None or (delay_s == 0.0 and self._only_symptom):  # a cause replaces a symptom
                 self._local_failure, self._only_symptom = (line, time.monotonic() + delay_s), delay_s > 0.0
