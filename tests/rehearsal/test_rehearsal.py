@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from forks import forked
 from replays import make, on_ranks
 from transformers import Trainer, TrainerCallback
@@ -14,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 from trl_multinode.errors import EngineDiedError, RehearsalError
 from trl_multinode.rehearsal import rehearsal as rehearsal_module
 from trl_multinode.rehearsal.rehearsal import Rehearsal
-from trl_multinode.rehearsal.rows import Rows, batch_of, longest_row, micro_batches
+from trl_multinode.rehearsal.rows import CANDIDATES, Rows, batch_of, longest_prompt, longest_row, micro_batches
 from trl_multinode.rehearsal.state_memory import reserve_state, state_bytes
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 
@@ -51,6 +52,40 @@ def test_the_largest_micro_batches_fill_their_limit(cap, multiple, most, expecte
     found = micro_batches(60, 40, cap, multiple, most)
     assert [(rows.count, rows.length) for rows in found] == expected
     assert all(rows.prompt > 0 and rows.completion > 0 for rows in found)
+
+
+class Words:
+    """A trainer whose tokens are words, over a dataset."""
+
+    environment_factories = rollout_func = None
+
+    def __init__(self, data, **fields):
+        self.train_dataset = data
+        vars(self).update(fields)
+
+    def _tokenize_prompts(self, prompts):
+        self.tokenized = len(prompts)
+        return [prompt.split() for prompt in prompts], None, {}
+
+
+def test_the_longest_prompt_is_found_among_those_with_the_most_bytes():
+    prompts = [" ".join(["a"] * (i % 97 + 1)) for i in range(5000)] + ["a" * 500]
+    trainer = Words(Dataset.from_dict({"prompt": prompts}))
+    assert longest_prompt(trainer) == 97 and trainer.tokenized == CANDIDATES
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        Words(Dataset.from_dict({"prompt": ["a"]}).to_iterable_dataset()),
+        Words(Dataset.from_dict({"environment": ["a"]})),
+        Words(Dataset.from_dict({"prompt": ["a"], "image": [0]})),
+        Words(Dataset.from_dict({"prompt": ["a"]}), environment_factories={None: list}),
+        Words(Dataset.from_dict({"prompt": ["a"]}), rollout_func=print),
+    ],
+)
+def test_prompts_that_the_dataset_does_not_determine_have_no_known_length(trainer):
+    assert longest_prompt(trainer) is None
 
 
 # ---- no trace

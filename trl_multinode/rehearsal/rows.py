@@ -87,9 +87,10 @@ def longest_prompt(trainer: Any) -> int | None:
     The prompts with the most bytes are tokenized with TRL's own method, which applies the chat template.
     """
     data = trainer.train_dataset
-    made_later = trainer.environment_factories is not None or trainer.rollout_func is not None
-    if made_later or not hasattr(data, "__len__") or "prompt" not in data.column_names:
+    if trainer.environment_factories is not None or trainer.rollout_func is not None or not hasattr(data, "__len__"):
         return None
+    if "prompt" not in data.column_names or {"image", "images"} & {*data.column_names}:
+        return None  # TRL builds prompts with images only while it scores
     prompts = list(data["prompt"])
     sizes = [len(str(prompt).encode()) for prompt in prompts]
     largest = heapq.nlargest(CANDIDATES, range(len(prompts)), key=sizes.__getitem__)
