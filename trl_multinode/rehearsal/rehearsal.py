@@ -22,7 +22,7 @@ from .state_memory import reserve_state
 from .untouched import untouched
 
 COMPLETION = 16  # tokens that an engine generates for each row; the rest of a row is filled in as its prompt
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # CUDA and its libraries; torch on a CPU
+OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "can't allocate memory")  # CUDA, cuBLAS, torch on a CPU
 
 
 class Rehearsal(TrainerCallback):
@@ -66,7 +66,7 @@ class Rehearsal(TrainerCallback):
     def _generate(self, length: int) -> None:
         """Fill the engines' cache with a round of rows of `length` tokens.
 
-        Only the last tokens are generated: a prompt fills the cache in a hundredth of the time.
+        Only the last tokens are generated, because an engine reads a prompt in a few passes and generates a token a pass.
         """
         trainer, args = self._trainer, self._trainer.args
         completion = min(COMPLETION, length - 1)
@@ -132,7 +132,8 @@ class Rehearsal(TrainerCallback):
                 raise
             balanced = self._trainer._balance is not None
             size = "micro_batch_tokens" if balanced else "per_device_train_batch_size"
-            where = "rank 0" if self._trainer.host is None else self._trainer.host.topology
+            rank = f"rank {self._trainer.accelerator.process_index}"
+            where = rank if self._trainer.host is None else self._trainer.host.topology
             raise RehearsalError(
                 f"{where}: out of memory in the rehearsal of training, with {rows} (longest prompt + "
                 f"`max_completion_length`; `{size}` {getattr(self._trainer.args, size)}). Lower `{size}` or "

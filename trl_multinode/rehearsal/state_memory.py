@@ -22,8 +22,8 @@ def reserve_state(trainer: Any) -> tuple[list[torch.Tensor], str]:
     optimizer = zero.optimizer if zero is not None else getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     if optimizer.state:
         return [], "it is allocated already"
-    parameters = list(trained_parts(zero, optimizer))
     try:
+        parameters = list(trained_parts(zero, optimizer))
         each = state_bytes(optimizer, parameters[0])
     except Exception as error:  # an optimizer of the user's: its constructor or its step may need anything
         return [], f"{type(optimizer).__name__} cannot be tried on a small parameter: {type(error).__name__}: {error}"
