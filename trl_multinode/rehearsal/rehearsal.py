@@ -66,7 +66,7 @@ class Rehearsal(TrainerCallback):
     def _generate(self, length: int) -> None:
         """Fill the engines' cache with a round of rows of `length` tokens.
 
-        Only the last tokens are generated, because an engine reads a prompt in a few passes and generates a token a pass.
+        Only the last tokens are generated: an engine reads a prompt in a few passes, and generates one token in each.
         """
         trainer, args = self._trainer, self._trainer.args
         completion = min(COMPLETION, length - 1)
