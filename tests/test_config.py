@@ -213,8 +213,9 @@ def test_staleness_needs_the_importance_sampling_correction(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}])
-def test_staleness_needs_node_mode(tmp_path, fields):
-    message = refusal(ours, tmp_path, max_staleness=1, **fields)
+@pytest.mark.parametrize("setting", [{"max_staleness": 1}, {"save_minutes": 30.0}])
+def test_settings_need_node_mode(tmp_path, fields, setting):
+    message = refusal(ours, tmp_path, **setting, **fields)
     assert "needs node mode" in message and "`vllm_mode='node'`" in message
 
 
