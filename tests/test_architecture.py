@@ -26,12 +26,13 @@ ARROWS = {
     "scripts": "__init__",  # as a user's script
     "check": "errors libraries node_settings run",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
-    "trainer": "batches config host images node_trainer rollouts",
+    "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
     "trainers": "config host node_trainer rollouts",
     "experimental": "config errors host node_settings node_trainer rollouts",
     "node_trainer": "call_checks config host libraries node_settings reporting rollouts saving",
     "call_checks": "errors node_settings run saving",
     "saving": "errors host libraries node_settings rollouts run weights",
+    "rehearsal": "errors libraries node_settings run",
     "batches": "errors libraries node_settings run",
     "reporting": "node_settings rollouts run weights",
     "rollouts": "engine errors libraries run weights wire",
@@ -61,7 +62,15 @@ LIBRARIES = {
         "scripts": "",
         "__init__": "lazily",
     },  # fmt: skip
-    "transformers": {"config": "", "call_checks": "", "saving": "", "batches": "", "reporting": "", "testing": ""},
+    "transformers": {
+        "config": "",
+        "call_checks": "",
+        "saving": "",
+        "batches": "",
+        "rehearsal": "",
+        "reporting": "",
+        "testing": "",
+    },
     "accelerate": {"check": "", "command": "lazily", "testing": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": "", "testing": ""},
     "deepspeed": {"weights": "lazily", "testing": "lazily"},
@@ -69,8 +78,8 @@ LIBRARIES = {
 }
 # Files that import torch.distributed
 DISTRIBUTED = {
-    "run.meeting", "run.store", "run.watchdog", "rollouts.text_logging", "batches.row_exchange", "weights.shards",
-    "transports.broadcast", "testing.sources", "testing.forked_process",
+    "run.decision", "run.meeting", "run.store", "run.watchdog", "rollouts.text_logging", "batches.row_exchange",
+    "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
 }  # fmt: skip
 COLLECTIVES = {

@@ -74,7 +74,7 @@ def test_engine_kwargs_may_be_json_as_on_a_command_line(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"])
+@pytest.mark.parametrize("name", ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes"])
 @pytest.mark.parametrize("value", [0, -1.5])
 def test_times_and_sizes_must_be_positive(tmp_path, name, value):
     assert refusal(ours, tmp_path, **{name: value}) == f"`{name}` must be positive, got {value}."
@@ -213,8 +213,9 @@ def test_staleness_needs_the_importance_sampling_correction(tmp_path):
 
 
 @pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}])
-def test_staleness_needs_node_mode(tmp_path, fields):
-    message = refusal(ours, tmp_path, max_staleness=1, **fields)
+@pytest.mark.parametrize("setting", [{"max_staleness": 1}, {"save_minutes": 30.0}])
+def test_settings_need_node_mode(tmp_path, fields, setting):
+    message = refusal(ours, tmp_path, **setting, **fields)
     assert "needs node mode" in message and "`vllm_mode='node'`" in message
 
 

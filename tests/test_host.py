@@ -47,6 +47,12 @@ def test_a_vllm_out_of_range_is_told_with_the_range(monkeypatch, found):
         check_vllm()
 
 
+def test_another_engine_such_as_the_fake_one_needs_no_vllm(monkeypatch):
+    monkeypatch.setattr(engine_settings, "version", lambda name: "0.1")
+    monkeypatch.setenv("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.testing.fake_engine")
+    check_vllm()
+
+
 def test_with_tools_the_engines_context_may_not_be_below_the_models(tmp_path):
     host = SimpleNamespace(args=config(tmp_path, vllm_max_model_length=1024))
     with pytest.raises(ConfigurationError, match=r"\(1024\) must be at least .* \(4096\)"):

@@ -16,6 +16,7 @@ import deepspeed  # noqa: F401  sets a variable when `save_pretrained` imports i
 import pytest
 import torch
 
+from trl_multinode import GRPOTrainer  # noqa: F401  sets some more: `train.py` imports it
 from trl_multinode.testing.models import tiny_qwen2
 
 with suppress(ImportError):
@@ -44,7 +45,7 @@ print(json.dumps([tokenizer.decode(said[0, -4:]), tokenizer.padding_side, tokeni
 def demo_on_path(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
     yield
-    for name in ("modes", "real_model", "real_task", "report", "run"):
+    for name in ("modes", "real_model", "real_task", "report", "run", "task", "train", "train_real"):
         sys.modules.pop(name, None)  # short names, which others may use
 
 
@@ -125,6 +126,29 @@ def test_without_its_package_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(real_model, "PACKAGE", "no_such_package")
     with pytest.raises(ModuleNotFoundError, match="make demo MODE=real"):
         real_model.gguf_file()
+
+
+# ---- the modes
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap-only", "balance-only", "overlap", "fake"])
+def test_every_mode_of_the_small_demo_has_a_config(mode, monkeypatch, tmp_path):
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--mode", mode, "--output_dir", str(tmp_path)])
+    config = train.make_config(train.parse_arguments())
+    assert config.max_staleness == int("overlap" in mode and "balance" not in mode)
+    assert config.per_device_train_batch_size == (32 if mode == "fake" else 64)
+
+
+def test_the_real_mode_is_refused_by_the_script_of_the_others(monkeypatch, capsys):
+    import train
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--mode", "real"])
+    with pytest.raises(SystemExit):
+        train.parse_arguments()
+    assert "invalid choice: 'real'" in capsys.readouterr().err
+    assert train.parse_arguments(["real"]).mode == "real"  # of train_real.py
 
 
 # ---- what is installed, and what was recorded

@@ -4,6 +4,7 @@ import builtins
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -67,6 +68,24 @@ def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.wait(10) == watch_module.EXIT_CODE and "stopped by SIGTERM" in rank.text
+
+
+def test_a_note_goes_with_the_failures_inside_and_with_none_after_it(tmp_path):
+    def body(rank: int) -> None:
+        watch = Watchdog(LAUNCHED)
+        with watch.noting("This was the first."):
+            pass
+        if rank == 0:
+            watch.report("engine 0 ended")
+        with watch.noting("Lower `max_num_seqs`."):
+            watch.add_process(subprocess.Popen(["sleep", "0.1"]).pid, lambda: "engine 0 ended")
+            time.sleep(20)
+
+    with forked(body, 2, tmp_path) as ranks:
+        assert [rank.wait(10) for rank in ranks] == [watch_module.EXIT_CODE] * 2
+        last = [rank.text.splitlines()[-1] for rank in ranks]
+        assert last[0].endswith("phase set-up: engine 0 ended")
+        assert last[1].endswith("phase set-up: engine 0 ended. Lower `max_num_seqs`.")
 
 
 def test_a_rank_that_is_late_is_waited_for_and_named(monkeypatch, capsys):

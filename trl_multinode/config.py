@@ -17,6 +17,7 @@ else:
 GRPO_ONLY = {
     "max_staleness": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
     "micro_batch_tokens": "only GRPO's micro-batches can be regrouped. Leave it out, or use GRPO.",
+    "rehearse_longest": "only GRPO's batches can be made up. Leave it out, or use GRPO.",
 }
 NO_LOGPROBS = {
     "logprob_divergence_limit": "this trainer never scores what it sampled, so there is nothing to compare. Leave it "
@@ -90,6 +91,13 @@ class NodeFields(_Arguments):
         device_tflops (`float`, *optional*):
             Peak TFLOPS of one training device, for `perf/mfu`. Default: the data sheet's dense bfloat16 rate if the
             device is known and training computes in bfloat16 or float16, else `perf/mfu` is not logged.
+        rehearse_longest (`bool`, *optional*, defaults to `False`):
+            Before step 1, run the longest rows that the settings allow through forward and backward, and a round of
+            them through the engines, so that a lack of memory shows in the first minutes. Weights, optimizer, random
+            states and later completions are the same with and without. See docs/rehearsal.md.
+        save_minutes (`float`, *optional*):
+            Save a checkpoint whenever so many minutes have passed since the last one, at the end of an optimizer step,
+            in addition to those of `save_strategy`. See docs/rehearsal.md.
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
             End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
             command that repeats the push. See docs/hub.md.
@@ -179,6 +187,14 @@ class NodeFields(_Arguments):
     device_tflops: float | None = field(
         default=None,
         metadata={"help": "Peak TFLOPS of a training device, for the log's MFU. Default: by the device's name."},
+    )
+    rehearse_longest: bool = field(
+        default=NodeSettings.rehearse_longest,
+        metadata={"help": "Whether to run the longest rows that the settings allow through all stages before step 1."},
+    )
+    save_minutes: float | None = field(
+        default=None,
+        metadata={"help": "Minutes after which a checkpoint is saved, besides those of `save_strategy`."},
     )
     hub_push_must_succeed: bool = field(
         default=NodeSettings.hub_push_must_succeed,

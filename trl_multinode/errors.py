@@ -12,6 +12,7 @@
     │   ├── WeightVersionError                 a reply came from other weights than expected
     │   └── LogprobDivergenceError             log-probs of engine and trainer differ or are NaN
     ├── WeightsNotFiniteError                  a weight is NaN or infinite; found before a sync or a save
+    ├── RehearsalError                         the longest rows do not fit in memory; found before step 1
     ├── SavedWeightsError                      saved weights are not the trained model; nothing is pushed
     ├── HubPushError                           a push failed; raised if `hub_push_must_succeed`
     └── PeerFailureError                       another rank, launcher or node failed first
@@ -66,6 +67,10 @@ class LogprobDivergenceError(WeightSyncError):
 
 class WeightsNotFiniteError(MultiNodeError):
     """A trained weight is NaN or infinite. The sync or the save that found it has not begun."""
+
+
+class RehearsalError(MultiNodeError):
+    """The longest rows that the settings allow do not fit in memory. Training has not begun."""
 
 
 class SavedWeightsError(MultiNodeError):

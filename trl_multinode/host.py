@@ -22,6 +22,7 @@ from .engine.settings import EngineSettings, check_vllm, engine_dtype, gpu_share
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
 from .run.clock import clock_offset
+from .run.decision import StepDecision
 from .run.meeting import Meeting
 from .run.phase_file import PhaseFile
 from .run.phases import Phases
@@ -76,6 +77,7 @@ class NodeHost:
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
             if store is not None:
                 self.watch.watch_local_ranks(store)
+        self.save_decision = StepDecision(self.topology, store, "save")
         self._meeting = Meeting(self.topology, store, self._state)
         self._measure_clock: Callable[[], float | None] | None = partial(clock_offset, self.topology, store)
         self.watch.add_chore(self._meeting.report_progress)

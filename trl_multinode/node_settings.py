@@ -98,6 +98,8 @@ class NodeSettings:
     balance_across: str = "node"
     node_table_steps: int = 10  # optimizer steps; 0: no table
     device_tflops: float | None = None  # of one training device; `None`: by its name
+    rehearse_longest: bool = False
+    save_minutes: float | None = None  # minutes between checkpoints
     hub_push_must_succeed: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
     # fields of TRL and transformers that the engines need
@@ -142,6 +144,11 @@ def check_settings(args: Any) -> None:
     _check_choices(settings)
     _check_staleness(args, settings)
     _check_length(args, settings)
+    if settings.save_minutes is not None and not is_node_mode(args):
+        raise ConfigurationError(
+            "`save_minutes` needs node mode, whose store tells all ranks when to save: `use_vllm=True`, "
+            "`vllm_mode='node'`. Set it, or use `save_steps`."
+        )
     if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
         raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
 
@@ -188,8 +195,8 @@ def sampling_keys() -> frozenset[str]:
 
 
 def _check_numbers(settings: NodeSettings) -> None:
-    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb"):
-        if (value := getattr(settings, name)) <= 0:
+    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes"):
+        if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
     if settings.node_table_steps < 0:
         raise ConfigurationError(

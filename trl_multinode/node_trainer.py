@@ -27,6 +27,7 @@ from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.monitor import check_nan
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
+from .saving.by_time import SaveByTime
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
 from .saving.resume import Resume
@@ -119,6 +120,8 @@ class NodeTrainer(HubTrainer):
         self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations)
         report_steps(self.callback_handler.callbacks, host.settings.node_table_steps)
         self._resume = Resume(self)
+        if (minutes := host.settings.save_minutes) is not None:
+            self.add_callback(SaveByTime(minutes, host.save_decision, decides=host.topology.rank == 0))
 
     @property
     def steps_per_round(self) -> int:

@@ -12,7 +12,9 @@ from .batches.microbatches import BalancedGRPOTrainer
 from .config import MultiNodeGRPOConfig
 from .host import NodeHost
 from .images import check_images, with_lists_of_images
+from .node_settings import NodeSettings
 from .node_trainer import RewardedNodeTrainer
+from .rehearsal.rehearsal import Rehearsal
 from .rollouts.generation import Prompts
 from .rollouts.look_ahead import Batch, UpcomingBatches
 from .rollouts.monitor import DivergenceMonitor
@@ -44,6 +46,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     """
 
     _trl, _config = GRPOTrainer, MultiNodeGRPOConfig
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if NodeSettings.of(self.args).rehearse_longest:
+            self.add_callback(Rehearsal(self))
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)

@@ -1,12 +1,18 @@
 """Modes of the demo: script, number of ranks, settings. Imports nothing heavy, because `run.py` must start fast."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trl_multinode.testing.faults import FAKE as FAKE_ENGINE
+from trl_multinode.testing.faults import HOOK
 
 MODES: dict[str, dict] = {  # added to the config of `train.py`
     "sync": {},
     "overlap-only": {"max_staleness": 1},
     "balance-only": {"micro_batch_tokens": 1024},
     "overlap": {"max_staleness": 1, "micro_batch_tokens": 1024},  # both
+    # 16 prompts a step instead of 32, because the fake engine generates one row after the other
+    "fake": {"per_device_train_batch_size": 32, "learning_rate": 5e-3, "num_generations_eval": 4},
 }
 
 
@@ -21,8 +27,14 @@ class Demo:
     timeout_s: float
     learned: float  # smallest gain of the mean reward that passes
     constant: float  # reward that the best constant answer must stay below
+    forked: bool = False  # launchers and ranks are forks, which saves their imports
+    own_cores: bool = False  # each node has cores of its own
+    environment: Mapping[str, str] = field(default_factory=dict)  # of all processes
 
 
 SMALL = Demo("train.py", num_ranks=4, steps=80, minutes=4, timeout_s=900.0, learned=0.3, constant=0.2)
-REAL = Demo("train_real.py", num_ranks=2, steps=24, minutes=15, timeout_s=7200.0, learned=0.2, constant=0.25)
-DEMOS: dict[str, Demo] = {**dict.fromkeys(MODES, SMALL), "real": REAL}
+REAL = Demo("train_real.py", num_ranks=2, steps=24, minutes=15, timeout_s=7200.0, learned=0.2, constant=0.25,
+            own_cores=True)  # fmt: skip
+FAKE = Demo("train.py", num_ranks=4, steps=30, minutes=0.5, timeout_s=300.0, learned=0.1, constant=0.2, forked=True,
+            environment={HOOK: FAKE_ENGINE})  # fmt: skip
+DEMOS: dict[str, Demo] = {**dict.fromkeys(MODES, SMALL), "fake": FAKE, "real": REAL}

@@ -184,7 +184,8 @@ class Report:
         pyplot.close(figure)
 
     def _title(self) -> str:
-        return f"GRPO on {self.run['nodes']} nodes, {self.run['ranks']} ranks, {self.run['engines']} vLLM engines"
+        engines = f"{self.run['engines']} {self.run.get('engine', 'vLLM')} engines"
+        return f"GRPO on {self.run['nodes']} nodes, {self.run['ranks']} ranks, {engines}"
 
     def write(self) -> dict:
         """Write `summary.json` and `reward.png`, and return the summary."""

@@ -1,8 +1,9 @@
 """`make demo`: learn a small task with GRPO on two nodes of this machine, each with ranks and one vLLM engine.
 
-Each node is a real `accelerate launch` of `train.py` with `accelerate_configs/2node_cpu.yaml`: two ranks and a tiny
-model, or with `--mode real` one rank and SmolLM2-135M. Both nodes end when one fails, when the time is up, and when
-this process is stopped.
+Each node is a real `accelerate launch` of `train.py` with the settings of `accelerate_configs/2node_cpu.yaml`: two
+ranks and a tiny model, or with `--mode real` one rank and SmolLM2-135M. `--mode fake` takes half a minute: the test
+kit's fake engine takes vLLM's place, and launchers and ranks are forks of one process. Both nodes end when one fails,
+when the time is up, and when this process is stopped.
 """
 
 import argparse
@@ -10,19 +11,17 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
+import yaml
 from modes import DEMOS, REAL, Demo
 from report import Report
 from rich.console import Console
 
-from trl_multinode.testing.launch_files import fresh_environment
+from trl_multinode.testing.nodes import Nodes
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -30,8 +29,6 @@ NUM_NODES = 2
 DOWNLOAD_MB = 0  # by the run itself, in every mode
 INSTALL_MB = 950  # once, for the locked packages: size of their environment (3.8 GB) compressed like a wheel
 REAL_INSTALL_MB = 100  # once, for requirements/real.txt; nearly all of it is the model
-PROGRESS_EVERY_S = 10.0
-POLL_S = 0.2
 GRACE_S = 20.0  # enough for ranks to exchange the reason of a failure and to end their engines
 TAIL_LINES = 25
 UNLEARNED = 0.1  # largest reward change that still passes as unlearned, without weight sync
@@ -42,114 +39,58 @@ class DemoError(RuntimeError):
     """Failure of a node or of the model's unpacking, or a timeout; the message holds the ends of the logs."""
 
 
-class Launch:
-    """The two `accelerate launch` processes. The exit of the context ends them and all processes that they started.
+def launch(demo: Demo, folder: Path, arguments: list[str], timeout_s: float) -> None:
+    """Run the demo's script on both nodes, and print a line of progress every 10 s.
 
-    Args:
-        demo (`Demo`):
-            Demo to start.
-        folder (`Path`):
-            `output_dir` of the run, which also holds `node<k>.log`.
-        arguments (`list[str]`):
-            Arguments of the script.
+    Raises:
+        `DemoError`: a node failed, or the time was up.
     """
-
-    def __init__(self, demo: Demo, folder: Path, arguments: list[str]):
-        self.demo = demo
-        self.folder = folder
-        self._processes: set[psutil.Process] = set()  # all descendants of the launchers seen so far
-        self._launchers: list[subprocess.Popen] = []
-        self._arguments = arguments
-
-    def __enter__(self) -> "Launch":
-        port = str(free_port())
-        for node in range(NUM_NODES):
-            self._launchers.append(self._start(node, port))
-        return self
-
-    def _start(self, node: int, port: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
-        command += [str(REPOSITORY / "accelerate_configs" / "2node_cpu.yaml"), "--machine_rank", str(node)]
-        command += ["--num_processes", str(self.demo.num_ranks), "--main_process_port", port]
-        command += [str(HERE / self.demo.script)]
-        cpu = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if self.demo is REAL:
-            cpu |= cores_of(node)
-        with open(self.folder / f"node{node}.log", "wb") as log:
-            return subprocess.Popen(
-                command + self._arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env={**fresh_environment(), **cpu, "GLOO_SOCKET_IFNAME": "lo"}, start_new_session=True,
-            )  # fmt: skip
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until both nodes have ended well, and print a line of progress every 10 s.
-
-        Raises:
-            `DemoError`: a node failed, or the time was up.
-        """
-        start = reported = time.monotonic()
-        while None in (codes := [launcher.poll() for launcher in self._launchers]) and not any(codes):
-            now = time.monotonic()
-            if now - start > timeout_s:
-                raise DemoError(f"The demo did not end within {timeout_s:.0f} s.\n{self._tails()}")
-            if now - reported >= PROGRESS_EVERY_S:
-                reported = now
-                self._remember_processes()
-                print(f"[demo] {now - start:4.0f} s: {self._progress()}", flush=True)
-            time.sleep(POLL_S)
+    with Nodes(
+        NUM_NODES,
+        demo.num_ranks // NUM_NODES,
+        folder=folder,
+        env={"TOKENIZERS_PARALLELISM": "false"} | demo.environment,
+        accelerate=settings_of(REPOSITORY / "accelerate_configs" / "2node_cpu.yaml"),
+        forked=demo.forked,
+    ) as nodes:
+        nodes.launch(HERE / demo.script, *arguments, env_of=cores_of if demo.own_cores else lambda node: {})
+        try:
+            codes = nodes.wait(timeout_s, grace_s=GRACE_S, progress=lambda seconds: progress(nodes, folder, seconds))
+        except TimeoutError as error:
+            raise DemoError(f"The demo did not end in time. {error}\n{engine_tails(folder)}") from error
         if any(codes):
-            self._wait_for_launchers()  # the logs are complete when every rank has logged why it ends
-            raise DemoError(f"Node {[bool(code) for code in codes].index(True)} failed.\n{self._tails()}")
+            failed = [bool(code) for code in codes].index(True)
+            raise DemoError(f"Node {failed} failed.\n{causes(nodes, demo)}{nodes.tails()}\n{engine_tails(folder)}")
 
-    def _progress(self) -> str:
-        """Return rank 0's last step, or during the start the last line that this library wrote to node 0's log."""
-        entries = [json.loads(line) for line in tail(self.folder / "history.jsonl", 1) if line.endswith("}")]
-        if entries:
-            reward = entries[0].get("reward", entries[0].get("eval_reward"))
-            return f"step {entries[0]['step']}" + ("" if reward is None else f", reward {reward:.2f}")
-        ours = [line for line in tail(self.folder / "node0.log", 200) if line.startswith("[trl_multinode]")]
-        return ours[-1] if ours else "the ranks are importing their libraries"
 
-    def _tails(self) -> str:
-        """Return the reason on which the ranks agreed, if they did, and the ends of all logs."""
-        logs = [self.folder / f"node{node}.log" for node in range(NUM_NODES)]
-        causes = {line for log in logs for line in tail(log, 500) if line.startswith("[trl_multinode] the run failed")}
-        logs += sorted((self.folder / "_multinode" / "logs").glob("node*/engine*.log"))
-        ends = [f"--- end of {log}\n" + "\n".join(tail(log, TAIL_LINES)) for log in logs]
-        return "\n".join([*causes, *ends])
+def settings_of(config: Path) -> dict:
+    """Return an accelerate config without its addresses and numbers of processes, which the launch chooses."""
+    own = ("num_machines", "num_processes", "main_process_ip", "main_process_port")
+    return {name: value for name, value in yaml.safe_load(config.read_text()).items() if name not in own}
 
-    # ---- end --------------------------------------------------------------------------------------------------------
 
-    def _remember_processes(self) -> None:
-        """Remember all descendants of the launchers, because ranks and engines run in sessions of their own."""
-        for launcher in self._launchers:
-            with suppress(psutil.NoSuchProcess):
-                self._processes.update(psutil.Process(launcher.pid).children(recursive=True))
+def progress(nodes: Nodes, folder: Path, seconds: float) -> str:
+    """Return rank 0's last step, or during the start the last line that this library printed there."""
+    entries = [json.loads(line) for line in tail(folder / "history.jsonl", 1) if line.endswith("}")]
+    if entries:
+        reward = entries[0].get("reward", entries[0].get("eval_reward"))
+        state = f"step {entries[0]['step']}" + ("" if reward is None else f", reward {reward:.2f}")
+    else:
+        ours = [line for line in nodes.rank_log(0).splitlines() if line.startswith("[trl_multinode]")]
+        state = ours[-1] if ours else "the ranks are importing their libraries"
+    return f"[demo] {seconds:4.0f} s: {state}"
 
-    def _wait_for_launchers(self) -> bool:
-        """Wait for the launchers; return whether all ended within the grace period."""
-        deadline = time.monotonic() + GRACE_S
-        while None in [launcher.poll() for launcher in self._launchers]:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_S)
-        return True
 
-    def _end(self) -> None:
-        """Send SIGTERM to the launchers, which pass it on; after the grace period, kill the remaining processes."""
-        self._remember_processes()
-        for launcher in self._launchers:
-            if launcher.poll() is None:
-                launcher.terminate()
-        self._wait_for_launchers()
-        _, left = psutil.wait_procs(self._processes, timeout=GRACE_S)
-        for process in [*left, *self._launchers]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()  # does nothing to a launcher that has ended
-        self._wait_for_launchers()
+def causes(nodes: Nodes, demo: Demo) -> str:
+    """Return the reason on which the ranks agreed, if they did."""
+    lines = [line for rank in range(demo.num_ranks) for line in nodes.rank_log(rank).splitlines()]
+    return "".join(sorted({f"{line}\n" for line in lines if line.startswith("[trl_multinode] the run failed")}))
 
-    def __exit__(self, *_: object) -> None:
-        self._end()
+
+def engine_tails(folder: Path) -> str:
+    """Return the ends of the engines' logs."""
+    logs = sorted((folder / "_multinode" / "logs").glob("node*/engine*.log"))
+    return "\n".join(f"--- end of {log}\n" + "\n".join(tail(log, TAIL_LINES)) for log in logs)
 
 
 def cores_of(node: int) -> dict[str, str]:
@@ -157,12 +98,6 @@ def cores_of(node: int) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))
     mine = cores[node::NUM_NODES] or cores
     return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)), "OMP_NUM_THREADS": str(len(mine))}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def tail(path: Path, lines: int) -> list[str]:
@@ -211,17 +146,19 @@ def announce(demo: Demo) -> None:
     print(f"[demo] (installing the locked packages downloads about {INSTALL_MB} MB, once)", flush=True)
     if demo is REAL:
         print(f"[demo] (installing those of this mode and the model downloads {REAL_INSTALL_MB} MB more)", flush=True)
-    print(f"[demo] expected: about {demo.minutes} minutes on 2 cores", flush=True)
+    print(f"[demo] expected: about {demo.minutes:g} minutes on 2 cores", flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--steps", type=int, help="default: 80, in mode real 24")
+    parser.add_argument("--steps", type=int, help="default: 80, in mode real 24, in mode fake 30")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="default: 900, in mode real 7200")
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="default: 900, in mode real 7200, in mode fake 300"
+    )
     return parser.parse_args()
 
 
@@ -238,8 +175,7 @@ def main() -> int:
     try:
         if demo is REAL:
             unpack_model(options.output_dir)
-        with Launch(demo, options.output_dir, arguments) as launch:
-            launch.wait(options.timeout or demo.timeout_s)
+        launch(demo, options.output_dir, arguments, options.timeout or demo.timeout_s)
     except DemoError as error:
         print(f"[demo] {error}", file=sys.stderr)
         return 1

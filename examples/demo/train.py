@@ -10,9 +10,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from modes import DEMOS, MODES
+from modes import MODES
 from task import ANSWER_LENGTH, best_constant_score, make_datasets, make_model, make_tokenizer, successor_reward
 from transformers import PrinterCallback, TrainerCallback
 
@@ -23,12 +24,12 @@ NUM_GENERATIONS = 8
 ROWS_PER_RANK = 64  # 32 prompts a step on 4 ranks; with 16, one seed in three got stuck at a reward below 0.7
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(modes: Iterable[str] = MODES) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=DEMOS, default="sync", help="see modes.py")
+    parser.add_argument("--mode", choices=modes, default=next(iter(modes)), help="see modes.py")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     return parser.parse_args()
 
@@ -39,17 +40,16 @@ def suppress_sync() -> None:
 
 
 def make_config(options: argparse.Namespace) -> GRPOConfig:
+    by_mode = {"per_device_train_batch_size": ROWS_PER_RANK, "learning_rate": 2e-3} | MODES[options.mode]
     return GRPOConfig(
         output_dir=str(options.output_dir),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
         max_steps=options.steps,
-        per_device_train_batch_size=ROWS_PER_RANK,
         per_device_eval_batch_size=ROWS_PER_RANK,
         num_generations=NUM_GENERATIONS,
         max_completion_length=ANSWER_LENGTH,
-        learning_rate=2e-3,
         lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,
@@ -64,7 +64,7 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         # TRL's correction for completions that older weights sampled; the same in every mode
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0,
-        **MODES[options.mode],
+        **by_mode,
     )
 
 
@@ -109,6 +109,7 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
         "ranks": topology.world_size,
         "engines": topology.num_nodes * len(devices.per_engine),
         "devices": training_gpus + topology.num_nodes * sum(map(len, devices.per_engine)),
+        "engine": "fake" if trainer.vllm_generation.engines[0].ready.vllm_version == "fake" else "vLLM",
         "steps": trainer.state.global_step,
         "rows_per_step": trainer.args.generation_batch_size,
         "weight_versions": trainer.vllm_generation.version.update,

@@ -59,7 +59,7 @@ def reduce_in_pieces(config: GRPOConfig) -> None:
 
 
 def main() -> None:
-    options = parse_arguments()
+    options = parse_arguments(modes=["real"])
     if options.no_sync:
         suppress_sync()
     train_set, held_out = make_datasets(NUM_HELD_OUT)

@@ -4,7 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes
@@ -45,6 +48,8 @@ def whole(folder):
             folder,
             {"name": "full1", "output": "full1", "max_staleness": 1},
             {"name": "full0", "output": "full0", "max_staleness": 0},
+            {"name": "rehearsed", "output": "rehearsed", "max_staleness": 0, "rehearse_longest": True,
+             "save_strategy": "no", "save_minutes": 1e-6},
             {"name": "resumed0", "output": "other0", "copy_of": f"full0/checkpoint-{INSIDE}", "max_staleness": 0},
             {"name": "without", "output": "other1", "copy_of": f"full1/checkpoint-{INSIDE}", "max_staleness": 1,
              "without_rollouts": [0, 1]},
@@ -97,6 +102,45 @@ def test_the_uninterrupted_runs_are_what_the_others_are_compared_with(folder, wh
     assert len(set(losses)) == LAST  # equal numbers below mean something
     first = [results(folder, f"full{staleness}")[0]["rounds"][0] for staleness in (0, 1)]
     assert first[0] == first[1]
+
+
+def test_a_rehearsal_changes_nothing_bit_by_bit(folder, whole):
+    """Under ZeRO-3: rows, losses, DeepSpeed's counters, and the last checkpoint with optimizer and random states."""
+    without, with_it = results(folder, "full0"), results(folder, "rehearsed")
+    same(with_it, without, 0, LAST)
+    for mine, other in zip(with_it, without, strict=True):
+        assert mine["counters"] == other["counters"] and mine["counters"]["micro_steps"] == LAST
+        assert mine["rehearsed"] == [[8, 15]] and other["rehearsed"] == []  # "7 + 8 =" and 8 tokens
+    checkpoints = [folder / name / f"checkpoint-{LAST}" for name in ("full0", "rehearsed")]
+    for name in ("model.safetensors", "rng_state_0.pth", "rng_state_1.pth", "rollouts_rank0.safetensors"):
+        assert equal(*(load(checkpoint / name) for checkpoint in checkpoints)), name
+    states = [sorted(checkpoint.rglob("*_states.pt")) for checkpoint in checkpoints]
+    assert [path.name for path in states[0]] == [path.name for path in states[1]] and len(states[0]) == 4
+    for pair in zip(*states, strict=True):
+        assert equal(*map(load, pair)), pair[0].name
+    assert "rehearsing the longest rows" in whole["logs"][0]
+
+
+def test_checkpoints_by_time_are_saved_on_all_ranks_like_others(folder, whole):
+    saved = [sorted(path.name for path in (folder / name).glob("checkpoint-*")) for name in ("full0", "rehearsed")]
+    assert saved[0] == saved[1] and len(saved[0]) == LAST
+
+
+def load(path: Path):
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=False)
+
+
+def equal(one, other) -> bool:
+    """Whether two saved states have the same contents; DeepSpeed's groups of processes are left out."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return one == other or type(one).__module__.startswith(("deepspeed", "transformers"))
 
 
 def test_a_resume_inside_a_block_of_the_second_epoch_repeats_every_row_and_loss(folder, whole):

@@ -21,6 +21,7 @@ from trl_multinode.errors import (
     WeightVersionError,
 )
 from trl_multinode.node_settings import NodeSettings
+from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.rollouts.monitor import DivergenceMonitor
 from trl_multinode.testing.engines import FAKE, FORKED, REAL, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
@@ -123,6 +124,27 @@ def test_a_completion_ends_where_the_context_ends_whatever_its_limit(trainer):
     requests = [PromptRequest([5] * (context - 6), 2, seed=3)]
     (rows,) = trainer.engines.generate(requests, context, SAMPLING | {"ignore_eos": True}, trainer.version.update)
     assert [len(row.tokens) for row in rows] == [6, 6]
+
+
+def test_a_rehearsal_leaves_the_next_samples_as_they_were(trainer, monkeypatch):
+    """Long made-up prompts, each with a seed of its own; the engine generates as many tokens as it is asked for."""
+    context = trainer.engines.max_model_len
+    random = np.random.default_rng(0)
+    prompts = [random.integers(5, 290, context - 16).tolist() for _ in range(3)]
+    generation = SimpleNamespace(engines=trainer.engines, sampling=SAMPLING, version=trainer.version)
+    seeded = [row.tokens.tolist() for rows in generate(trainer) for row in rows]
+    drawn = []
+    generate_all = trainer.engines.generate
+
+    def kept(*args):
+        drawn.extend(generate_all(*args))
+
+    monkeypatch.setattr(trainer.engines, "generate", kept)
+    NodeGeneration.rehearse(generation, prompts, 16)
+    monkeypatch.undo()
+    assert [len(rows[0].tokens) for rows in drawn] == [16] * 3
+    assert seeded == [row.tokens.tolist() for rows in generate(trainer) for row in rows]
+    assert difference(trainer) < 1e-3
 
 
 # Where several are set, a masked token counts with its bias and penalty in the closed form

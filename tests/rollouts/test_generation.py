@@ -34,6 +34,19 @@ def test_equal_prompts_apart_are_requests_of_their_own_and_rows_keep_their_order
     assert logprobs == [[[-0.5], [None]]] * 3 and ids[1] == [[0], [1]]
 
 
+def test_a_rehearsal_draws_no_random_number_of_the_run():
+    """Without `rollout_seed`, an engine samples rows without a seed with random numbers of its own."""
+    generation = build(temperature=0.7)
+    before = vars(generation.seeds).copy()
+    generation.rehearse([A, B, C], 16)
+    (call,) = generation.engines.calls
+    assert [request.seed for request in call.requests] == [0, 1, 2] and call.max_tokens == 16
+    assert call.sampling["ignore_eos"] and call.sampling["temperature"] == 0.7
+    assert vars(generation.seeds) == before and "ignore_eos" not in generation.sampling
+    generation.generate([A], None, num_generations=1)
+    assert generation.engines.calls[-1].requests[0].seed is None
+
+
 def test_a_trainer_that_reads_no_log_probs_gets_none_and_the_engines_are_kept_for_the_alarm():
     generation = build(logprobs=None)
     _, completions, logprobs, ids = generation.generate([A, C], None, num_generations=1)

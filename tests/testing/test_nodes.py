@@ -25,6 +25,7 @@ torch.distributed.barrier()
 print("world", state.num_processes, "sum", int(total[0]), "zero3", os.environ["ACCELERATE_USE_DEEPSPEED"])
 print("temporary", *sorted(f for f in os.listdir(tempfile.gettempdir()) if f.startswith("rank")))
 print("memory", *sorted(f[-5:] for f in os.listdir("/dev/shm") if f.startswith(sys.argv[1])))
+print("own", os.environ.get("ONLY_HERE"))
 torch.distributed.barrier()
 os.remove(shared)
 print("last words of rank", state.process_index, file=sys.stderr)
@@ -97,13 +98,14 @@ def test_the_reason_against_namespaces_is_named(monkeypatch, user, ip, reason):
 def test_two_nodes_of_two_ranks_are_one_world_of_four(tmp_path, script):
     with Nodes(num_nodes=2, ranks_per_node=2, folder=tmp_path) as nodes:
         temporary = nodes.tmpdir(0).parent
-        nodes.launch(script(MEET), temporary.name, "1")
+        nodes.launch(script(MEET), temporary.name, "1", env_of=lambda node: {"ONLY_HERE": f"of node {node}"})
         assert nodes.wait_for(3, "world", timeout_s=60) == "world 4 sum 4 zero3 true"
         assert nodes.wait(timeout_s=30) == [0, 0]
         for rank in range(4):
             log = nodes.rank_log(rank).splitlines()
             assert "world 4 sum 4 zero3 true" in log
             assert f"temporary rank{rank // 2 * 2} rank{rank // 2 * 2 + 1}" in log
+            assert f"own of node {rank // 2}" in log
             assert log[-1] == f"last words of rank {rank}"
         assert nodes.pids(0) == nodes.pids(1) == []
         with pytest.raises(ProcessLookupError, match=r"rank 2 \(node 1\) has no live process"):
@@ -129,6 +131,9 @@ def test_a_hung_run_hits_the_deadline_and_leaves_nothing_behind(tmp_path, script
         assert "still running on nodes [0" in message
         assert "rank 0 hangs" in message and f"orphan {orphan}" in message and "node1.log" in message
         assert "rank 0: rank 0 hangs" in capfd.readouterr().out
+        codes = nodes.wait(timeout_s=30, grace_s=1.0, progress=lambda seconds: f"after {seconds:.0f} s")
+        assert codes == [None, 1], "node 0 still runs when node 1 has failed"
+        assert "after 1 s" in capfd.readouterr().out
         end = time.monotonic() + 30
         while nodes.launcher_pid(1) in nodes.pids(1) and time.monotonic() < end:
             time.sleep(0.1)

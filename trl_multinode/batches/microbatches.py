@@ -161,6 +161,22 @@ class Balance:
         self._slice_rows = 0
         self._moved_bytes, self._crossed_bytes = 0, 0  # sums over all ranks; the second between nodes only
 
+    @property
+    def pool_size(self) -> int:
+        """Number of ranks between which rows move."""
+        return len(self._exchange.pools[0])
+
+    @contextlib.contextmanager
+    def rehearsing(self, rows: int) -> Iterator[None]:
+        """Let TRL's loss take a batch of `rows` rows as a finished micro-batch, and drop its metrics."""
+        before = self.metrics, self._slice_rows
+        self.metrics, self._slice_rows, self.inside = LocalMetrics(), rows, True
+        try:
+            yield
+        finally:
+            self.inside = False
+            self.metrics, self._slice_rows = before
+
     def scale(self, rows: int) -> float:
         """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/balance.md."""
         return rows / self._slice_rows if self._trainer.loss_type in MEAN_OVER_ROWS else 1.0

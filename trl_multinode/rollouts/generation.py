@@ -193,6 +193,14 @@ class NodeGeneration:
             [TokenRow(row.tokens) for row in rows],
         )
 
+    def rehearse(self, prompts: Prompts, num_tokens: int) -> None:
+        """Let the engines generate `num_tokens` for each prompt, and drop them. Not a collective.
+
+        Every row has a seed, so an engine's own random numbers are not used, and later rounds stay the same.
+        """
+        requests = [PromptRequest(prompt, 1, seed=row) for row, prompt in enumerate(prompts)]
+        self.engines.generate(requests, num_tokens, self.sampling | {"ignore_eos": True}, self.version.update)
+
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
         self._takes_ahead = False

@@ -10,6 +10,7 @@
 | `arrived` | every rank that comes to a meeting | the number of all arrivals; see [`Meeting`](meeting.py) |
 | `at/<rank>`, `state/<rank>` | every rank | the number of its last meeting; what it does, for ranks that wait for it |
 | `met/<number>` | the last rank of a meeting | empty; the key wakes the ranks that wait for it |
+| `save/<step>` | rank 0 | whether the step ends with a checkpoint; see [`StepDecision`](decision.py) |
 | `reporter/<side>/<number>` | ranks that waited 30 s | their number, on node 0 and elsewhere; the first one reports |
 """
 

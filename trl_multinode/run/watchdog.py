@@ -63,6 +63,7 @@ class Watchdog:
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
+        self._note = ""  # added to every failure that this rank reports
         self._end: Callable[[], None] | None = None  # called by the watch thread as the last thing
         self._closed = threading.Event()
         self._store_call_start: float | None = None  # of the pending call, if any
@@ -117,11 +118,22 @@ class Watchdog:
 
     def report(self, cause: str, delay_s: float = 0.0) -> None:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
+        cause = cause if self._note in cause else f"{cause.rstrip('.')}. {self._note}"
         line = f"{self.topology}, phase {self.phase()}: " + " ".join(cause.split())
         with self._lock:
             if self._local_failure is None or (delay_s == 0.0 and self._only_symptom):  # a cause replaces a symptom
                 self._local_failure, self._only_symptom = (line, time.monotonic() + delay_s), delay_s > 0.0
         self._signals.wake()
+
+    @contextmanager
+    def noting(self, note: str) -> Iterator[None]:
+        """Add `note` to the failures that this rank reports, until the context has ended well.
+
+        An engine that ends is reported by this thread; only the main thread knows what the engine was doing.
+        """
+        self._note = note
+        yield
+        self._note = ""
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -24,6 +24,8 @@ TERMINATE_GRACE_S = 5.0
 KILL_LIMIT_S = 10.0
 TAIL_LINES = 15
 
+Progress = Callable[[float], str]  # seconds -> line of progress
+
 
 class Nodes:
     """
@@ -109,7 +111,13 @@ class Nodes:
 
     # ---- start and wait
 
-    def launch(self, script: str | os.PathLike[str], *args: str, env: Mapping[str, str] | None = None) -> None:
+    def launch(
+        self,
+        script: str | os.PathLike[str],
+        *args: str,
+        env: Mapping[str, str] | None = None,
+        env_of: Callable[[int], Mapping[str, str]] = lambda node: {},
+    ) -> None:
         """
         Start `script` on all nodes and return at once. The ranks have the caller's working directory.
 
@@ -120,6 +128,8 @@ class Nodes:
                 Arguments of the script.
             env (`Mapping[str, str]`, *optional*):
                 More variables, for this launch only.
+            env_of (`Callable[[int], Mapping[str, str]]`, *optional*):
+                Function that returns more variables for one node, given its number.
 
         Raises:
             FileNotFoundError: `script` is not a file.
@@ -139,14 +149,26 @@ class Nodes:
         program = ["/bin/sh", str(self._log_folder / "per_rank.sh"), sys.executable, "-u", str(script), *args]
         self._launchers = []
         for node in range(self.spec.num_nodes):
-            self._launchers.append(self._start(node, [*command, str(node), *program], env or {}))
+            more = {**(env or {}), **env_of(node)}
+            self._launchers.append(self._start(node, [*command, str(node), *program], more))
 
-    def wait(self, timeout_s: float = 300.0) -> list[int]:
+    def wait(
+        self, timeout_s: float = 300.0, *, grace_s: float | None = None, progress: Progress | None = None
+    ) -> list[int | None]:
         """
         Wait until all launchers have ended, and print a line of progress every 10 s.
 
+        Args:
+            timeout_s (`float`, *optional*, defaults to `300.0`):
+                Seconds to wait.
+            grace_s (`float`, *optional*):
+                Seconds to wait for the other launchers when one has failed. Default: no limit of their own.
+            progress (`Progress`, *optional*):
+                Function that returns the line of progress, given the seconds so far. Default: rank 0's last line.
+
         Returns:
-            `list[int]`: the launchers' exit codes by node; minus the signal number for a launcher that was killed.
+            `list[int | None]`: the launchers' exit codes by node; minus the signal number for a launcher that was
+                killed, and `None` for one that still runs after `grace_s`.
 
         Raises:
             TimeoutError: some did not end in time and still run; the message holds the tails of all logs.
@@ -154,8 +176,16 @@ class Nodes:
         """
         if not self._launchers:
             raise RuntimeError("there is nothing to wait for: call launch() first")
-        self._until(lambda: not self._running_nodes(), timeout_s, "all launchers to end")
-        return [launcher.wait() for launcher in self._launchers]
+        deadline = float("inf")
+
+        def over() -> bool:
+            nonlocal deadline
+            if grace_s is not None and any(launcher.poll() for launcher in self._launchers):
+                deadline = min(deadline, time.monotonic() + grace_s)
+            return not self._running_nodes() or time.monotonic() > deadline
+
+        self._until(over, timeout_s, "all launchers to end", progress)
+        return [launcher.poll() for launcher in self._launchers]
 
     def wait_for(self, rank: int, text: str, timeout_s: float = 120.0) -> str:
         """
@@ -173,7 +203,7 @@ class Nodes:
             ended = not self._running_nodes()  # checked before the log is read, or a last line could be missed
             line = next((line for line in self.rank_log(rank).splitlines() if text in line), None)
             if line is None and ended:
-                raise RuntimeError(f"{self._where(rank)} ended without printing {text!r}.\n{self._tails()}")
+                raise RuntimeError(f"{self._where(rank)} ended without printing {text!r}.\n{self.tails()}")
             return line
 
         return self._until(found, timeout_s, f"{self._where(rank)} to print {text!r}")
@@ -192,6 +222,11 @@ class Nodes:
     def launcher_pid(self, node: int) -> int:
         """Return the pid of the `accelerate launch` of `node`, also after it has ended."""
         return self._launchers[node].pid
+
+    def tails(self) -> str:
+        """Return the ends of all logs of the last launch, for an error message."""
+        logs = sorted(self._log_folder.glob("*.log"))
+        return "\n".join(f"--- end of {log}\n{_tail(_read(log))}" for log in logs)
 
     def rank_pid(self, rank: int) -> int:
         """
@@ -316,16 +351,19 @@ class Nodes:
                 os.kill(pid, signal.SIGKILL)
         return pids
 
-    def _until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    def _until(
+        self, condition: Callable[[], Any], timeout_s: float, what: str, progress: Progress | None = None
+    ) -> Any:
         """Poll until `condition` returns a true value, and return it; print progress, and raise at the deadline."""
         start = reported = time.monotonic()
         while not (result := condition()):
             now = time.monotonic()
             if now - start > timeout_s:
-                raise TimeoutError(f"Waited {timeout_s:.0f} s for {what}; {self._still_running()}\n{self._tails()}")
+                raise TimeoutError(f"Waited {timeout_s:.0f} s for {what}; {self._still_running()}\n{self.tails()}")
             if now - reported > PROGRESS_EVERY_S:
                 last = (self.rank_log(0).rstrip().splitlines() or ["nothing printed yet"])[-1]
-                print(f"[nodes] {now - start:.0f} s, waiting for {what}; rank 0: {last[-160:]}", flush=True)
+                usual = f"[nodes] {now - start:.0f} s, waiting for {what}; rank 0: {last[-160:]}"
+                print(usual if progress is None else progress(now - start), flush=True)
                 reported = now
             time.sleep(POLL_S)
         return result
@@ -333,10 +371,6 @@ class Nodes:
     def _still_running(self) -> str:
         running = self._running_nodes()
         return f"launchers still running on nodes {running}" if running else "all launchers have ended"
-
-    def _tails(self) -> str:
-        logs = sorted(self._log_folder.glob("*.log"))
-        return "\n".join(f"--- end of {log}\n{_tail(_read(log))}" for log in logs)
 
 
 def _environment(pid: int) -> list[bytes]:

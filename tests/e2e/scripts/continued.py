@@ -59,11 +59,35 @@ class Record(TrainerCallback):
             steps=steps,
             left_over=[thread.name for thread in threading.enumerate() if thread.name == "look-ahead"],
             difference=self.rounds.trainer._monitor.last,
+            counters=counters(self.rounds.trainer.model_wrapped),
+            rehearsed=self.rounds.trainer.rehearsed,
         )
 
     def on_save(self, args, state, control, **_):
         if state.global_step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def counters(engine) -> dict:
+    """DeepSpeed's numbers and flags; autograd counts all backward passes of the process."""
+    zero = engine.optimizer
+    found = [vars(engine), vars(zero), vars(zero._backward_hook_state), {"loss_scale": zero.loss_scale}]
+    return {
+        name: value for part in found for name, value in part.items()
+        if isinstance(value, int | float | bool) and "graph_task_id" not in name
+    }  # fmt: skip
+
+
+def count_rehearsals(trainer) -> None:
+    """How many rows of which length the engines and the model took before step 1."""
+    trainer.rehearsed = []
+    generate = trainer.vllm_generation.rehearse
+
+    def counted(prompts, num_tokens):
+        trainer.rehearsed.append([len(prompts), len(prompts[0]) + num_tokens])
+        generate(prompts, num_tokens)
+
+    trainer.vllm_generation.rehearse = counted
 
 
 def kill_while_saving(trainer, step: int | None) -> None:
@@ -108,10 +132,11 @@ def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, ki
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     trainer = make_trainer(
         tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
-        rollout_seed=5, learning_rate=1e-2, save_strategy="steps", **settings,
+        rollout_seed=5, learning_rate=1e-2, **{"save_strategy": "steps"} | settings,
     )  # fmt: skip
     rounds.trainer = trainer
     trainer.add_callback(Record(name, rounds, kill_at))
+    count_rehearsals(trainer)
     kill_while_saving(trainer, kill_inside)
     kill_while_deleting(trainer, kill_deleting)
     if copy_of is not None:

@@ -1,0 +1,101 @@
+"""`save_minutes`: rank 0's clock decides, and all ranks save at the end of the same step."""
+
+import os
+
+import pytest
+from forks import forked
+from store_host import RANKS, StoreHost, topology_of
+from transformers import TrainerControl, TrainerState
+
+from trl_multinode.run.decision import StepDecision
+from trl_multinode.run.store import connect_store
+from trl_multinode.run.topology import Topology
+from trl_multinode.saving.by_time import SaveByTime
+
+MINUTE = 60.0
+ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(
+    callback: SaveByTime, clock: Clock, steps: list[float], also_saved: tuple[int, ...] = (), save_s=0.0
+) -> list[int]:
+    """The steps, counted from 1, at whose end a trainer would save, with the seconds that each one takes."""
+    state, saved = TrainerState(), []
+    callback.on_train_begin(None, state, TrainerControl())
+    for seconds in steps:
+        control = TrainerControl()
+        callback.on_step_begin(None, state, control)
+        clock.now += seconds
+        state.global_step += 1
+        callback.on_step_end(None, state, control)
+        if control.should_save or state.global_step in also_saved:
+            saved.append(state.global_step)
+            clock.now += save_s
+            callback.on_save(None, state, control)
+    return saved
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def callback(clock):
+    return SaveByTime(10.0, StepDecision(ALONE, None, "save"), decides=True, clock=clock)
+
+
+def test_the_step_in_which_the_minutes_have_passed_ends_with_a_checkpoint(callback, clock):
+    assert run(callback, clock, [4 * MINUTE] * 9) == [3, 6, 9]  # after 12 minutes, not after 16
+
+
+def test_after_an_unexpectedly_long_step_the_next_one_is_saved(callback, clock):
+    assert run(callback, clock, [MINUTE, 40 * MINUTE, MINUTE, MINUTE, MINUTE]) == [3]
+
+
+def test_the_length_of_a_step_may_vary_tenfold(callback, clock):
+    assert run(callback, clock, [MINUTE] * 10 + [10 * MINUTE] * 3) == [10, 12, 13]
+
+
+def test_other_checkpoints_count_and_so_does_the_time_that_saving_takes(callback, clock):
+    assert run(callback, clock, [4 * MINUTE] * 7, also_saved=(2,)) == [2, 5]
+    assert run(callback, clock, [4 * MINUTE] * 6, save_s=30 * MINUTE) == [3, 6]  # counted from the end of a save
+
+
+def test_all_ranks_follow_the_clock_of_rank_0(tmp_path):
+    """Without a collective of its own: a step ends when all ranks have begun it."""
+
+    def body(rank: int) -> list:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        clock, client = Clock(), connect_store(topology_of(rank), 0)
+        meetings = connect_store(topology_of(rank), 1)
+        callback = SaveByTime(10.0, StepDecision(topology_of(rank), client, "save"), decides=rank == 0, clock=clock)
+        train = callback.on_step_end
+
+        def collective_first(args, state, control):
+            meetings.add(f"step{state.global_step}", 1)
+            while meetings.add(f"step{state.global_step}", 0) < RANKS:
+                pass
+            train(args, state, control)
+
+        callback.on_step_end = collective_first
+        saved = run(callback, clock, [(4.0 if rank == 0 else 100.0) * MINUTE] * 12)  # other clocks would save at once
+        keys = [step for step in range(12) if client.check([f"save/{step}"])]
+        return [saved, keys]
+
+    store = StoreHost()
+    try:
+        with forked(body, RANKS, tmp_path) as ranks:
+            for rank in ranks:
+                saved, keys = rank.result
+                assert saved == [3, 6, 9, 12]
+                assert set(keys) <= {10, 11}, "old decisions are deleted"
+    finally:
+        store.end()
