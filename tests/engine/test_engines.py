@@ -1,9 +1,12 @@
 """Several engines on a node, and tensor parallelism: parity on each engine, requests where there is room."""
 
+import re
+
 import pytest
 from test_conformance import FEATURE, PROMPTS, SAMPLING, check_log_probs
 
 from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.errors import EngineStartError
 from trl_multinode.testing.engines import FORKED, REAL, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
@@ -24,7 +27,7 @@ def generate(engines, num_requests: int = 2):
 @FEATURE("Generation", "`bad_words`")
 @FEATURE("Generation", "`vllm_structured_outputs_regex`")
 @pytest.mark.parametrize(("module", "tied"), [(REAL, True), (FORKED, False)], ids=["tied", "untied"])
-def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(module, tied, tmp_path):
+def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(module, tied, tmp_path, capsys):
     model = tiny_qwen2(300, tied)
     with running_engines(model, tmp_path, module, tensor_parallel_size=2) as engines:
         trainer = SyncDriver(model, engines)
@@ -36,6 +39,20 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(modul
             check_log_probs(trainer, settings)
         trainer.perturb()
         assert worst_difference(trainer, generate(engines), PROMPTS) > 0.1
+    stages = r"imports \d+ s, config \d+ s, workers \d+ s, weights \d+ s, cache \d+ s"
+    assert re.search(rf"1 engine\(s\) ready after \d+ s \({stages}\)", capsys.readouterr().out)
+    last_words = (tmp_path / "engine0.log").read_text().split("engine 0: ready after")[1]
+    assert not re.findall(r"(?im)^.*(?:\bkill|sigkill|terminated|\bended|\berror|traceback).*$", last_words)
+    assert last_words.rstrip().endswith("engine 0: shut down in good order")
+
+
+def test_a_setting_that_vllm_refuses_is_named_in_the_error(tmp_path):
+    refused = r"did not start: ValidationError: Value error, User-specified max_model_len \(1000000\) is greater"
+    with (
+        pytest.raises(EngineStartError, match=refused),
+        running_engines(tiny_qwen2(300), tmp_path, FORKED, max_model_len=1_000_000),
+    ):
+        pass
 
 
 def test_two_engines_both_hold_the_weights_and_the_slow_one_gets_less(tmp_path):

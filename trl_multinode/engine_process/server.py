@@ -61,6 +61,11 @@ class EngineServer:
         self._closing = asyncio.Event()
         self._clock = BusyClock()
 
+    @property
+    def closing(self) -> bool:
+        """Whether a rank has sent `Shutdown`, so that the end of vLLM's processes is no failure."""
+        return self._closing.is_set()
+
     async def serve(self) -> None:
         old_mask = os.umask(0o177)  # only this user may use the socket; its folder is private too
         server = await asyncio.start_unix_server(self._connection, self._spec.socket_path)

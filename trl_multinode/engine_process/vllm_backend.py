@@ -171,7 +171,7 @@ class VllmBackend(Backend):
         return await self._llm.collective_rpc("weights_digest")
 
     async def stop(self) -> None:
-        self._llm.shutdown(timeout=5)
+        self._llm.shutdown(timeout=8)  # 5 s for two workers; vLLM warns that it kills them after its timeout
 
 
 def client_error() -> type[Exception]:
