@@ -65,6 +65,7 @@ class NodeHost:
         self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
         self._ends = False
         self.engine_clocks: list[tuple[float, float]] = []  # per engine, at the last sync: busy seconds, total seconds
+        self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
         with self.watch.guard():
             store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
@@ -251,10 +252,16 @@ class NodeHost:
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
+        self._kv_use = max([self._kv_use, *(reply.kv_use for reply in done if isinstance(reply, Done))])
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
             probe_engines(self._model, engines, self.divergence_limit, self.topology)
         return timings
+
+    def take_kv_use(self) -> float:
+        """Return the greatest share of a node's engine's key-value cache that was in use, up to the last sync."""
+        use, self._kv_use = self._kv_use, 0.0
+        return use
 
     def send_everything(self) -> None:
         """Make the next sync send the frozen weights too."""

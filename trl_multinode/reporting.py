@@ -96,7 +96,8 @@ class StepReport:
 
     def metrics(self, sync: SyncTimings) -> dict[str, float]:
         """Return the metrics since the last log. A collective of all training ranks: one gather of a few numbers."""
-        rounds = self._meter.take(self._generation.look_ahead.take_seconds(), self._host.engine_clocks)
+        ahead, kv_use = self._generation.look_ahead.take_seconds(), self._host.take_kv_use()
+        rounds = self._meter.take(ahead, self._host.engine_clocks, kv_use)
         mine = self._host.phases.take_sums() + sync.stages() + rounds
         per_rank = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
         rounds_from = len(PHASES) + len(STAGES)

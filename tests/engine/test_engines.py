@@ -10,6 +10,7 @@ from trl_multinode.errors import EngineStartError
 from trl_multinode.testing.engines import FORKED, REAL, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.wire.messages import Await
 
 pytestmark = pytest.mark.engine
 ONLY_VLLM = [  # sampling settings that the fake engine refuses
@@ -17,6 +18,13 @@ ONLY_VLLM = [  # sampling settings that the fake engine refuses
     {"temperature": 0.7, "structured_outputs": {"regex": "[0-9]{4}"}},
     {"temperature": 1.0, "structured_outputs": {"regex": "[0-9]{4}"}, "repetition_penalty": 1.3},
 ]
+
+
+def kv_use(trainer, send: bool = True) -> float:
+    """Return the greatest use of the cache between the last two updates."""
+    if send:
+        trainer.send()
+    return trainer.engines[0].ask(Await(min_update=trainer.version.update)).kv_use
 
 
 def generate(engines, num_requests: int = 2):
@@ -39,6 +47,8 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(modul
             check_log_probs(trainer, settings)
         trainer.perturb()
         assert worst_difference(trainer, generate(engines), PROMPTS) > 0.1
+        assert 0.0 < kv_use(trainer) == kv_use(trainer, send=False) < 0.1  # every rank of a node reads the same
+        assert kv_use(trainer) == 0.0  # no request since the last update
     stages = r"imports \d+ s, config \d+ s, workers \d+ s, weights \d+ s, cache \d+ s"
     assert re.search(rf"1 engine\(s\) ready after \d+ s \({stages}\)", capsys.readouterr().out)
     last_words = (tmp_path / "engine0.log").read_text().split("engine 0: ready after")[1]

@@ -60,6 +60,7 @@ class EngineServer:
         self._update: WeightVersion | None = None
         self._closing = asyncio.Event()
         self._clock = BusyClock()
+        self._kv_use = 0.0  # greatest between the last two updates
 
     @property
     def closing(self) -> bool:
@@ -162,6 +163,7 @@ class EngineServer:
             seconds=seconds,
             busy_s=busy_s,
             clock_s=clock_s,
+            kv_use=self._kv_use,
         )
 
     async def _commit(self) -> None:
@@ -169,6 +171,7 @@ class EngineServer:
         committed = await self._backend.commit_update()
         if len(set(committed)) != 1:
             raise RuntimeError(f"vLLM's workers committed different weight versions: {committed}")
+        self._kv_use = await self._backend.take_kv_use()
         await self._weights.end(self._update.update, committed[0])
 
     async def _rows(self, request: Generate | Score, start: float) -> Completions:

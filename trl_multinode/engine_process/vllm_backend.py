@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ..vllm_worker.kv_use import METHOD
 from ..vllm_worker.plugin import BACKEND
 from ..wire.messages import EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
 from ..wire.messages import Image as WireImage
@@ -166,6 +167,9 @@ class VllmBackend(Backend):
         await self._llm.resume_generation()
         self._adapter = in_memory_adapter(committed[0][2])
         return [WeightVersion(update, step) for update, step, _ in committed]
+
+    async def take_kv_use(self) -> float:
+        return await self._llm.engine_core.call_utility_async(METHOD)
 
     async def digests(self) -> list[str]:
         return await self._llm.collective_rpc("weights_digest")

@@ -31,6 +31,7 @@ class RoundSums:
     wall_s: float = 0.0
     engine_busy_s: float = 0.0  # sum over the node's engines, by their own clocks
     engine_clock_s: float = 0.0
+    engine_kv_use: float = 0.0  # greatest share of an engine's key-value cache in use
 
 
 NUM_SUMS = len(fields(RoundSums))
@@ -81,7 +82,9 @@ class StalenessMeter:
         sums.weights, sums.weights_squared = sums.weights + total, sums.weights_squared + squared
         sums.clipped, sums.tokens = sums.clipped + clipped, sums.tokens + weights.numel()
 
-    def take(self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float]]) -> list[float]:
+    def take(
+        self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float]], kv_use: float = 0.0
+    ) -> list[float]:
         """Return the `NUM_SUMS` numbers since the last call, for [`summarize_rounds`], and reset them.
 
         Args:
@@ -89,8 +92,11 @@ class StalenessMeter:
                 Seconds of generating ahead, and the part of them in which the rank waited.
             engine_clocks (`list[tuple[float, float]]`):
                 Busy seconds and total seconds of every engine of the node, since its start.
+            kv_use (`float`, *optional*, defaults to 0):
+                Greatest share of an engine's key-value cache that was in use on this node; 0: unknown.
         """
         sums, self._sums = self._sums, RoundSums()
+        sums.engine_kv_use = kv_use
         now, (sums.ahead_s, sums.waited_s) = time.monotonic(), ahead
         sums.wall_s, self._since = now - self._since, now
         before = self._clocks or [(0.0, 0.0)] * len(engine_clocks)
@@ -118,7 +124,9 @@ def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[s
         "busy/ranks": max(0.0, 1.0 - sum(idle_s) / wall),
     }
     if total.engine_clock_s:
-        metrics["busy/engines"] = total.engine_busy_s / total.engine_clock_s
+        metrics["busy/engines"] = metrics["engine/busy"] = total.engine_busy_s / total.engine_clock_s
+    if kv_use := max(rank.engine_kv_use for rank in ranks):
+        metrics["engine/kv_use"] = kv_use
     if total.trained_tokens:
         metrics["logprobs/nan_share"] = total.nan_tokens / total.trained_tokens
     if total.rounds:

@@ -179,6 +179,7 @@ class Done(Message, frozen=True):
     seconds: float
     busy_s: float = 0.0  # time since the engine's start with at least one `Generate` or `Score` running
     clock_s: float = 0.0  # time since the engine's start
+    kv_use: float = 0.0  # greatest share of the key-value cache in use between the last two weight updates
 
 
 class Digests(Message, frozen=True):

@@ -1,0 +1,30 @@
+"""Greatest use of vLLM's key-value cache, noted by its scheduler in the engine core.
+
+vLLM's own statistics are off (`disable_log_stats`), because they cost front-end time for every row. This costs the
+core one division per step: 0.6 us measured, where a step takes milliseconds.
+"""
+
+from typing import Any
+
+METHOD = "take_kv_use"  # of vLLM's core, which the engine process calls through vLLM's client
+
+
+def watch_kv_use() -> None:
+    """Let vLLM's scheduler note its greatest cache use, and its core return it. Call it in the core's process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    schedule = Scheduler.schedule
+
+    def schedule_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        self.greatest_kv_use = max(getattr(self, "greatest_kv_use", 0.0), self.kv_cache_manager.usage)
+        return output
+
+    def take_kv_use(self: Any) -> float:
+        """Return the greatest share of the cache that was in use since the last call."""
+        use, self.scheduler.greatest_kv_use = getattr(self.scheduler, "greatest_kv_use", 0.0), 0.0
+        return use
+
+    Scheduler.schedule = schedule_and_note
+    setattr(EngineCore, METHOD, take_kv_use)
