@@ -10,6 +10,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from .engine.node_engines import NodeEngines
 from .engine.settings import EngineSettings, check_vllm, engine_dtype, gpu_share, training_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
+from .run.heartbeat import Heartbeat
 from .run.meeting import Meeting
 from .run.phases import Phases
 from .run.reporter import report
 from .run.store import connect_store
 from .run.topology import EngineDevices, Topology, assign_engines
+from .run.warn_once import WarnOnce
 from .run.watchdog import Watchdog
 from .transports.opening import TRANSPORTS
 from .weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
@@ -76,6 +79,12 @@ class NodeHost:
         self.watch.add_chore(self._meeting.report_progress)
         logs = folder / "logs" / f"node{self.topology.node}"
         self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
+        self._heartbeat = Heartbeat(self.phases, lambda: self.step(), self._left)
+        if self.topology.rank == 0:
+            self._heartbeat.start()
+        self._warn_once = WarnOnce(self.watch.is_first)
+        if self.topology.launched and not self.settings.repeat_warnings:
+            self._warn_once.install()
         atexit.register(self._close_at_exit)
 
     @property
@@ -103,8 +112,18 @@ class NodeHost:
             return "which has closed its trainer or ended its script"
         if self.phases.current != "generate":
             return f"in phase {self.phases.current}"
-        connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
-        return f"generating, {sum(engines.rows_left for engines in connections)} rows left"
+        return f"generating, {self._left('generate')}"
+
+    def _left(self, phase: str) -> str:
+        """Return what is left or done in a phase of this rank, as far as that is known. Any thread calls it."""
+        if phase == "generate":
+            connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
+            return f"{sum(engines.rows_left for engines in connections)} rows left"
+        if phase == "sync" and (sync := self._sync) is not None:
+            return f"{sync.num_gathered} of {len(sync.buckets)} buckets gathered"
+        if phase == "checkpoint":
+            return f"{size_of(Path(self.args.output_dir) / f'checkpoint-{self.step()}') / 1e9:.1f} GB written"
+        return ""
 
     # ---- pre-flight checks ------------------------------------------------------------------------------------------
 
@@ -291,6 +310,8 @@ class NodeHost:
 
     def _close(self, close_watch: Callable[[], None]) -> None:
         self._ends = True
+        self._heartbeat.close()
+        self._warn_once.restore()
         with self._closing:
             close_watch()
             self._end_engines()
@@ -312,3 +333,12 @@ class NodeHost:
         last = self.step()
         self.step = lambda: last
         self._model = self._base = self._sync = None
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of the files in a folder that other processes are writing."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # renamed or removed meanwhile
+            total += path.stat().st_size
+    return total

@@ -88,6 +88,7 @@ class NodeSettings:
     micro_batch_tokens: int | None = None  # rows x padded length
     balance_across: str = "node"
     hub_push_must_succeed: bool = False
+    repeat_warnings: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
     # fields of TRL and transformers that the engines need
     vllm_tensor_parallel_size: int = 1

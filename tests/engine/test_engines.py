@@ -52,7 +52,8 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(modul
     stages = r"imports \d+ s, config \d+ s, workers \d+ s, weights \d+ s, cache \d+ s"
     assert re.search(rf"1 engine\(s\) ready after \d+ s \({stages}\)", capsys.readouterr().out)
     last_words = (tmp_path / "engine0.log").read_text().split("engine 0: ready after")[1]
-    assert not re.findall(r"(?im)^.*(?:\bkill|sigkill|terminated|\bended|\berror|traceback).*$", last_words)
+    ours = "\n".join(line for line in last_words.splitlines() if "[shutdown]" not in line)  # vLLM's, on a slow machine
+    assert not re.findall(r"(?im)^.*(?:\bkill|sigkill|terminated|\bended|\berror|traceback).*$", ours)
     assert last_words.rstrip().endswith("engine 0: shut down in good order")
 
 

@@ -19,7 +19,7 @@ from .settings import EngineSettings, save_without_weights
 if TYPE_CHECKING:
     from ..run.store import Store
 
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0  # longer than vLLM gives its processes
 OTHER_RANKS_WAIT_LONGER_S = 30.0  # so that the local main process, whose error explains more, fails first
 
 

@@ -175,7 +175,7 @@ class VllmBackend(Backend):
         return await self._llm.collective_rpc("weights_digest")
 
     async def stop(self) -> None:
-        self._llm.shutdown(timeout=8)  # 5 s for two workers; vLLM warns that it kills them after its timeout
+        self._llm.shutdown(timeout=12)  # two workers need 5 s; later vLLM kills them with a warning
 
 
 def client_error() -> type[Exception]:

@@ -6,7 +6,9 @@ through `logging`, so that a script's own settings apply to them.
 
 import logging
 import sys
+import time
 
+_last_line = time.monotonic()
 logger = logging.getLogger("trl_multinode")
 
 
@@ -19,7 +21,14 @@ def report(text: object, error: bool = False) -> None:
         error (`bool`, *optional*, defaults to `False`):
             Print to stderr.
     """
+    global _last_line
+    _last_line = time.monotonic()
     print(f"[trl_multinode] {text}", file=sys.stderr if error else sys.stdout, flush=True)
+
+
+def silent_since() -> float:
+    """Return the time (`time.monotonic`) of this process's last line."""
+    return _last_line
 
 
 def warn(text: str) -> None:
