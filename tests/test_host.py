@@ -1,5 +1,8 @@
 """What is checked before an engine starts, and what an engine is started with."""
 
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -113,6 +116,16 @@ def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(m
     assert found["VLLM_LOGGING_LEVEL"] == "INFO" and found["CUDA_VISIBLE_DEVICES"] == "7"
     assert found["VLLM_HOST_IP"] == "127.0.0.1"  # nothing listens beyond the node
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not load our plugin
+
+
+def test_an_engine_logs_its_start_although_trl_has_asked_vllm_for_silence(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as `import trl` does
+    silenced = engine_environment({})
+    assert (silenced["VLLM_LOGGING_LEVEL"], silenced["TRL_MULTINODE_VLLM_LOGGING_LEVEL"]) == ("INFO", "ERROR")
+    script = "from trl_multinode.engine.process import logging_levels as levels; print(levels())"
+    chosen = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    printed = subprocess.run([sys.executable, "-c", script], env=chosen, capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "{}"  # the user's own choice holds from the beginning
 
 
 def test_memory_share_depends_on_who_else_is_on_the_gpu_and_the_users_value_wins(tmp_path):

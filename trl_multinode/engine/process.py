@@ -14,7 +14,7 @@ import msgspec
 
 from ..errors import EngineStartError
 from ..wire.connection import reason_of_end
-from ..wire.messages import EngineSpec
+from ..wire.messages import LATER_LEVEL, LEVEL, EngineSpec
 from ..wire.supervisor import exit_cause, unlink_shared_memory
 from .start_log import REFERS_TO_ANOTHER, StartLog
 
@@ -45,7 +45,23 @@ def engine_environment(extra: dict[str, str]) -> dict[str, str]:
     # vLLM forks by default until CUDA is initialized, and a fork inherits `plugins_loaded = True`: it would not run
     # our plugin, and the engine would refuse to start. `vllm serve` and vLLM on a CPU spawn too.
     spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return {**kept, **quiet, **readable, **spawning, **extra}
+    return {**kept, **quiet, **readable, **spawning, **logging_levels(), **extra}
+
+
+def logging_levels() -> dict[str, str]:
+    """Return the levels of vLLM's log: INFO while it starts, then ERROR, which is TRL's default.
+
+    `import trl` sets VLLM_LOGGING_LEVEL to ERROR unless it is set. Any other value is the user's, and so is ERROR if
+    this process was started with it; that level then holds from the beginning.
+    """
+    level = os.environ.get(LEVEL, "ERROR")
+    try:
+        at_start = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        at_start = []
+    if level != "ERROR" or f"{LEVEL}={level}".encode() in at_start:
+        return {}
+    return {LEVEL: "INFO", LATER_LEVEL: level}
 
 
 class RunFolder:

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from ..vllm_worker.kv_use import METHOD
+from ..vllm_worker.core import QUIET, TAKE_KV_USE
 from ..vllm_worker.plugin import BACKEND
+from ..vllm_worker.quiet import quiet
 from ..wire.messages import EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
 from ..wire.messages import Image as WireImage
 from ..wire.supervisor import descendants, is_resource_tracker
@@ -53,6 +54,9 @@ class VllmBackend(Backend):
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
         self._params_cls = SamplingParams
         self._truncated = await self._why_truncated()
+        quiet()
+        await self._llm.engine_core.call_utility_async(QUIET)
+        await self._llm.collective_rpc("quiet_vllm")
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
 
@@ -169,7 +173,7 @@ class VllmBackend(Backend):
         return [WeightVersion(update, step) for update, step, _ in committed]
 
     async def take_kv_use(self) -> float:
-        return await self._llm.engine_core.call_utility_async(METHOD)
+        return await self._llm.engine_core.call_utility_async(TAKE_KV_USE)
 
     async def digests(self) -> list[str]:
         return await self._llm.collective_rpc("weights_digest")

@@ -27,9 +27,9 @@ def register() -> None:
         _die_with_parent()
         (Path(folder) / str(os.getpid())).touch()
         if "vllm.v1.engine.core" in sys.modules:  # the core; a worker does not import it
-            from .kv_use import watch_kv_use
+            from .core import extend_core
 
-            watch_kv_use()
+            extend_core()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

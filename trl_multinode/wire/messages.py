@@ -13,6 +13,8 @@ import numpy as np
 from ..errors import EngineDiedError, EngineError, EngineRefusedError, MultiNodeError, WeightSyncError
 
 NUM_SLOTS = 2  # the engine loads bucket k-1 from one slot while the sender writes bucket k into the other
+LEVEL = "VLLM_LOGGING_LEVEL"  # environment variable of an engine, for the time of its start
+LATER_LEVEL = "TRL_MULTINODE_VLLM_LOGGING_LEVEL"  # level of vLLM's log once the engine has started
 ADAPTER_TENSORS = (".lora_A.weight", ".lora_B.weight")  # suffixes that only the names of LoRA tensors have
 
 
