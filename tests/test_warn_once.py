@@ -27,6 +27,7 @@ def plain(monkeypatch):
         warnings.resetwarnings()
         warnings.simplefilter("default")
         monkeypatch.setattr(sys, "warnoptions", [])
+        monkeypatch.setattr(warn_once, "_seen", set())
         monkeypatch.setattr(warnings, "showwarning", lambda message, *_args, **_kw: shown.append(str(message)))
         yield shown
 
@@ -81,6 +82,7 @@ def test_the_ranks_of_a_node_share_what_was_shown_and_another_node_shows_it_too(
     monkeypatch.setattr("trl_multinode.run.store.connect_store", lambda topology, run: store)
     for rank in range(4):
         topology = Topology(rank, 4, rank % 2, 2, rank // 2, 2, launched=True)
+        monkeypatch.setattr(warn_once, "_seen", set())  # each rank has a process of its own
         filters = WarnOnce(RunStore(topology, 0).is_first)
         filters.install()
         for _ in range(2):
@@ -126,4 +128,4 @@ def test_a_text_with_a_counter_does_not_fill_the_memory(plain, once, monkeypatch
     monkeypatch.setattr(warn_once, "LONGEST_MEMORY", 10)
     for number in range(30):
         library_step(f"{number} flushes")
-    assert len(plain) == 30 and len(once._seen) == 10
+    assert len(plain) == 30 and len(warn_once._seen) == 10

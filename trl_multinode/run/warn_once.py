@@ -20,6 +20,7 @@ from typing import Any
 
 LONGEST_MEMORY = 1000  # distinct warnings; later ones all appear, so that a text with a counter fills neither memory
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_seen: set[str] = set()  # digests; also those of this process's earlier trainers
 
 
 class WarnOnce:
@@ -38,7 +39,6 @@ class WarnOnce:
 
     def __init__(self, is_first: Callable[[str], bool]):
         self._is_first = is_first
-        self._seen: set[str] = set()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._undo: list[Callable[[], None]] = []
@@ -74,11 +74,11 @@ class WarnOnce:
         """Return whether to show a warning: it is new in this process, and on this node."""
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:24]
         with self._lock:
-            if digest in self._seen:
+            if digest in _seen:
                 return False
-            if len(self._seen) >= LONGEST_MEMORY or os.getpid() != self._pid:
+            if len(_seen) >= LONGEST_MEMORY or os.getpid() != self._pid:
                 return True  # a forked child must not use this rank's connection to the store
-            self._seen.add(digest)
+            _seen.add(digest)
         return not self._undo or self._is_first(digest)
 
     def _replace(self, owner: Any, name: str, hook: Callable) -> None:
