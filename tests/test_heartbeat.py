@@ -1,5 +1,6 @@
 """Lines of rank 0 in a long phase: at most 15 s of silence, none outside of phases, and no line that ends a run."""
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -85,9 +86,12 @@ def test_an_error_in_a_line_does_not_end_the_thread(monkeypatch, capsys):
     with phases("sync"):
         time.sleep(0.5)
     beat.close()
-    assert "step 1: sending weights for 0 s, 12 of 40 buckets gathered" in capsys.readouterr().out and not errors
-    time.sleep(0.05)
-    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+    assert re.search(r"step 1: sending weights for \d s, 12 of 40 buckets gathered", capsys.readouterr().out)
+    assert not errors
+    deadline = time.monotonic() + 10.0
+    while any(thread.name == "heartbeat" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_host_knows_what_is_left_in_its_phases(tmp_path):

@@ -44,6 +44,7 @@ class WarnOnce:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
+        """Leave out repetitions from now on."""
         if not sys.warnoptions:
             show = warnings.showwarning
 
