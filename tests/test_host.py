@@ -1,5 +1,8 @@
 """What is checked before an engine starts, and what an engine is started with."""
 
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -74,6 +77,7 @@ def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
     host, large = NodeHost.__new__(NodeHost), Large()
     host.watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
     host._closing = threading.Lock()
+    host._heartbeat, host._warn_once = SimpleNamespace(close=lambda: None), SimpleNamespace(restore=lambda: None)
     host._fleet, host.ahead_engines = SimpleNamespace(close=lambda engines: None), None
     host.engines = SimpleNamespace(close=lambda: closed.append("engines"))
     host._model = host._base = host._sync = large
@@ -118,6 +122,16 @@ def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(m
     assert found["VLLM_LOGGING_LEVEL"] == "INFO" and found["CUDA_VISIBLE_DEVICES"] == "7"
     assert found["VLLM_HOST_IP"] == "127.0.0.1"  # nothing listens beyond the node
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not load our plugin
+
+
+def test_an_engine_logs_its_start_although_trl_has_asked_vllm_for_silence(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as `import trl` does
+    silenced = engine_environment({})
+    assert (silenced["VLLM_LOGGING_LEVEL"], silenced["TRL_MULTINODE_VLLM_LOGGING_LEVEL"]) == ("INFO", "ERROR")
+    script = "from trl_multinode.engine.process import logging_levels as levels; print(levels())"
+    chosen = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
+    printed = subprocess.run([sys.executable, "-c", script], env=chosen, capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == "{}"  # the user's own choice holds from the beginning
 
 
 def test_memory_share_depends_on_who_else_is_on_the_gpu_and_the_users_value_wins(tmp_path):

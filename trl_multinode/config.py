@@ -101,6 +101,9 @@ class NodeFields(_Arguments):
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
             End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
             command that repeats the push. See docs/hub.md.
+        repeat_warnings (`bool`, *optional*, defaults to `False`):
+            Show the warnings of Python and of libraries as often as they come, from every rank. By default each
+            appears once per node in a launch; errors and a script's own log lines always appear.
     """
 
     _not_for: ClassVar[dict[str, str]] = {}  # fields that this trainer does not support -> reason and cure
@@ -199,6 +202,10 @@ class NodeFields(_Arguments):
     hub_push_must_succeed: bool = field(
         default=NodeSettings.hub_push_must_succeed,
         metadata={"help": "Whether a failed push to the Hub ends the run. Otherwise it is only reported."},
+    )
+    repeat_warnings: bool = field(
+        default=NodeSettings.repeat_warnings,
+        metadata={"help": "Whether to show a library's warning every time and on every rank, not once per node."},
     )
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
 from .run.clock import clock_offset
 from .run.decision import StepDecision
+from .run.heartbeat import Heartbeat
 from .run.meeting import Meeting
 from .run.phase_file import PhaseFile
 from .run.phases import Phases
 from .run.reporter import report
 from .run.store import connect_store
 from .run.topology import EngineDevices, Topology, assign_engines
+from .run.warn_once import WarnOnce
 from .run.watchdog import Watchdog
 from .transports.opening import TRANSPORTS
 from .weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
@@ -83,6 +86,12 @@ class NodeHost:
         self.watch.add_chore(self._meeting.report_progress)
         logs = folder / "logs" / f"node{self.topology.node}"
         self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
+        self._heartbeat = Heartbeat(self.phases, lambda: self.step(), self._left)
+        if self.topology.rank == 0:
+            self._heartbeat.start()
+        self._warn_once = WarnOnce(self.watch.is_first)
+        if self.topology.launched and not self.settings.repeat_warnings:
+            self._warn_once.install()
         atexit.register(self._close_at_exit)
 
     @property
@@ -110,8 +119,18 @@ class NodeHost:
             return "which has closed its trainer or ended its script"
         if self.phases.current != "generate":
             return f"in phase {self.phases.current}"
-        connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
-        return f"generating, {sum(engines.rows_left for engines in connections)} rows left"
+        return f"generating, {self._left('generate')}"
+
+    def _left(self, phase: str) -> str:
+        """Return what is left or done in a phase of this rank, as far as that is known. Any thread calls it."""
+        if phase == "generate":
+            connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
+            return f"{sum(engines.rows_left for engines in connections)} rows left"
+        if phase == "sync" and (sync := self._sync) is not None:
+            return f"{sync.num_gathered} of {len(sync.buckets)} buckets gathered"
+        if phase == "checkpoint":
+            return f"{size_of(Path(self.args.output_dir) / f'checkpoint-{self.step()}') / 1e9:.1f} GB written"
+        return ""
 
     # ---- pre-flight checks ------------------------------------------------------------------------------------------
 
@@ -262,6 +281,7 @@ class NodeHost:
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
+        self._kv_use = max([self._kv_use, *(reply.kv_use for reply in done if isinstance(reply, Done))])
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
             probe_engines(self._model, engines, self.divergence_limit, self.topology)
@@ -300,6 +320,8 @@ class NodeHost:
 
     def _close(self, close_watch: Callable[[], None]) -> None:
         self._ends = True
+        self._heartbeat.close()
+        self._warn_once.restore()
         with self._closing:
             close_watch()
             self._end_engines()
@@ -321,3 +343,12 @@ class NodeHost:
         last = self.step()
         self.step = lambda: last
         self._model = self._base = self._sync = None
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of the files in a folder that other processes are writing."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # renamed or removed meanwhile
+            total += path.stat().st_size
+    return total

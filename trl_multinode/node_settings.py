@@ -101,6 +101,7 @@ class NodeSettings:
     rehearse_longest: bool = False
     save_minutes: float | None = None  # minutes between checkpoints
     hub_push_must_succeed: bool = False
+    repeat_warnings: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
     # fields of TRL and transformers that the engines need
     vllm_tensor_parallel_size: int = 1

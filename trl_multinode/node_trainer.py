@@ -75,7 +75,7 @@ class NodeTrainer(HubTrainer):
             super().__init__(**call)
             return
         self.host = NodeHost(settings)
-        with self.host.watch.guard(), self._closed_on_failure(self.host):
+        with self.host.watch.guard(), self._closed_on_failure(self.host), self.host.phases("set-up"):
             check_call(self.host, settings, call)
             if self.host.topology.rank == 0:
                 report_start(settings, self.host)
@@ -263,7 +263,8 @@ class NodeTrainer(HubTrainer):
             super()._save_checkpoint(model, trial)
             return
         self.host.check_before_save(self.model)  # before the checkpoint has a folder
-        with self._resume.rotating(), self._pushing_afterwards(), self._resume.saving():
+        saving = self.host.phases("checkpoint")
+        with self._resume.rotating(), self._pushing_afterwards(), saving, self._resume.saving():
             super()._save_checkpoint(model, trial)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:

@@ -56,6 +56,13 @@ def story(run, key: str) -> list:
     return [rank[key] for rank in run["story"]]
 
 
+def test_a_warning_of_torch_in_every_collective_appears_once_per_node(two_by_two):
+    logs = two_by_two["logs"]
+    for node in ("".join(logs[:2]), "".join(logs[2:])):
+        warned = re.findall(r"c10d_logger\.py:\d+: \w*Warning: (.*)", node)
+        assert len(warned) == len(set(warned)) > 0
+
+
 def test_parameters_were_sharded_before_the_sync(two_by_two):
     assert all(numel == 0 for rank in story(two_by_two, "sharded") for numel in rank)
 

@@ -1,12 +1,16 @@
 """Several engines on a node, and tensor parallelism: parity on each engine, requests where there is room."""
 
+import re
+
 import pytest
 from test_conformance import FEATURE, PROMPTS, SAMPLING, check_log_probs
 
 from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.errors import EngineStartError
 from trl_multinode.testing.engines import FORKED, REAL, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.wire.messages import Await
 
 pytestmark = pytest.mark.engine
 ONLY_VLLM = [  # sampling settings that the fake engine refuses
@@ -14,6 +18,13 @@ ONLY_VLLM = [  # sampling settings that the fake engine refuses
     {"temperature": 0.7, "structured_outputs": {"regex": "[0-9]{4}"}},
     {"temperature": 1.0, "structured_outputs": {"regex": "[0-9]{4}"}, "repetition_penalty": 1.3},
 ]
+
+
+def kv_use(trainer, send: bool = True) -> float:
+    """Return the greatest use of the cache between the last two updates."""
+    if send:
+        trainer.send()
+    return trainer.engines[0].ask(Await(min_update=trainer.version.update)).kv_use
 
 
 def generate(engines, num_requests: int = 2):
@@ -24,7 +35,10 @@ def generate(engines, num_requests: int = 2):
 @FEATURE("Generation", "`bad_words`")
 @FEATURE("Generation", "`vllm_structured_outputs_regex`")
 @pytest.mark.parametrize(("module", "tied"), [(REAL, True), (FORKED, False)], ids=["tied", "untied"])
-def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(module, tied, tmp_path):
+def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
+    module, tied, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as `import trl` does in every rank
     model = tiny_qwen2(300, tied)
     with running_engines(model, tmp_path, module, tensor_parallel_size=2) as engines:
         trainer = SyncDriver(model, engines)
@@ -36,6 +50,24 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(modul
             check_log_probs(trainer, settings)
         trainer.perturb()
         assert worst_difference(trainer, generate(engines), PROMPTS) > 0.1
+        assert 0.0 < kv_use(trainer) == kv_use(trainer, send=False) < 0.1  # every rank of a node reads the same
+        assert kv_use(trainer) == 0.0  # no request since the last update
+    stages = r"imports \d+ s, config \d+ s, workers \d+ s, weights \d+ s, cache \d+ s"
+    assert re.search(rf"1 engine\(s\) ready after \d+ s \({stages}\)", capsys.readouterr().out)
+    last_words = (tmp_path / "engine0.log").read_text().split("engine 0: ready after")[1]
+    ours = "\n".join(line for line in last_words.splitlines() if "[shutdown]" not in line)  # vLLM's, on a slow machine
+    assert not re.findall(r"(?im)^.*(?:\bkill|sigkill|terminated|\bended|\berror|traceback).*$", ours)
+    assert "Failed to load weights" not in ours  # a harmless line of every update, at a level below ERROR
+    assert last_words.rstrip().endswith("engine 0: shut down in good order")
+
+
+def test_a_setting_that_vllm_refuses_is_named_in_the_error(tmp_path):
+    refused = r"did not start: ValidationError: Value error, User-specified max_model_len \(1000000\) is greater"
+    with (
+        pytest.raises(EngineStartError, match=refused),
+        running_engines(tiny_qwen2(300), tmp_path, FORKED, max_model_len=1_000_000),
+    ):
+        pass
 
 
 def test_two_engines_both_hold_the_weights_and_the_slow_one_gets_less(tmp_path):

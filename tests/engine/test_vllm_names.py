@@ -37,6 +37,9 @@ NAMES = [
      "finish_weight_update"),
     ("v1/engine/async_llm.py", "AsyncLLM", "from_engine_args generate collective_rpc pause_generation "
      "resume_generation start_weight_update finish_weight_update reset_prefix_cache shutdown"),
+    ("v1/core/sched/scheduler.py", "Scheduler", "schedule"),
+    ("v1/core/kv_cache_manager.py", "KVCacheManager", "usage"),
+    ("v1/engine/core_client.py", "AsyncMPClient", "call_utility_async"),
     ("sampling_params.py", "SamplingParams", "n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind "
      "structured_outputs"),
     ("engine/arg_utils.py", "EngineArgs", "logprobs_mode weight_transfer_config worker_extension_cls load_format "

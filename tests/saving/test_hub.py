@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from transformers.utils import hub as transformers_hub
 
 from trl_multinode.errors import ConfigurationError, HubPushError, SavedWeightsError
+from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import EngineDevices, Topology
 from trl_multinode.saving import pushing
 from trl_multinode.saving.hub import HubTrainer, check_push
@@ -43,7 +44,8 @@ def build(folder: Path, must_succeed: bool = False, node_mode: bool = True, **se
 
 def host() -> SimpleNamespace:
     topology = Topology(0, 1, 0, 1, 0, 1, launched=False)
-    return SimpleNamespace(topology=topology, devices=EngineDevices(((),), shared_with_training=False))
+    devices = EngineDevices(((),), shared_with_training=False)
+    return SimpleNamespace(topology=topology, devices=devices, phases=Phases())
 
 
 def push_checkpoint(trainer: HubTrainer) -> None:

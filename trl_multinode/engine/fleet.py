@@ -19,7 +19,7 @@ from .settings import EngineSettings, save_without_weights
 if TYPE_CHECKING:
     from ..run.store import Store
 
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0  # longer than vLLM gives its processes
 OTHER_RANKS_WAIT_LONGER_S = 30.0  # so that the local main process, whose error explains more, fails first
 
 
@@ -88,9 +88,10 @@ class EngineFleet:
                 module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_process.main"),
             )
             self._processes.append(process)
-            self._watch.add_process(process.pid, lambda p=process: f"{p.name} ended: {p.why_ended()}")  # type: ignore
         self._watch.add_cleanup(self._kill)
         wait_until_ready(self._processes, self._settings.engine_start_timeout, self._report)
+        for process in self._processes:  # not earlier: the error of a failed start explains more than the watchdog's
+            self._watch.add_process(process.pid, lambda p=process: f"{p.name} ended: {p.why_ended()}")  # type: ignore
 
     @property
     def folder(self) -> Path:

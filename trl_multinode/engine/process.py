@@ -14,8 +14,9 @@ import msgspec
 
 from ..errors import EngineStartError
 from ..wire.connection import reason_of_end
-from ..wire.messages import EngineSpec
+from ..wire.messages import LATER_LEVEL, LEVEL, EngineSpec
 from ..wire.supervisor import exit_cause, unlink_shared_memory
+from .start_log import REFERS_TO_ANOTHER, StartLog
 
 # Variables that an engine needs from the launching environment. With RANK, WORLD_SIZE or MASTER_* vLLM would join the
 # trainers' world; tokens are left out because the engine never contacts a hub.
@@ -24,7 +25,7 @@ KEPT_VARIABLES = (
     "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE",  # code of models with `trust_remote_code`
 )  # fmt: skip
 KEPT_PREFIXES = ("VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCM_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON")
-PROGRESS_EVERY_S = 10.0
+PROGRESS_EVERY_S = 15.0
 MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
 
 
@@ -44,7 +45,23 @@ def engine_environment(extra: dict[str, str]) -> dict[str, str]:
     # vLLM forks by default until CUDA is initialized, and a fork inherits `plugins_loaded = True`: it would not run
     # our plugin, and the engine would refuse to start. `vllm serve` and vLLM on a CPU spawn too.
     spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return {**kept, **quiet, **readable, **spawning, **extra}
+    return {**kept, **quiet, **readable, **spawning, **logging_levels(), **extra}
+
+
+def logging_levels() -> dict[str, str]:
+    """Return the levels of vLLM's log: INFO while it starts, then ERROR, which is TRL's default.
+
+    `import trl` sets VLLM_LOGGING_LEVEL to ERROR unless it is set. Any other value is the user's, and so is ERROR if
+    this process was started with it; that level then holds from the beginning.
+    """
+    level = os.environ.get(LEVEL, "ERROR")
+    try:
+        at_start = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        at_start = []
+    if level != "ERROR" or f"{LEVEL}={level}".encode() in at_start:
+        return {}
+    return {LEVEL: "INFO", LATER_LEVEL: level}
 
 
 class RunFolder:
@@ -121,6 +138,7 @@ class EngineProcess:
         with open(log_path, "ab") as log:  # append: an earlier run's error message may refer to this file
             log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             log.flush()
+            self.start_log = StartLog(log_path)
             # a session of its own: Ctrl-C in the terminal must reach only the ranks, which then log why they end
             self._process = subprocess.Popen(
                 [sys.executable, "-m", *module.split(), str(spec_path)],
@@ -134,25 +152,36 @@ class EngineProcess:
 
     def is_ready(self) -> bool:
         """Return whether the engine's socket exists; raise `EngineStartError` if its process has ended."""
-        if self._process.poll() is not None:
-            raise EngineStartError(f"{self.name} did not start: {self.why_ended()}")
+        ended = self._process.poll() is not None
+        self.start_log.follow()
+        if ended:
+            stage = self.start_log.stage
+            raise self._start_error(f"did not start: {self.why_ended()} (stage of its start: {stage})")
         return self.socket_path.exists()
 
-    def last_line(self) -> str:
-        """Return the last 160 characters of the log's last line."""
-        try:
-            with open(self.log_path, "rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-                lines = log.read().decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1][-160:] if lines else ""
+    def too_late(self, timeout_s: float) -> EngineStartError:
+        """Return the error for an engine that was not ready in time."""
+        return self._start_error(
+            f"was not ready after {timeout_s:.0f} s ({self.start_log.seconds()}). Raise `engine_start_timeout`, or "
+            f"see its log: {self.log_path}"
+        )
+
+    def _start_error(self, message: str) -> EngineStartError:
+        """Return an error with the last lines of the log as a note, which Python prints below the message.
+
+        All ranks print the message, and only this one the note.
+        """
+        error = EngineStartError(f"{self.name} {message}")
+        lines = self.start_log.last_lines()
+        error.add_note("\n".join([f"Last {len(lines)} lines of {self.log_path}:", *lines]))
+        return error
 
     def why_ended(self) -> str:
         """Return the reason that the engine wrote, or else how its process ended, and the path of its log."""
-        reason = reason_of_end(self._failure)
-        how = reason or f"its process {self.pid} {exit_cause(self.pid)} ({self.last_line()})"
-        return f"{how}. Log: {self.log_path}"
+        reason = reason_of_end(self._failure) or f"its process {self.pid} {exit_cause(self.pid)}"
+        if any(words in reason for words in REFERS_TO_ANOTHER):
+            reason = self.start_log.cause() or reason
+        return f"{reason.rstrip('.')}. Log: {self.log_path}"
 
     def stop(self, timeout_s: float) -> None:
         """Wait `timeout_s` for the process to end, and again after SIGTERM; then kill what is left of its group."""
@@ -189,7 +218,7 @@ class EngineProcess:
 
 
 def wait_until_ready(engines: list[EngineProcess], timeout_s: float, report: Callable[[str], None]) -> None:
-    """Wait until all engines of the node are ready, and report progress every 10 s.
+    """Wait until all engines of the node are ready, and report the stage of each one that is not every 15 s.
 
     Raises:
         `EngineStartError`: if an engine ends, or an engine is not ready within `timeout_s`.
@@ -198,13 +227,11 @@ def wait_until_ready(engines: list[EngineProcess], timeout_s: float, report: Cal
     while waiting := [engine for engine in engines if not engine.is_ready()]:
         now = time.monotonic()
         if now - start > timeout_s:
-            engine = waiting[0]
-            raise EngineStartError(
-                f"{engine.name} was not ready after {timeout_s:.0f} s (last line of its log: {engine.last_line()!r}). "
-                f"Raise `engine_start_timeout`, or see its log: {engine.log_path}"
-            )
-        if now - reported > PROGRESS_EVERY_S:
+            raise waiting[0].too_late(timeout_s)
+        if now - reported >= PROGRESS_EVERY_S:
             reported = now
-            report(f"{waiting[0].name} is still starting after {now - start:.0f} s: {waiting[0].last_line()}")
+            stages = ", ".join(f"engine {engine.index} {engine.start_log.stage}" for engine in waiting)
+            report(f"{len(waiting)} engine(s) still starting, {now - start:.0f} of {timeout_s:.0f} s: {stages}")
         time.sleep(0.1)
-    report(f"{len(engines)} engine(s) ready after {time.monotonic() - start:.0f} s")
+    last = max(engines, key=lambda engine: engine.start_log.last_change)
+    report(f"{len(engines)} engine(s) ready after {time.monotonic() - start:.0f} s ({last.start_log.seconds()})")

@@ -98,6 +98,10 @@ class Backend(ABC):
     async def commit_update(self) -> list[WeightVersion]:
         """Put the new weights into service, adapters included; return the version that each worker has committed."""
 
+    async def take_kv_use(self) -> float:
+        """Return the greatest share of the key-value cache that was in use since the last call; 0: unknown."""
+        return 0.0
+
     @abstractmethod
     async def digests(self) -> list[str]:
         """Return each worker's SHA-256 of its weights, adapters left out."""

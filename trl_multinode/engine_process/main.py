@@ -27,12 +27,15 @@ from ..wire.supervisor import (
     first_ended,
     kill_descendants,
     record_shared_memory,
+    release_resource_tracker,
     title_of,
     unlink_shared_memory,
 )
 from .backend import Backend
 from .server import EngineServer
 from .vllm_backend import VllmBackend, vllm_processes
+
+LONGEST_REASON = 600  # characters; all ranks print it
 
 
 def check_reports(folder: Path) -> None:
@@ -59,6 +62,7 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     with suppress(OSError):  # this process must exit even if the record fails
         if not Path(spec.shared_memory_record).exists():  # the engine was still starting
             record_shared_memory(Path(spec.shared_memory_record))
+    release_resource_tracker()
     survivors = kill_descendants()
     if survivors:
         print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
@@ -70,6 +74,15 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     os._exit(code)
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return an error's type and text in one line. The first line of pydantic's says only how many errors follow."""
+    text = str(error)
+    if callable(errors := getattr(error, "errors", None)):
+        found = [(".".join(map(str, each["loc"])), each["msg"]) for each in errors()]
+        text = "; ".join(f"{place}: {what}" if place else what for place, what in found)
+    return " ".join(f"{type(error).__name__}: {text}".split())[:LONGEST_REASON]
+
+
 async def run(spec: EngineSpec, backend: Backend) -> None:
     """Start the backend and serve until `Shutdown`. SIGTERM or the end of a watched process ends the whole tree."""
     start = time.monotonic()
@@ -77,6 +90,8 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     def ended(pid: int) -> None:
         if pid == spec.owner_pid:
             leave(spec, None, 0, owner_died=True)
+        if server.closing:
+            return  # vLLM's own shutdown ends its processes one by one; `main` kills the rest
         server.leaving.set()
         first = first_ended(pid, titles)
         leave(spec, f"{titles[first]} (pid {first}) {exit_cause(first)}", 1)
@@ -95,6 +110,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
         watch.add(process.pid)
     print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
     await server.serve()
+    print(f"engine {spec.index}: shut down in good order", flush=True)
 
 
 def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
@@ -107,7 +123,7 @@ def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
         asyncio.run(run(spec, make_backend(spec)))
     except BaseException as error:  # every error must end the tree and reach the owner
         traceback.print_exc()
-        leave(spec, f"{type(error).__name__}: {error}".splitlines()[0], 1)
+        leave(spec, in_one_line(error), 1)
     leave(spec, None, 0)
 
 

@@ -60,6 +60,12 @@ class EngineServer:
         self._update: WeightVersion | None = None
         self._closing = asyncio.Event()
         self._clock = BusyClock()
+        self._kv_use = 0.0  # greatest between the last two updates
+
+    @property
+    def closing(self) -> bool:
+        """Whether a rank has sent `Shutdown`, so that the end of vLLM's processes is no failure."""
+        return self._closing.is_set()
 
     async def serve(self) -> None:
         old_mask = os.umask(0o177)  # only this user may use the socket; its folder is private too
@@ -157,6 +163,7 @@ class EngineServer:
             seconds=seconds,
             busy_s=busy_s,
             clock_s=clock_s,
+            kv_use=self._kv_use,
         )
 
     async def _commit(self) -> None:
@@ -164,6 +171,7 @@ class EngineServer:
         committed = await self._backend.commit_update()
         if len(set(committed)) != 1:
             raise RuntimeError(f"vLLM's workers committed different weight versions: {committed}")
+        self._kv_use = await self._backend.take_kv_use()
         await self._weights.end(self._update.update, committed[0])
 
     async def _rows(self, request: Generate | Score, start: float) -> Completions:

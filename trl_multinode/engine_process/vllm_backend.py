@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
+from ..vllm_worker.core import QUIET, TAKE_KV_USE
 from ..vllm_worker.plugin import BACKEND
+from ..vllm_worker.quiet import quiet
 from ..wire.messages import EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
 from ..wire.messages import Image as WireImage
 from ..wire.supervisor import descendants, is_resource_tracker
@@ -52,6 +54,9 @@ class VllmBackend(Backend):
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
         self._params_cls = SamplingParams
         self._truncated = await self._why_truncated()
+        quiet()
+        await self._llm.engine_core.call_utility_async(QUIET)
+        await self._llm.collective_rpc("quiet_vllm")
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
 
@@ -167,11 +172,14 @@ class VllmBackend(Backend):
         self._adapter = in_memory_adapter(committed[0][2])
         return [WeightVersion(update, step) for update, step, _ in committed]
 
+    async def take_kv_use(self) -> float:
+        return await self._llm.engine_core.call_utility_async(TAKE_KV_USE)
+
     async def digests(self) -> list[str]:
         return await self._llm.collective_rpc("weights_digest")
 
     async def stop(self) -> None:
-        self._llm.shutdown(timeout=5)
+        self._llm.shutdown(timeout=12)  # two workers need 5 s; later vLLM kills them with a warning
 
 
 def client_error() -> type[Exception]:

@@ -36,6 +36,14 @@ class Phases:
         except IndexError:
             return "set-up" if self.step == 0 else "between steps"
 
+    @property
+    def open(self) -> str | None:
+        """Name of the innermost phase, or `None` outside of phases. Other threads read it."""
+        try:
+            return self._stack[-1][0]
+        except IndexError:
+            return None
+
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start, wall = time.perf_counter(), time.time()

@@ -6,8 +6,10 @@ through `logging`, so that a script's own settings apply to them.
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 
+_last_line = time.monotonic()
 logger = logging.getLogger("trl_multinode")
 
 
@@ -20,6 +22,8 @@ def report(text: object, error: bool = False) -> None:
         error (`bool`, *optional*, defaults to `False`):
             Print to stderr.
     """
+    global _last_line
+    _last_line = time.monotonic()
     print(f"[trl_multinode] {text}", file=sys.stderr if error else sys.stdout, flush=True)
 
 
@@ -32,10 +36,17 @@ def show(text: str, write: Callable[[str], object] | None = None) -> None:
         write (`Callable[[str], object]`, *optional*):
             Function that prints above a progress bar.
     """
+    global _last_line
+    _last_line = time.monotonic()
     if write is not None:
         write(text)
     else:
         print(text, flush=True)
+
+
+def silent_since() -> float:
+    """Return the time (`time.monotonic`) of this process's last line."""
+    return _last_line
 
 
 def warn(text: str) -> None:

@@ -11,7 +11,8 @@
 | `at/<rank>`, `state/<rank>` | every rank | the number of its last meeting; what it does, for ranks that wait for it |
 | `met/<number>` | the last rank of a meeting | empty; the key wakes the ranks that wait for it |
 | `save/<step>` | rank 0 | whether the step ends with a checkpoint; see [`StepDecision`](decision.py) |
-| `reporter/<side>/<number>` | ranks that waited 30 s | their number, on node 0 and elsewhere; the first one reports |
+| `warned/<node>/<digest>` | every rank of the node with a library's warning | their number; the first one shows it |
+| `reporter/<side>/<number>` | ranks that waited 15 s | their number, on node 0 and elsewhere; the first one reports |
 """
 
 import os
@@ -27,7 +28,7 @@ from .topology import Topology
 
 GRACE_S = 6.0  # time for all ranks to read `fatal`; after it a rank exits even if others have not read it
 STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as gone
-PROGRESS_EVERY_S = 30.0
+PROGRESS_EVERY_S = 15.0
 
 
 def connect_store(topology: Topology, run: int, environ: Mapping[str, str] = os.environ) -> Store | None:
@@ -55,7 +56,7 @@ def connect_store(topology: Topology, run: int, environ: Mapping[str, str] = os.
 
 
 def when_written(store: Store, key: str, waiting: str) -> str:
-    """Wait for `key` and return its value; report `waiting` every 30 s. Only the watch thread ends the wait early."""
+    """Wait for `key` and return its value; report `waiting` every 15 s. Only the watch thread ends the wait early."""
     reported = time.monotonic()
     while not store.check([key]):
         time.sleep(0.1)
@@ -110,6 +111,15 @@ class RunStore:
             return store.get("fatal").decode() if store.check(["fatal"]) else None
         except RuntimeError:
             return store_gone()
+
+    def is_first(self, key: str) -> bool:
+        """Return whether no other rank of this node has called this with `key`, also if the store does not respond."""
+        if (store := self._store) is None:
+            return True
+        try:
+            return store.add(f"warned/{self._topology.node}/{key}", 1) == 1
+        except RuntimeError:
+            return True
 
     def all_finished(self) -> bool:
         """Return `True` if every rank has finished; another rank of the node may then have exited normally."""

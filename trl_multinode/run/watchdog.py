@@ -111,6 +111,10 @@ class Watchdog:
         """Register a function that the watch thread calls twice a second with its client of the store."""
         self._chores.append(chore)
 
+    def is_first(self, key: str) -> bool:
+        """Return whether no other rank of this node has called this with `key`. Any thread may call it."""
+        return self._store.is_first(key)
+
     def end_with(self, close: Callable[[], None]) -> None:
         """Make the watch thread call `close`, which closes this object too, and end. It takes no lock."""
         self._end = close

@@ -66,7 +66,7 @@ class HubTrainer(Trainer):
             return super().push_to_hub(*args, **kwargs)
         self._pushing = True
         try:
-            with self._checked_hub():
+            with self._checked_hub(), self.host.phases("push"):
                 pushed = super().push_to_hub(*args, **kwargs)
         finally:
             self._pushing = False
@@ -98,13 +98,16 @@ class HubTrainer(Trainer):
             self.init_hf_repo()
         if self.hub_model_id is None:
             return None
-        with self._checked_hub(), without_token(self.args):
+        with self._checked_hub(), without_token(self.args), self.host.phases("push"):
             return super()._push_from_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        if self.host is not None:
-            self._raise_failed_pushes()
+        if self.host is None:
+            super()._finish_current_push()
+            return
+        with self.host.phases("push"):
+            super()._finish_current_push()
+        self._raise_failed_pushes()
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         if self.host is None:

@@ -19,7 +19,7 @@ from ..wire.messages import WeightVersion
 from .faults import FAKE, FORKED, REAL  # noqa: F401 - callers of `running_engines` import them
 from .models import tiny_tokenizer
 
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 15.0
 ENGINE_ARGS = {
     "dtype": "float32",
     "seed": 0,

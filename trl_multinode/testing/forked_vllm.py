@@ -8,6 +8,7 @@ the same tests on both.
 
 import multiprocessing
 import os
+import signal
 import sys
 
 from ..engine_process.main import main
@@ -26,6 +27,7 @@ def fork_vllm_processes() -> None:
 
     def begin_fork() -> None:
         plugins.plugins_loaded = False  # each vLLM process loads them, ours reports its pid
+        signal.set_wakeup_fd(-1)  # it is the parent's: vLLM's SIGTERM to its core would end the engine process
         # vLLM sets the variable for each worker; a fork's OpenMP has read it in the parent
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
 

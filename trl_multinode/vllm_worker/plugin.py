@@ -1,14 +1,15 @@
 """Entry point that vLLM calls in each of its processes. Without the run marker it does nothing. Imports nothing heavy.
 
-`register` does three things in a process of one of our engines. (1) It makes the kernel kill this process when its
+`register` does four things in a process of one of our engines. (1) It makes the kernel kill this process when its
 parent dies: vLLM leaves its engine core and workers alive, holding the GPU, when the parent is killed (vllm #55510).
 (2) It reports its pid, so that the engine can verify that every vLLM process did this. (3) It registers our
-weight-transfer backend.
+weight-transfer backend. (4) It lets the engine core note how much of its key-value cache is in use.
 """
 
 import ctypes
 import os
 import signal
+import sys
 from pathlib import Path
 
 RUN_MARKER = "TRL_MULTINODE_ENGINE"  # set to "<pid of the engine process>:<folder for reports>"
@@ -25,6 +26,10 @@ def register() -> None:
     if os.getpid() != int(engine_pid):
         _die_with_parent()
         (Path(folder) / str(os.getpid())).touch()
+        if "vllm.v1.engine.core" in sys.modules:  # the core; a worker does not import it
+            from .core import extend_core
+
+            extend_core()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -21,6 +21,7 @@ from ..transports.base import SELF_TEST_S, OpenedSlots, call_with_timeout
 from ..transports.opening import open_slots
 from ..wire.messages import ADAPTER_TENSORS, OpenSlots
 from .logprobs import extend_logprobs
+from .quiet import quiet
 from .reloading import begin_reload, end_reload
 
 
@@ -195,6 +196,10 @@ class WorkerExtension:
     def extend_logprobs(self) -> str:
         """Extend vLLM's log-probs; return why those over the whole vocabulary are lacking, empty if they are not."""
         return extend_logprobs(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
+
+    def quiet_vllm(self) -> None:
+        """Set the level of vLLM's log for the time after the start."""
+        quiet()
 
     def commit_weights(self) -> list[int]:
         """Commit; return `[update, step, adapter]` of the last update that this worker loaded completely."""

@@ -101,6 +101,7 @@ class WeightSync:
         self._slots: Slots | None = None
         self._check_frozen = True  # before the next update; weights that do not change are checked once
         self._first = 0  # bucket that the next update begins with; 0 includes the frozen ones
+        self.num_gathered = 0  # buckets of the running update that are gathered; any thread may read it
 
     @property
     def plan_crc(self) -> int:
@@ -133,6 +134,7 @@ class WeightSync:
         timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
         if self._engines is not None and self._slots is None:
             self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._layouts)
+        self.num_gathered = self._first
         start = time.perf_counter()
         if self._engines is not None:
             self._engines.ask_all(BeginUpdate(version=version, first_bucket=self._first))
@@ -180,6 +182,7 @@ class WeightSync:
                 current, finish = begun.popleft()
                 pieces = finish()
                 timings.gather_s += time.perf_counter() - start
+                self.num_gathered = index + 1
                 if sender is not None:
                     current.callback(sender.send(index, pieces).result)
                 previous.close()

@@ -13,6 +13,8 @@ import numpy as np
 from ..errors import EngineDiedError, EngineError, EngineRefusedError, MultiNodeError, WeightSyncError
 
 NUM_SLOTS = 2  # the engine loads bucket k-1 from one slot while the sender writes bucket k into the other
+LEVEL = "VLLM_LOGGING_LEVEL"  # environment variable of an engine, for the time of its start
+LATER_LEVEL = "TRL_MULTINODE_VLLM_LOGGING_LEVEL"  # level of vLLM's log once the engine has started
 ADAPTER_TENSORS = (".lora_A.weight", ".lora_B.weight")  # suffixes that only the names of LoRA tensors have
 
 
@@ -179,6 +181,7 @@ class Done(Message, frozen=True):
     seconds: float
     busy_s: float = 0.0  # time since the engine's start with at least one `Generate` or `Score` running
     clock_s: float = 0.0  # time since the engine's start
+    kv_use: float = 0.0  # greatest share of the key-value cache in use between the last two weight updates
 
 
 class Digests(Message, frozen=True):

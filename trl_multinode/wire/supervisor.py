@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
@@ -92,6 +93,17 @@ def kill_descendants(deadline_s: float = 10.0) -> list[int]:
                 process.kill()
         psutil.wait_procs(alive, timeout=0.2)
     return [process.pid for process in descendants()]
+
+
+def release_resource_tracker() -> None:
+    """Close this process's end of the tracker's pipe; the tracker then ends with the last process that holds one.
+
+    Call it last: this process cannot share memory any more. Without the call `kill_descendants` waits half of its
+    deadline, 5 s, for a tracker that waits for this process.
+    """
+    runs = any(is_resource_tracker(process) for process in descendants())  # `getfd` would start one
+    if (fd := resource_tracker.getfd() if runs else None) is not None:
+        os.close(fd)
 
 
 def is_resource_tracker(process: psutil.Process) -> bool:

@@ -1,0 +1,109 @@
+"""Lines of rank 0 in a long phase: at most 15 s of silence, none outside of phases, and no line that ends a run."""
+
+import re
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from trl_multinode.host import NodeHost
+from trl_multinode.run import heartbeat, reporter
+from trl_multinode.run.heartbeat import Heartbeat
+from trl_multinode.run.phases import Phases
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    monkeypatch.setattr(reporter, "time", clock)
+    monkeypatch.setattr(reporter, "_last_line", 1000.0)
+    return clock
+
+
+@pytest.fixture
+def run(clock, capsys):
+    """Let seconds pass, with a look once a second, and return the lines that were printed."""
+    state = SimpleNamespace(step=4, phases=Phases(), rows=100)
+    beat = Heartbeat(state.phases, lambda: state.step, lambda name: f"{state.rows} rows left" * (name == "generate"))
+
+    def pass_(seconds: int) -> list[str]:
+        for _ in range(seconds):
+            clock.now += 1
+            state.rows -= 1
+            beat.beat()
+        return [line.removeprefix("[trl_multinode] ") for line in capsys.readouterr().out.splitlines()]
+
+    state.pass_ = pass_
+    return state
+
+
+def test_a_long_phase_is_reported_every_15_seconds_with_what_is_left(run):
+    with run.phases("generate"):
+        assert run.pass_(14) == []
+        assert run.pass_(20) == [
+            "step 5: generating for 15 s, 84 rows left",
+            "step 5: generating for 30 s, 69 rows left",
+        ]
+    with run.phases("reward"):
+        assert run.pass_(12) == ["step 5: computing rewards for 11 s"]  # 15 s after the last line, not after its start
+
+
+def test_short_steps_and_other_lines_of_this_library_are_signs_of_life(run):
+    for _ in range(10):
+        with run.phases("train"):
+            assert run.pass_(10) == []
+        run.step += 1
+    with run.phases("train"):
+        run.pass_(10)
+        reporter.report("step 15: reward 0.3")
+        assert run.pass_(14) == ["step 15: reward 0.3"]
+
+
+def test_a_script_between_phases_and_a_wait_that_has_lines_of_its_own_are_left_alone(run):
+    assert run.pass_(60) == []
+    with run.phases("wait"):
+        assert run.pass_(60) == []
+    with pytest.raises(ValueError, match="wrong"), run.phases("generate"):
+        raise ValueError("wrong")
+    assert run.pass_(60) == []  # a notebook after an error
+
+
+def test_an_error_in_a_line_does_not_end_the_thread(monkeypatch, capsys):
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.05)
+    monkeypatch.setattr(heartbeat, "POLL_S", 0.01)
+    errors = [ValueError("engines are closed")]
+
+    def left(name: str) -> str:
+        if errors:
+            raise errors.pop()
+        return "12 of 40 buckets gathered"
+
+    phases = Phases()
+    beat = Heartbeat(phases, lambda: 0, left)
+    beat.start()
+    with phases("sync"):
+        time.sleep(0.5)
+    beat.close()
+    assert re.search(r"step 1: sending weights for \d s, 12 of 40 buckets gathered", capsys.readouterr().out)
+    assert not errors
+    deadline = time.monotonic() + 10.0
+    while any(thread.name == "heartbeat" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_host_knows_what_is_left_in_its_phases(tmp_path):
+    host = SimpleNamespace(
+        engines=SimpleNamespace(rows_left=3), ahead_engines=SimpleNamespace(rows_left=2), step=lambda: 8,
+        _sync=SimpleNamespace(num_gathered=3, buckets=range(5)), args=SimpleNamespace(output_dir=tmp_path),
+    )  # fmt: skip
+    (tmp_path / "checkpoint-8" / "global_step8").mkdir(parents=True)
+    (tmp_path / "checkpoint-8" / "global_step8" / "states.pt").write_bytes(b"")
+    with open(tmp_path / "checkpoint-8" / "model.safetensors", "wb") as file:
+        file.truncate(1_500_000_000)  # no disk space: a hole
+    assert NodeHost._left(host, "generate") == "5 rows left"
+    assert NodeHost._left(host, "sync") == "3 of 5 buckets gathered"
+    assert NodeHost._left(host, "checkpoint") == "1.5 GB written"
+    assert NodeHost._left(host, "train") == ""

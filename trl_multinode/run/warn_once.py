@@ -1,0 +1,100 @@
+"""Each warning of a library once per node, in the ranks of a launch.
+
+Python shows a warning once per line of code, but forgets what it has shown whenever a library enters
+`warnings.catch_warnings()`, which torch and transformers do in every step: 644 of the 661 lines that one node of the
+demo printed were a single `FutureWarning`. And every rank of a node prints its own.
+
+Only repetitions are left out: the same text from the same line of code. Errors, a script's own log lines and this
+library's warnings always appear. With `python -W` or PYTHONWARNINGS the user has chosen, so Python's warnings are then
+left alone.
+"""
+
+import hashlib
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+LONGEST_MEMORY = 1000  # distinct warnings; later ones all appear, so that a text with a counter fills neither memory
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_seen: set[str] = set()  # digests; also those of this process's earlier trainers
+
+
+class WarnOnce:
+    """Filter for the warnings of this process.
+
+    ```python
+    once = WarnOnce(watch.is_first)
+    once.install()
+    once.restore()  # at the end, in the order of a stack if a process has several
+    ```
+
+    Args:
+        is_first (`Callable[[str], bool]`):
+            Function of a warning's digest that returns whether no other rank of this node has shown it.
+    """
+
+    def __init__(self, is_first: Callable[[str], bool]):
+        self._is_first = is_first
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Leave out repetitions from now on."""
+        if not sys.warnoptions:
+            show = warnings.showwarning
+
+            def show_once(
+                message: Warning | str, category: type[Warning], filename: str, lineno: int, *args: Any, **kwargs: Any
+            ) -> None:
+                if self.is_new(f"{category.__name__}: {message} {filename}:{lineno}"):
+                    show(message, category, filename, lineno, *args, **kwargs)
+
+            self._replace(warnings, "showwarning", show_once)
+        handle = logging.Logger.handle
+
+        def handle_once(logger: logging.Logger, record: logging.LogRecord) -> None:
+            if is_library_warning(record):
+                text = f"{record.msg} {record.args} {record.pathname}:{record.lineno}"  # formatting could raise
+                if not self.is_new(text):
+                    return
+            handle(logger, record)
+
+        self._replace(logging.Logger, "handle", handle_once)
+
+    def restore(self) -> None:
+        """Show every warning again."""
+        while self._undo:
+            self._undo.pop()()
+
+    def is_new(self, text: str) -> bool:
+        """Return whether to show a warning: it is new in this process, and on this node."""
+        digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:24]
+        with self._lock:
+            if digest in _seen:
+                return False
+            if len(_seen) >= LONGEST_MEMORY or os.getpid() != self._pid:
+                return True  # a forked child must not use this rank's connection to the store
+            _seen.add(digest)
+        return not self._undo or self._is_first(digest)
+
+    def _replace(self, owner: Any, name: str, hook: Callable) -> None:
+        previous = getattr(owner, name)
+        setattr(owner, name, hook)
+
+        def undo() -> None:
+            if getattr(owner, name) is hook:  # otherwise the script has installed its own on top
+                setattr(owner, name, previous)
+
+        self._undo.append(undo)
+
+
+def is_library_warning(record: logging.LogRecord) -> bool:
+    """Return whether a log record is a warning of an installed library other than this one."""
+    if record.levelno != logging.WARNING or record.name.split(".")[0] == "trl_multinode":
+        return False
+    return record.name == "py.warnings" or any(part in record.pathname for part in INSTALLED)

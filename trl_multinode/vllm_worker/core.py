@@ -1,0 +1,35 @@
+"""Additions to vLLM's engine core: the greatest use of its key-value cache, and the level of its log.
+
+vLLM's own statistics are off (`disable_log_stats`), because they cost front-end time for every row. Noting the use
+costs the core one division per step: 0.6 us measured, where a step takes milliseconds.
+"""
+
+from typing import Any
+
+from .quiet import quiet
+
+# Methods of vLLM's core that the engine process calls through vLLM's client
+TAKE_KV_USE = "take_kv_use"
+QUIET = "quiet_vllm"
+
+
+def extend_core() -> None:
+    """Let vLLM's scheduler note its greatest cache use, and its core return it. Call it in the core's process."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    schedule = Scheduler.schedule
+
+    def schedule_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = schedule(self, *args, **kwargs)
+        self.greatest_kv_use = max(getattr(self, "greatest_kv_use", 0.0), self.kv_cache_manager.usage)
+        return output
+
+    def take_kv_use(self: Any) -> float:
+        """Return the greatest share of the cache that was in use since the last call."""
+        use, self.scheduler.greatest_kv_use = getattr(self.scheduler, "greatest_kv_use", 0.0), 0.0
+        return use
+
+    Scheduler.schedule = schedule_and_note
+    setattr(EngineCore, TAKE_KV_USE, take_kv_use)
+    setattr(EngineCore, QUIET, lambda self: quiet())
