@@ -92,7 +92,7 @@ class Suite:
         return [*words, *self.arguments, *(f"{copies}/{test}" for test in tests)]
 
     def jobs_of(self, mode: str) -> int:
-        return self.jobs if mode in ("plain", "trl") else 1
+        return 1 if mode == "vllm" else self.jobs
 
     def environment(self, run: dict, jobs: int) -> dict[str, str]:
         path = os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -100,7 +100,7 @@ class Suite:
         own = {"PYTHONPATH": path, "TRL_SUITE": json.dumps(run), "TRL_EXPERIMENTAL_SILENCE": "1"}
         # a pytest with several processes may be the caller, and its variables are not for the one that starts here
         outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))} if jobs > 1 else {}
+        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs)), "OMP_WAIT_POLICY": "passive"}
         return KEEP_MEMORY | threads | outer | home | own
 
 
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder of a checkout of TRL, at any tag")
     parser.add_argument("--mode", action="append", choices=MODES, help="default: all")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest without an engine")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest without vLLM")
     parser.add_argument("--prompts", type=int, default=4, help="training prompts; TRL's own data has 17")
     parser.add_argument("--suite", type=Path, default=HERE / "suite.toml", help="chosen tests and known failures")
     parser.add_argument("--page", type=Path, help="file for the table; default: only printed")

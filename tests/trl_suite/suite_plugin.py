@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config_class = getattr(trl_multinode, name)
         if RUN["mode"] == "plain":  # TRL's default, which TRL's tests rely on
             config_class.__init__ = with_default(config_class.__init__, use_vllm=False)
-    if RUN["mode"] == "node":
+    if RUN["mode"] == "node" and "PYTEST_XDIST_WORKER" not in os.environ:  # workers have this one's environment
         from trl_multinode.testing.forking import forked_fake_engine
 
         os.environ[ENGINE_MODULE] = forked_fake_engine()
