@@ -21,7 +21,7 @@ help:
 	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/gpu.md)"
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (10 minutes)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
-	@echo "make trl-tests DIR=...   TRL's own tests, from a checkout of TRL, under this library's classes (an hour)"
+	@echo "make trl-tests DIR=...   TRL's own tests, from a checkout of TRL, under this library's classes (half an hour)"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
 	@echo "make versions  contract and engine tests with the oldest and newest TRL, transformers and vLLM; half an hour"

@@ -6,7 +6,9 @@ and server, our engine process. The last step gives every row its last token at 
 """
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +25,12 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from trl_multinode.vllm_worker.plugin import _die_with_parent
+from trl_multinode.wire.supervisor import (
+    become_subreaper,
+    kill_descendants,
+    record_shared_memory,
+    unlink_shared_memory,
+)
 
 FORK = get_context("fork")
 VOCABULARY = 150_000  # ids as large as real ones: Python keeps small integers, and they are short in JSON
@@ -32,6 +40,7 @@ ENGINE_ARGS = {
     "dtype": "float32", "max_model_len": 8192, "max_num_seqs": 512, "seed": 0, "enforce_eager": True,
     "kv_cache_memory_bytes": 256 << 20,
 }  # fmt: skip
+STOP_S = 20.0  # for the end of a server and of its vLLM processes
 PAUSE_S = 0.02  # before the last step, as long as one takes on a GPU: the front end has seen all but the last tokens
 
 
@@ -69,6 +78,10 @@ class ReplayedCore:
 
     async def get_output_async(self) -> EngineCoreOutputs:
         return await self._steps.get()
+
+    async def collective_rpc_async(self, method, *_) -> list[str]:
+        """Refuse the extension of log-probs: a probe row would follow, which no round contains."""
+        return [f"there is no worker for {method!r}, tokens are played"]
 
     async def reset_mm_cache_async(self) -> None: ...
 
@@ -128,8 +141,11 @@ def run_our_engine(round_: Round, model: Path, socket: Path, prepare: Callable =
         await backend.start()
         server = EngineServer(spec, backend)
         await server._weights.end(1, WeightVersion(1, 0))  # no weights are sent here
+        record_shared_memory(Path(spec.shared_memory_record))
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server._closing.set)
         await server.serve()
 
+    become_subreaper()
     prepare(round_)
     folder = str(model.parent)
     os.environ[RUN_MARKER] = f"{os.getpid()}:{folder}"
@@ -138,7 +154,11 @@ def run_our_engine(round_: Round, model: Path, socket: Path, prepare: Callable =
         index=0, socket_path=str(socket), report_folder=folder, failure_path=str(socket.with_suffix(".failure")),
         shared_memory_record=str(socket.with_suffix(".shm")), owner_pid=os.getppid(), engine_args=args,
     )  # fmt: skip
-    asyncio.run(serve())
+    try:
+        asyncio.run(serve())
+    finally:
+        kill_descendants()
+        unlink_shared_memory(Path(spec.shared_memory_record))
 
 
 def run_real_engine(round_: Round, model: Path, socket: Path) -> None:
@@ -183,9 +203,14 @@ class Server:
         run(self.round, model, address)
 
     def stop(self) -> None:
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            process.kill()
+        """End the server by SIGTERM, so that it removes its shared memory, and kill what is left after `STOP_S`."""
+        children = psutil.Process(self._process.pid).children(recursive=True) if self._process.is_alive() else []
+        self._process.terminate()
+        self._process.join(STOP_S)
         self._process.kill()
+        for process in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.join()
 
 

@@ -10,7 +10,7 @@ from transformers import BitsAndBytesConfig
 from trl.rewards import accuracy_reward
 
 from trl_multinode import GRPOConfig, call_checks
-from trl_multinode.call_checks import check_model
+from trl_multinode.call_checks import check_model, check_own_folders
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.testing.models import save_tiny, tiny_qwen2
 
@@ -42,6 +42,28 @@ def test_quantized_weights_are_refused_wherever_they_are_asked_for(model, fields
     with pytest.raises(ConfigurationError, match="Leave `quantization_config` out") as refused:
         check_model(model(), args(**fields), call)
     record_property("message", str(refused.value))
+
+
+def test_folders_of_their_own_are_refused_where_other_nodes_would_have_no_weights(tmp_path):
+    """Without the check a run under DDP or FSDP2 saves, and does not resume: "Can't find a valid checkpoint"."""
+    apart = {"save_on_each_node": True, "save_strategy": "steps"}
+    fsdp, lora = {"ACCELERATE_USE_FSDP": "true"}, LoraConfig(target_modules=["q_proj"])
+
+    def check(call=None, num_nodes=2, environ=None, stage=None, **fields):
+        check_own_folders(args(stage, **{**apart, **fields}), {"model": "m"} | (call or {}), num_nodes, environ or {})
+
+    for environ, how, call in ({}, "DDP", {}), (fsdp, "FSDP2", {}), (fsdp, "FSDP2", {"peft_config": lora}):
+        with pytest.raises(ConfigurationError, match=f"under {how} .* other nodes have no weights"):
+            check(call, environ=environ)
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, save_on_each_node=True)
+    with pytest.raises(ConfigurationError, match="under DDP"):
+        call_checks.check_call(SimpleNamespace(topology=SimpleNamespace(num_nodes=2)), config, {"model": "m"})
+    check(num_nodes=1)
+    check(stage=2)
+    check(save_on_each_node=False, environ=fsdp)
+    check(save_strategy="no")
+    check({"peft_config": lora})
+    check({"model": get_peft_model(tiny_qwen2(), lora)})
 
 
 @pytest.mark.feature("Training", "DoRA under ZeRO-3", engine="none", refused=True)

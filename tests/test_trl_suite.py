@@ -27,11 +27,17 @@ class TestGRPOTrainer:
     def test_stand_ins(self):
         tokenizer = AutoTokenizer.from_pretrained("trl-internal-testing/tiny-Qwen3ForSequenceClassification")
         assert tokenizer.decode([151657, 198, 330, 64648, 22785]) == '<tool_call>\\n "multiply_tool'
+        assert len(tokenizer("<|im_start|>system\\n# Tools\\n\\nYou may call one or more functions").input_ids) < 20
+        assert tokenizer.decode([80_000]) == " w80000" and tokenizer.decode([80_001]) == ""
         rows = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train", streaming=True)
         assert [row["prompt"] for row in rows][:2] == ["Beautiful is better than", "Explicit is"]
 
     def test_library(self):
         assert not is_a_library_of_another_version_available()
+
+        from trl.trainer import utils
+
+        assert getattr(utils, "_use_triton", lambda device: True)("cpu")  # then only trained tokens are scored
 
     def test_default(self):
         from trl import RLOOConfig

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from .errors import ConfigurationError
@@ -40,6 +41,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_rewards(call)
     check_foreseeable(args, call)
     check_fsdp_version()
+    check_own_folders(args, call, host.topology.num_nodes)
     check_push(args, call)
     check_model(call["model"], args, call)
     if call.get("tools") or call.get("environment_factory"):
@@ -55,6 +57,27 @@ def check_fsdp_version(environ: Mapping[str, str] = os.environ) -> None:
     if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and environ.get("FSDP_VERSION", "1") == "1":
         raise ConfigurationError("Node mode sends weights of FSDP2, not of FSDP1. Write `fsdp_version: 2` under "
                                  "`fsdp_config` in the accelerate config.")  # fmt: skip
+
+
+def check_own_folders(
+    args: TrainingArguments, call: dict[str, Any], num_nodes: int, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Reject `save_on_each_node` where transformers writes the weights on rank 0 only: no run could resume.
+
+    Under ZeRO every rank writes its own part, and PEFT saves an adapter on every process that calls it. Under FSDP2
+    the whole state is gathered on rank 0.
+    """
+    if not args.save_on_each_node or num_nodes == 1 or args.save_strategy == "no" or args.deepspeed_plugin is not None:
+        return
+    fsdp = environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    has_adapter = call.get("peft_config") is not None or hasattr(call["model"], "peft_config")
+    if fsdp or (hasattr(PreTrainedModel, "should_save_on_this_rank") and not has_adapter):
+        raise ConfigurationError(
+            f"With `save_on_each_node=True` under {'FSDP2' if fsdp else 'DDP'} the checkpoints of the other nodes "
+            f"have no weights, because transformers {transformers.__version__} writes them on rank 0 only. Leave it "
+            "out and use an `output_dir` that all nodes share, or train under ZeRO, where every rank writes its own "
+            "part (`accelerate_configs/`)."
+        )
 
 
 def check_parallelism(

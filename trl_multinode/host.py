@@ -35,7 +35,7 @@ from .run.warn_once import WarnOnce
 from .run.watchdog import Watchdog
 from .transports.opening import TRANSPORTS
 from .weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
-from .weights.finite import check_finite
+from .weights.finite import check_finite, unchecked
 from .weights.probe import divergence_limit, probe_engines
 from .weights.shards import ShardGather
 from .weights.source import keep_head_during_backward
@@ -278,6 +278,8 @@ class NodeHost:
             )
         if version.update == 1:
             keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
+            if self.topology.rank == 0 and (line := unchecked(self._model)):
+                self._report(line)
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]

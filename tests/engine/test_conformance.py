@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from trl_multinode import testing
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import (
     EngineRefusedError,
@@ -49,7 +50,8 @@ def trainer(request, tmp_path_factory):
     module, tied = request.param
     model = tiny_qwen2(VOCABULARY, tied)
     engine = Faults().lose_load(7).lie_about_load(8).stale_head(9).engine(module)
-    with running_engines(model, tmp_path_factory.mktemp("log"), engine) as engines:
+    custom = {"logits_processors": [f"{testing.__name__}.logits_processor:EvenTokensOnly"]} if module == FORKED else {}
+    with running_engines(model, tmp_path_factory.mktemp("log"), engine, **custom) as engines:
         yield SyncDriver(model, engines)
 
 
@@ -167,6 +169,15 @@ def test_log_probs_are_over_the_whole_vocabulary(trainer, settings):
         trainer.send()
     for temperature in (1.0, 0.7):
         check_log_probs(trainer, settings | {"temperature": temperature})
+
+
+@pytest.mark.parametrize("trainer", [pytest.param((FORKED, False), id="vllm-untied", marks=pytest.mark.engine)],
+                         indirect=True)  # fmt: skip
+def test_log_probs_are_over_the_whole_vocabulary_under_a_custom_logits_processor(trainer):
+    """No setting of vLLM's own masks a token of these requests."""
+    rows = [row for rows in generate(trainer, extra_args={"even_tokens_only": True}) for row in rows]
+    assert all((row.tokens % 2 == 0).all() for row in rows) and len({tuple(row.tokens) for row in rows}) > 1
+    check_log_probs(trainer, {"extra_args": {"even_tokens_only": True}, "temperature": 0.7})
 
 
 def check_log_probs(trainer, settings: dict) -> None:

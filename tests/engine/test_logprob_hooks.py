@@ -5,16 +5,19 @@ The extensions of V1 run in `test_conformance.py`, in vLLM itself.
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from test_vllm_names import v2_can_be_extended
 
 from trl_multinode.engine_process.vllm_backend import VllmBackend
+from trl_multinode.wire.sampling import TRUNCATING
 
 pytestmark = pytest.mark.engine
 
@@ -45,6 +48,63 @@ def test_v2_returns_log_probs_over_the_whole_vocabulary_and_scores_at_a_temperat
 def test_v2_needs_no_other_setting_in_the_step(v2):
     if v2 is not None:
         assert max({**v2["only_grammar"], **v2["only_plain"]}.values()) < 1e-5
+
+
+def test_v2_undoes_the_masks_of_custom_processors(v2):
+    if v2 is not None:
+        assert max(v2["custom"].values()) < 1e-5
+
+
+@patch.dict(os.environ)  # vLLM's runner sets variables when it is imported
+def test_v1_undoes_the_masks_of_custom_processors_and_keeps_their_finite_changes():
+    """vLLM's own V1 sampler; the request has no setting that masks tokens."""
+    import torch
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker import gpu_model_runner
+
+    from trl_multinode.vllm_worker.logprobs import extend_logprobs
+
+    class Custom:
+        def is_argmax_invariant(self):
+            return False
+
+        def apply(self, logits):
+            logits[:, 10:] = -torch.inf
+            logits[:, :5] += 1.0
+            return logits
+
+    def sampled(custom: list) -> torch.Tensor:
+        processors = LogitsProcessors(custom)
+        one, none = torch.ones(1), torch.zeros(1)
+        metadata = SamplingMetadata(
+            temperature=0.5 * one, all_greedy=False, all_random=True, top_p=None, top_k=None, generators={},
+            max_num_logprobs=0, no_penalties=True, prompt_token_ids=None, frequency_penalties=none,
+            presence_penalties=none, repetition_penalties=one, output_token_ids=[[]], allowed_token_ids_mask=None,
+            bad_words_token_ids={}, logitsprocs=processors,
+        )  # fmt: skip
+        config, sampler = SimpleNamespace(use_v2_model_runner=False, speculative_config=None), Sampler()
+        sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "processed_logprobs"
+        settings = SimpleNamespace(sampling_params=SimpleNamespace(**dict.fromkeys(TRUNCATING)))
+        model_runner = SimpleNamespace(
+            sampler=sampler, requests={"a": settings}, _get_prompt_logprobs_dict=None,
+            input_batch=SimpleNamespace(req_ids=["a"], logitsprocs=processors),
+        )  # fmt: skip
+        assert extend_logprobs(config, model_runner) == ""
+        return sampler(logits.clone(), metadata).logprobs_tensors
+
+    mask_grammar = gpu_model_runner.apply_grammar_bitmask
+    logits = torch.randn(1, 40)
+    biased = logits + (torch.arange(40) < 5)
+    try:
+        for custom, expected in ([], logits), ([Custom()], biased):
+            found = sampled(custom)
+            token = found.logprob_token_ids[0, 0]
+            whole = (expected / 0.5).log_softmax(-1)[0, token]
+            assert torch.allclose(found.logprobs[0, 0], whole, atol=1e-5), custom
+    finally:
+        gpu_model_runner.apply_grammar_bitmask = mask_grammar
 
 
 def runner(**changes) -> tuple[SimpleNamespace, SimpleNamespace]:
@@ -84,3 +144,14 @@ def test_the_engines_start_proves_with_a_row_that_the_sampler_is_extended(logpro
     backend._llm, backend._params_cls = SimpleNamespace(collective_rpc=collective_rpc), SimpleNamespace
     backend._outputs = outputs
     assert asyncio.run(backend._why_truncated()).endswith(reason)
+
+
+def test_the_played_core_of_the_exchange_benchmark_answers_what_an_engine_asks_when_it_starts(monkeypatch):
+    """Otherwise the benchmark waits for its ranks in vain: no round of it contains the row that would be the proof."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parents[2] / "benchmarks"))
+    with patch.dict(os.environ):
+        from replayed_core import ReplayedCore, Round
+
+    backend = VllmBackend(SimpleNamespace())
+    backend._llm = SimpleNamespace(collective_rpc=ReplayedCore(Round()).collective_rpc_async)
+    assert "tokens are played" in asyncio.run(backend._why_truncated())

@@ -37,11 +37,25 @@ class Grammar:
         logits[rows] = logits[rows].masked_fill(mask, -torch.inf)
 
 
-def build_runner() -> SimpleNamespace:
+class EvenTokensOnly:
+    """A user's logits processor: it masks odd tokens of every request."""
+
+    def add_request(self, slot, params):
+        return True
+
+    def apply_staged_writes(self): ...
+
+    def apply(self, logits, context):
+        logits[:, 1::2] = -torch.inf
+        return logits
+
+
+def build_runner(*custom: EvenTokensOnly) -> SimpleNamespace:
     """What of vLLM's V2 model runner samples and scores prompts."""
     config = SimpleNamespace(reasoning_config=None, speculative_config=None, use_v2_model_runner=True)
     states = RequestState(16, 64, 64, 0, VOCABULARY, CPU)
-    sampler = Sampler(config, 16, VOCABULARY, CPU, states, logprobs_mode="processed_logprobs")
+    sampler = Sampler(config, 16, VOCABULARY, CPU, states, logprobs_mode="processed_logprobs",
+                      custom_logits_processors=custom)  # fmt: skip
     scorer = PromptLogprobsWorker(16, CPU, logprobs_mode="processed_logprobs")
     return SimpleNamespace(
         vllm_config=config, states=states, sampler=sampler, prompt_logprobs_worker=scorer,
@@ -124,11 +138,14 @@ torch.manual_seed(0)
 scores = ["plain", "temperature", "structured_outputs"]
 before, after = build_runner(), build_runner()
 reason = extend_logprobs(after.vllm_config, after)
+custom = build_runner(EvenTokensOnly())
+extend_logprobs(custom.vllm_config, custom)
 result = {
     "reason": reason,
     "before": sampled(before, list(ROWS)) | {f"score {name}": x for name, x in scored(before, scores).items()},
     "after": sampled(after, list(ROWS)) | {f"score {name}": x for name, x in scored(after, scores).items()},
     "only_grammar": sampled(after, ["regex"]),  # vLLM's sampler then returns the logits that it was given
     "only_plain": sampled(after, ["plain", "temperature"]),
+    "custom": sampled(custom, ["plain", "temperature"]),
 }
 print(json.dumps(result))

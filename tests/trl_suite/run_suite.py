@@ -31,6 +31,9 @@ MODES = {
 }
 HEAD_DIMS = {"vllm": 32}  # the least of vLLM's CPU attention; elsewhere TRL's tiny sizes
 TEST_LIMIT_S = 600
+# glibc gives tensors as large as logits back to the kernel when they are freed. The kernel clears the same pages again
+# for the next one, and that took more time than the computations.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 PYTEST_INI = "[pytest]\nmarkers =\n    slow\n    low_priority\n    invariant\nfilterwarnings = ignore\n"
 Results = dict[str, tuple[str, str]]  # test -> outcome, reason
 
@@ -64,18 +67,18 @@ class Suite:
         models.mkdir(exist_ok=True)
         copies = self.folder / ("trl" if mode == "trl" else "trl_multinode")
         sources = [path.read_text() for path in (copies / "tests").glob("*.py")]
-        named = set().union(*map(hub_ids, sources))
+        named = {name for name in set().union(*map(hub_ids, sources)) if not (models / name).exists()}
         run = {
             "mode": mode,
             "chosen": self.config["chosen"].get(mode, [""]),
-            "missing": build({name for name in named if not (models / name).exists()}, models, head_dim, self.prompts),
+            "missing": build(named, models, head_dim, self.prompts, tuple(sources)),
             "unskipped": self.config["unskipped"]["reasons"] if mode in ("node", "vllm") else [],
             "imports": sorted(set().union(*map(trl_imports, sources))),
             "results": str(self.folder / f"{mode}.jsonl"),
         }
         Path(run["results"]).write_text("")
         command = self.command(mode, copies, tests or [f"tests/{f}" for f in FILES if (copies / "tests" / f).exists()])
-        code = subprocess.run(command, cwd=models, env=self.environment(run)).returncode
+        code = subprocess.run(command, cwd=models, env=self.environment(run, self.jobs_of(mode))).returncode
         if code not in (0, 1, 5):  # passed, failed, nothing chosen
             raise RuntimeError(f"pytest of mode {mode!r} ended with code {code}: {' '.join(command)}")
         return read(Path(run["results"]))
@@ -84,17 +87,21 @@ class Suite:
         words = [sys.executable, "-m", "pytest", "-q", "-p", "suite_plugin", "-p", "no:cacheprovider"]
         words += ["-c", str(copies / "pytest.ini"), "--rootdir", str(copies), "--timeout", str(TEST_LIMIT_S)]
         words += ["--basetemp", str(self.folder / f"{mode}-tmp"), "--continue-on-collection-errors", "--tb", "short"]
-        if self.jobs > 1 and mode in ("plain", "trl"):
-            words += ["--numprocesses", str(self.jobs)]
+        if (jobs := self.jobs_of(mode)) > 1:
+            words += ["--numprocesses", str(jobs)]
         return [*words, *self.arguments, *(f"{copies}/{test}" for test in tests)]
 
-    def environment(self, run: dict) -> dict[str, str]:
+    def jobs_of(self, mode: str) -> int:
+        return 1 if mode == "vllm" else self.jobs
+
+    def environment(self, run: dict, jobs: int) -> dict[str, str]:
         path = os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         home = {"HF_HOME": str(self.folder / "hf"), "HF_HUB_OFFLINE": "1"}
         own = {"PYTHONPATH": path, "TRL_SUITE": json.dumps(run), "TRL_EXPERIMENTAL_SILENCE": "1"}
         # a pytest with several processes may be the caller, and its variables are not for the one that starts here
         outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        return outer | home | own
+        threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs)), "OMP_WAIT_POLICY": "passive"}
+        return KEEP_MEMORY | threads | outer | home | own
 
 
 def read(results: Path) -> Results:
@@ -161,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="folder of a checkout of TRL, at any tag")
     parser.add_argument("--mode", action="append", choices=MODES, help="default: all")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest without an engine")
+    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest without vLLM")
     parser.add_argument("--prompts", type=int, default=4, help="training prompts; TRL's own data has 17")
     parser.add_argument("--suite", type=Path, default=HERE / "suite.toml", help="chosen tests and known failures")
     parser.add_argument("--page", type=Path, help="file for the table; default: only printed")

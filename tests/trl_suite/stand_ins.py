@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 OTHER_MODELS = {"Qwen/Qwen2.5-0.5B-Instruct": "Qwen2ForCausalLM"}  # which TRL's tests of vLLM train
@@ -42,6 +42,10 @@ ADDED = [
     "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
     "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
 ]  # fmt: skip
+LEARNED = 4096  # tokens of bytes and of merges
+# One id in so many of the rest is a word, the others decode to nothing. A tokenizer is loaded several times per test,
+# which took most of a test's time with a word for each id. Three completions of 8 random tokens lack words in 4 %.
+WORD_EVERY = 8
 PAD, EOS = FIRST_SPECIAL, FIRST_SPECIAL + 2
 VOCABULARY = FIRST_SPECIAL + len(SPECIAL) + len(ADDED)
 
@@ -69,7 +73,7 @@ REMOTE_CODE = {
 }
 
 
-def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int) -> dict[str, str]:
+def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int, texts: tuple[str, ...]) -> dict[str, str]:
     """
     Build the stand-ins of `ids` in `folder`, and return the reason for each that cannot be built.
 
@@ -78,6 +82,8 @@ def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int) -> dict
             Size of an attention head. vLLM's CPU attention needs 32 or more.
         prompts (`int`):
             Number of training prompts. TRL's tests train on all of them for three epochs.
+        texts (`tuple[str, ...]`):
+            Texts whose words become single tokens, besides TRL's chat templates.
     """
     missing = {}
     for name in sorted(ids):
@@ -85,7 +91,7 @@ def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int) -> dict
             if name.endswith("/zen"):
                 save_prompts(folder / name, prompts)
             else:
-                save_model(name, folder / name, head_dim)
+                save_model(name, folder / name, head_dim, texts)
         except Exception as error:  # a class that this transformers lacks, or a config with other names
             missing[name] = f"no stand-in for {name}: {' '.join(str(error).split())[:120]}"
     return missing
@@ -94,7 +100,7 @@ def build(ids: Iterable[str], folder: Path, head_dim: int, prompts: int) -> dict
 # ---- models
 
 
-def save_model(name: str, folder: Path, head_dim: int) -> None:
+def save_model(name: str, folder: Path, head_dim: int, texts: tuple[str, ...]) -> None:
     """Save model and tokenizer of a hub's model such as `trl-internal-testing/tiny-Qwen2ForCausalLM-2.5`."""
     named = OTHER_MODELS.get(name) or next(iter(re.findall(r"/(?:tiny|small)-(\w+For(?:Causal|Seq)\w+)", name)), None)
     if named is None:
@@ -102,7 +108,7 @@ def save_model(name: str, folder: Path, head_dim: int) -> None:
     architecture = named.replace("Remote", "Llama")
     small_model(getattr(transformers, architecture), head_dim).to(torch.bfloat16).save_pretrained(folder)
     template = next((file for prefix, file in TEMPLATES.items() if architecture.startswith(prefix)), "qwen2_5.jinja")
-    tokenizer = qwen_tokenizer()
+    tokenizer = qwen_tokenizer(texts)
     tokenizer.chat_template = resources.files("trl").joinpath("chat_templates", template).read_text()
     tokenizer.save_pretrained(folder)
     if architecture != named:
@@ -145,22 +151,43 @@ def add_remote_code(folder: Path) -> None:
 
 
 @cache
-def qwen_tokenizer() -> PreTrainedTokenizerFast:
+def qwen_tokenizer(texts: tuple[str, ...]) -> PreTrainedTokenizerFast:
     """
-    Build a tokenizer of bytes with Qwen's ids for the bytes, the special tokens and the tokens in TRL's tests. It
-    encodes text as bytes, and every other id decodes to a word of its own, so that random completions differ.
+    Build a tokenizer with Qwen's ids for the bytes, the special tokens and the tokens in TRL's tests.
+
+    It learns the words of `texts` and of TRL's chat templates, because a prompt with tools of one token per byte has
+    four times the tokens. One id in eight of the rest decodes to a word of its own, so that random completions differ.
     """
     letters = bytes_to_letters()
-    vocabulary = {letters[byte]: index for index, byte in enumerate(qwens_order(letters))}
-    for index in range(len(vocabulary), FIRST_SPECIAL):
-        text = PIECES.get(index, f" w{index}")
-        vocabulary["".join(letters[byte] for byte in text.encode())] = index
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    learned, merges = learned_tokens([*chat_templates(), *texts])
+    ids = {letters[byte]: index for index, byte in enumerate(qwens_order(letters))}
+    ids |= {"".join(letters[byte] for byte in text.encode()): index for index, text in PIECES.items()}
+    free = (index for index in range(256, FIRST_SPECIAL) if index not in PIECES)
+    ids |= {token: next(free) for token in learned if token not in ids}
+    ids |= {letters[ord(" ")] + f"w{index}": index for index in free if index % WORD_EVERY == 0}
+    ids |= {token: FIRST_SPECIAL + index for index, token in enumerate([*SPECIAL, *ADDED])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(token, special=False) for token in ADDED])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
+
+
+def learned_tokens(texts: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return the tokens and the merges of a byte-level tokenizer trained on `texts`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=LEARNED, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return sorted(model["vocab"], key=model["vocab"].get), [tuple(merge) for merge in model["merges"]]
+
+
+def chat_templates() -> list[str]:
+    """Return the source of TRL's chat templates."""
+    return [path.read_text() for path in resources.files("trl").joinpath("chat_templates").iterdir() if path.is_file()]
 
 
 def bytes_to_letters() -> dict[int, str]:

@@ -4,6 +4,7 @@
 """
 
 import functools
+import gc
 import inspect
 import json
 import os
@@ -27,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for module, name in RUN["imports"]:
         add_if_missing(import_module(module), name)
     use_cpu_without_gpu()
+    score_trained_tokens_only()
     if RUN["mode"] == "trl":
         return
     import trl_multinode
@@ -35,13 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config_class = getattr(trl_multinode, name)
         if RUN["mode"] == "plain":  # TRL's default, which TRL's tests rely on
             config_class.__init__ = with_default(config_class.__init__, use_vllm=False)
-    if RUN["mode"] == "node":
-        from trl_multinode.testing import forking
+    if RUN["mode"] == "node" and "PYTEST_XDIST_WORKER" not in os.environ:  # workers have this one's environment
+        from trl_multinode.testing.forking import forked_fake_engine
 
-        # The fake engine as a fork: 0.1 s instead of 5 s a test
-        template = forking._Template(os.environ)
-        config.add_cleanup(template.close)
-        os.environ[ENGINE_MODULE] = f"trl_multinode.testing.forked_engine {template.socket_path}"
+        os.environ[ENGINE_MODULE] = forked_fake_engine()
     if RUN["mode"] == "vllm":
         os.environ[ENGINE_MODULE] = "trl_multinode.testing.forked_vllm"
 
@@ -59,6 +58,14 @@ def use_cpu_without_gpu() -> None:
 
     if not torch.cuda.is_available():
         TrainingArguments.__post_init__ = on_cpu
+
+
+def score_trained_tokens_only() -> None:
+    """Make TRL compute log-probs of the trained tokens only, as it does on GPUs: elsewhere it also scores the prompt,
+    and a prompt with tools has four times the tokens of its completion."""
+    utils = import_module("trl.trainer.utils")
+    if hasattr(utils, "_use_triton"):  # in this module it only makes that choice
+        utils._use_triton = lambda device: True
 
 
 def add_if_missing(module: ModuleType, name: str) -> None:
@@ -108,6 +115,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep_marks(item)
         if (reason := missing(item)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the imported modules from garbage collection: TRL's tests collect several times each."""
+    gc.collect()
+    gc.freeze()
 
 
 def keep_marks(item: pytest.Item) -> None:

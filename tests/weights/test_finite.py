@@ -12,12 +12,14 @@ from served import Keeper, serving
 from test_weight_sync import Sharded
 from torch import nn
 
+import trl_multinode.host as host_module
 from trl_multinode.errors import WeightsNotFiniteError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.run.topology import Topology
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.sources import prepare
+from trl_multinode.weights.finite import unchecked
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.shards import ShardGather, own_part
 from trl_multinode.weights.source import ModuleSource
@@ -166,6 +168,41 @@ def test_the_rank_that_holds_the_nan_finds_it_before_a_sync_and_before_a_save(ki
     ranks = on_gloo_ranks(body, 2, tmp_path)
     clean, found = ["finite"] * 4, ["finite", "finite", DOWN, DOWN]
     assert ranks == ([found, clean] if kind == "ddp" else [clean, found])
+
+
+def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
+    """ZeRO++ keeps a second copy of a shard, MiCS shares shards within smaller groups, NVMe has them on disk."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    model = nn.ModuleList(nn.Linear(8, 2, bias=False) for _ in range(6))
+    model[5].weight.requires_grad_(False)
+    assert unchecked(model) is None
+
+    def shard(parameter, elements: int = 4, location: str | None = None):
+        parameter.ds_tensor, parameter.ds_numel, parameter.ds_shape = torch.zeros(elements), 16, (2, 8)
+        parameter.ds_tensor.ds_numel = elements
+        parameter.ds_tensor.final_location = location and SimpleNamespace(name=location)
+        return parameter
+
+    shard(model[0].weight)
+    assert unchecked(model) is None
+    shard(model[1].weight, elements=8)  # MiCS over 2 of 4 ranks
+    shard(model[2].weight, location="nvme")
+    shard(model[3].weight).ds_secondary_tensor = torch.zeros(8)  # ZeRO++
+    shard(model[5].weight, elements=8)  # frozen, so nothing changes it
+    assert (line := unchecked(model)) and line.startswith("3 of 5 trained parameters are not checked for NaN")
+
+    told = []
+    monkeypatch.setattr(host_module, "probe_engines", lambda *_: None)
+    for rank in (0, 1):
+        host = SimpleNamespace(
+            _sync=SimpleNamespace(run=lambda version: "timings"), engines=SimpleNamespace(ask_all=lambda request: []),
+            _base=model, _model=model, _report=told.append, divergence_limit=1.0,
+            topology=SimpleNamespace(rank=rank, is_local_main=False),
+        )  # fmt: skip
+        for update in (1, 2):
+            assert NodeHost.sync(host, WeightVersion(update)) == "timings"
+    assert told == [line]
 
 
 def test_save_model_writes_nothing_and_so_no_push_has_a_file(monkeypatch):

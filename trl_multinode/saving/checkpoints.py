@@ -189,7 +189,7 @@ class CheckpointLog:
             raise ConfigurationError(
                 f"No checkpoint in {self._output_dir} is finished for all ranks: rank "
                 f"{self._accelerator.process_index} sees those of the steps {steps}, others see other ones. Use an "
-                "`output_dir` that all nodes share, or `save_on_each_node=True`, or name one: "
+                "`output_dir` that all nodes share, or under ZeRO `save_on_each_node=True`, or name one: "
                 "`train(resume_from_checkpoint=PATH)`."
             )
         return self._output_dir / f"{PREFIX}{max(common)}" if common else None

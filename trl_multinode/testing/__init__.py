@@ -7,6 +7,7 @@
 - [`faults`](faults.py): lost loads, skipped loads that are reported as done, stale heads, slow engines;
 - [`faulty_engine`](faulty_engine.py) and [`faulty_receiver`](faulty_receiver.py): the real engine with these faults;
 - [`forked_vllm`](forked_vllm.py): the real engine with forked vLLM processes, in a third of the CPU time;
+- [`logits_processor`](logits_processor.py): a custom logits processor, which vLLM's processes load;
 - [`models`](models.py): tiny models and tokenizers without a hub;
 - [`architectures`](architectures.py): a small model of each tested architecture;
 - [`sources`](sources.py): all supported ways to shard a model, without a trainer;

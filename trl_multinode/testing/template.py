@@ -14,6 +14,7 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
+from ..wire.supervisor import kill_descendants
 from .forked_engine import run_engine
 from .forked_process import Inherited, run_launcher, run_to_the_end
 
@@ -35,7 +36,7 @@ IMPORTS = (
 
 
 class Template:
-    """Server of fork requests, until the process that started it ends.
+    """Server of fork requests, until the process that started it ends. All forks and their children end with it.
 
     Each connection is one request: a message in JSON with the file descriptor of a log. The answers are the pid and,
     when the process has ended, its exit code.
@@ -60,6 +61,7 @@ class Template:
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._owner:
+                    kill_descendants()  # launchers, their ranks and the engines: no process would end them
                     sys.exit()
                 elif key.fileobj is self._listener:
                     self._start()

@@ -4,13 +4,14 @@
 vLLM's processed log-probs are normalised over the tokens that are left. The trainer scores without these settings, so
 even with equal weights its log-prob of the same token is lower. The extended samplers return the log-prob after
 penalties, `logit_bias` and temperature but before any token is masked. They do so in steps with a request that masks
-tokens; the other steps remain vLLM's.
+tokens, and in every step of an engine with custom logits processors, which may mask tokens too; the other steps remain
+vLLM's.
 
 **Scores at a temperature.** vLLM scores prompts with the raw logits, at temperature 1. The extension divides them by
 the temperature of the request.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,11 @@ def extend_logprobs(vllm_config: Any, runner: Any) -> str:
     return ""
 
 
+def any_custom(processors: Iterable[Any]) -> bool:
+    """Return whether one of the logits processors is not vLLM's own: it comes from `engine_kwargs` or a plugin."""
+    return any(not type(processor).__module__.startswith("vllm.") for processor in processors)
+
+
 def before_masks(logits: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
     """Return the logits, with those of `raw` in the place of -inf."""
     return torch.where(logits.isneginf(), raw, logits)
@@ -61,7 +67,7 @@ class WholeVocabularyV1:
     ```text
     grammar                  copy of the logits
     forward
-      allowed_token_ids, bad_words, min_tokens, logit_bias
+      allowed_token_ids, bad_words, min_tokens, logit_bias, custom processors
       apply_penalties        their result, with biased and penalized raw logits in the place of -inf
       sample                 temperature, min_p, top_k, top_p; returns log-probs of that result after temperature
     ```
@@ -73,6 +79,7 @@ class WholeVocabularyV1:
 
         sampler = runner.sampler
         self._runner, self._bias = runner, LogitBiasLogitsProcessor
+        self._always = any_custom(runner.input_batch.logitsprocs.all)
         self._before_grammar: torch.Tensor | None = None
         self._raw: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
@@ -90,7 +97,7 @@ class WholeVocabularyV1:
         """Sample a token of every request."""
         raw, self._before_grammar = self._before_grammar, None
         params = (self._runner.requests[request].sampling_params for request in self._runner.input_batch.req_ids)
-        if any(truncating(partial(getattr, each)) for each in params):
+        if self._always or any(truncating(partial(getattr, each)) for each in params):
             self._raw = (logits if raw is None else raw).to(torch.float32, copy=True)  # vLLM changes them in place
         try:
             return self._forward(logits, *args, **kwargs)
@@ -152,7 +159,7 @@ class WholeVocabularyV2:
     ```text
     grammar                  copy of the logits
     sample
-      logit_bias with allowed_token_ids and min_tokens, penalties, bad_words
+      logit_bias with allowed_token_ids and min_tokens, penalties, bad_words, custom processors
       apply                  their result, with biased and penalized raw logits in the place of -inf
       temperature, min_p, top_k, top_p
                              returns logits of that result after temperature
@@ -165,6 +172,7 @@ class WholeVocabularyV2:
         sampler, grammar = runner.sampler, runner.structured_outputs_worker
         (self._bias,) = (each for each in sampler.logits_processors if hasattr(each, "num_logit_bias"))
         self._penalties, self._temperature = sampler.penalties_state, sampler.sampling_states.temperature
+        self._always = any_custom(sampler.logits_processors)
         self._truncates = np.zeros_like(sampler.needs_logits_processing)
         self._before_grammar: torch.Tensor | None = None
         self._raw: torch.Tensor | None = None
@@ -194,7 +202,7 @@ class WholeVocabularyV2:
 
     def add_request(self, slot: int, params: Any) -> bool:
         """Read a request's settings; return whether this processor changes logits."""
-        self._truncates[slot] = bool(truncating(partial(getattr, params)))
+        self._truncates[slot] = self._always or bool(truncating(partial(getattr, params)))
         return False
 
     def apply_staged_writes(self) -> None:

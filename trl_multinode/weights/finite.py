@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import WeightsNotFiniteError
-from .shards import own_part
+from .shards import has_own_part, own_part
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # those that `aminmax` takes
 NOT_FINITE = (
@@ -61,3 +61,16 @@ def check_finite(
                     f"finite {str(dtype).removeprefix('torch.')} values. No engine loads these weights, and no "
                     f"checkpoint or push contains them. {cure}"
                 )
+
+
+def unchecked(model: nn.Module) -> str | None:
+    """Return a line about the trained parameters that `check_finite` leaves out; `None` if it checks all of them."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    count = sum(not has_own_part(parameter) for parameter in trained)
+    if not count:
+        return None
+    return (
+        f"{count} of {len(trained)} trained parameters are not checked for NaN and infinity before a sync or a save, "
+        "because ZeRO++ or MiCS shards them or they are on an NVMe: watch loss and grad_norm. ZeRO-3 without "
+        "`zero_hpz_partition_size`, quantized weights, `mics_shard_size` and `offload_param.device: nvme` checks all."
+    )

@@ -83,6 +83,11 @@ def own_part(tensor: Any, sends_whole: bool) -> torch.Tensor:
     return tensor.detach() if sends_whole else torch.empty(0)
 
 
+def has_own_part(tensor: Any) -> bool:
+    """Return whether `own_part` can tell which part of a tensor this rank answers for."""
+    return not hasattr(tensor, "ds_tensor") or shard_of(tensor) is not None
+
+
 class ShardGather:
     """Process groups of this rank, across nodes and within its node. All training ranks construct it together.
 

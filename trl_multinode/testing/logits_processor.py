@@ -1,0 +1,22 @@
+"""A custom logits processor for vLLM's V1 model runner, as a user's `engine_kwargs` name one."""
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+
+class EvenTokensOnly(AdapterLogitsProcessor):
+    """Processor that masks odd tokens of requests with `even_tokens_only` in their `extra_args`."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: Any) -> Any:
+        return mask_odd_tokens if (params.extra_args or {}).get("even_tokens_only") else None
+
+
+def mask_odd_tokens(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """Mask the odd tokens of one row."""
+    logits[1::2] = -torch.inf
+    return logits
