@@ -4,11 +4,11 @@
         examples/grpo.py --model_name_or_path Qwen/Qwen3-4B --dataset_name trl-lib/DeepMath-103K \
         --reward_funcs accuracy_reward think_format_reward --output_dir outputs/qwen3-4b-math --push_to_hub
 
-The script itself is trl_multinode/scripts/grpo.py; copy that file to change it. Without this repository,
+The script itself is trl_multinode/examples/grpo.py; copy that file to change it. Without this repository,
 `trl-multinode grpo` runs it.
 """
 
-from trl_multinode.scripts.grpo import main
+from trl_multinode.examples.grpo import main
 
 if __name__ == "__main__":
     main()

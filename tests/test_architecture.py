@@ -22,8 +22,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
     "testing": "engine engine_process trainer transports vllm_worker weights wire",
-    "command": "__init__ check scripts",  # each only in its sub-command
-    "scripts": "__init__",  # as a user's script
+    "command": "__init__ check examples",  # each only in its sub-command
+    "examples": "__init__",  # as a user's script
     "check": "errors libraries node_settings run",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
@@ -59,7 +59,7 @@ LIBRARIES = {
         "trainers": "",
         "batches": "",
         "experimental": "",
-        "scripts": "",
+        "examples": "",
         "__init__": "lazily",
     },  # fmt: skip
     "transformers": {
@@ -216,7 +216,7 @@ def test_collectives_are_called_where_the_table_says():
 OWN_OUTPUT = {
     "check",
     "command",
-    "scripts",
+    "examples",
     "testing",
     "engine_process",
     "vllm_worker",

@@ -199,7 +199,7 @@ def test_settings_of_a_server_are_named_as_ignored(monkeypatch, tmp_path):
     warned = []
     monkeypatch.setattr(call_checks, "warn", warned.append)
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_port=8001, vllm_enable_sleep_mode=True)
-    call_checks.check_call(None, config, {"model": tiny_qwen2()})
+    call_checks.check_call(SimpleNamespace(topology=SimpleNamespace(num_nodes=2)), config, {"model": tiny_qwen2()})
     assert len(warned) == 1 and warned[0].startswith(
         "vllm_server_port, vllm_enable_sleep_mode: no effect in node mode"
     )

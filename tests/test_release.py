@@ -141,7 +141,7 @@ def test_the_wheel_has_the_files_that_a_run_needs(wheel):
         for path in (ROOT / folder).iterdir():
             name = f"trl_multinode/{path.relative_to(ROOT)}".replace("trl_multinode/trl_multinode", "trl_multinode")
             assert wheel.read(name) == path.read_bytes()
-    assert {"trl_multinode/py.typed", "trl_multinode/scripts/grpo.py"} <= names
+    assert {"trl_multinode/py.typed", "trl_multinode/examples/grpo.py"} <= names
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "trl_multinode").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
 
@@ -172,10 +172,10 @@ def test_grpo_runs_from_the_wheel(installed):
     shown = installed("grpo", "--help")
     assert shown.returncode == 0, shown.stderr
     assert "usage: trl-multinode grpo" in shown.stdout and "--max_staleness" in shown.stdout
-    code = "from importlib.util import find_spec; print(find_spec('trl_multinode.scripts.grpo').origin)"
+    code = "from importlib.util import find_spec; print(find_spec('trl_multinode.examples.grpo').origin)"
     site = installed.folder / "site"
     where = run(sys.executable, "-c", code, cwd=installed.folder, PYTHONPATH=str(site))
-    assert where.stdout.strip() == str(site / "trl_multinode" / "scripts" / "grpo.py")
+    assert where.stdout.strip() == str(site / "trl_multinode" / "examples" / "grpo.py")
 
 
 # ---- docs/public-names.md

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from modes import MODES
 from task import ANSWER_LENGTH, best_constant_score, make_datasets, make_model, make_tokenizer, successor_reward
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from trl_multinode import GRPOConfig, GRPOTrainer
 from trl_multinode.testing.faults import Faults
@@ -120,7 +120,6 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
 
 
 def train_and_record(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
-    trainer.remove_callback(PrinterCallback)  # `history.jsonl` holds the same
     trainer.add_callback(Recorder(folder, trainer.accelerator.process_index))
     trainer.train()
     if trainer.accelerator.is_main_process:

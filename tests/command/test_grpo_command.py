@@ -11,7 +11,7 @@ import yaml
 from accelerate.commands import launch
 from check_kit import CONFIGS, ROOT
 
-import trl_multinode.scripts.grpo  # noqa: F401  TRL sets a variable when it is imported: let that be before the tests
+import trl_multinode.examples.grpo  # noqa: F401  TRL sets a variable when it is imported: let that be before the tests
 from trl_multinode.command import main
 
 NEEDED = ["--dataset_name", "d", "--reward_funcs", "think_format_reward", "my.rewards:length"]
@@ -49,7 +49,7 @@ def test_each_word_goes_to_its_parser(launched):
     assert Path(args.config_file).samefile(CONFIGS / "4node.yaml")
     assert (args.machine_rank, args.main_process_ip, args.num_processes) == (0, "node0", 24)
     assert words == ["--seed", "0", *NEEDED, "--bf16", "true"]
-    assert args.module and args.training_script == "trl_multinode.scripts.grpo"
+    assert args.module and args.training_script == "trl_multinode.examples.grpo"
 
 
 def test_a_name_of_both_is_the_scripts(launched):

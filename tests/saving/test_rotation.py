@@ -21,6 +21,7 @@ from transformers.utils import hub as transformers_hub
 from trl_multinode.errors import HubPushError
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.look_ahead import LookAhead
+from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.saving import pushing
 from trl_multinode.saving.checkpoints import CheckpointLog
@@ -47,7 +48,9 @@ class Saving(NodeTrainer):
         Trainer.__init__(self, model or Model(), args)
         self.create_optimizer_and_scheduler(10)
         self.host = SimpleNamespace(
-            topology=Topology(0, 1, 0, 1, 0, 1, launched=False), check_before_save=lambda model: None
+            topology=Topology(0, 1, 0, 1, 0, 1, launched=False),
+            check_before_save=lambda model: None,
+            phases=Phases(),
         )
         self.vllm_generation = SimpleNamespace(look_ahead=LookAhead("rank 0"))
         self._step, self.num_iterations = 0, 1

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
-MODULE = "trl_multinode.scripts.grpo"
+MODULE = "trl_multinode.examples.grpo"
 PROG = "trl-multinode grpo"
 
 
@@ -50,7 +50,7 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
     Returns:
         `tuple[list[str], list[str]]`: arguments of the script, and flags of `accelerate launch`.
     """
-    from ..scripts.grpo import make_parser
+    from ..examples.grpo import make_parser
 
     parser = make_parser(PROG)
     parser.others = {"--accelerate_config", "-q", *(f"--{name}" for name in vars(launcher.parse_args(["script"])))}

@@ -1,1 +1,0 @@
-"""Training scripts that the command `trl-multinode` launches, as `trl/scripts` has those of `trl`."""
