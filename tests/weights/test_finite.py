@@ -198,7 +198,7 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
         host = SimpleNamespace(
             _sync=SimpleNamespace(run=lambda version: "timings"), engines=SimpleNamespace(ask_all=lambda request: []),
             _base=model, _model=model, _report=told.append, divergence_limit=1.0,
-            topology=SimpleNamespace(rank=rank, is_local_main=False),
+            topology=SimpleNamespace(rank=rank, is_local_main=False), _kv_use=0.0,
         )  # fmt: skip
         for update in (1, 2):
             assert NodeHost.sync(host, WeightVersion(update)) == "timings"
