@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -10,9 +10,10 @@ import torch
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.dispatch import PromptRequest
-from trl_multinode.testing.engines import SyncDriver
+from trl_multinode.testing.engines import SyncDriver, worst_difference
 
 LIMIT = 1e-5  # mean difference of log-probs in fp32
+NUM_TOKENS = 120
 
 
 @dataclass
@@ -52,28 +53,60 @@ class MixedRows:
 
 
 def generate_while_sending(
-    trainer: SyncDriver, prompts: Sequence[list[int]], num_tokens: int, recompute_kv: bool, seeded: bool = False
+    trainer: SyncDriver, recompute_kv: bool, seeded: bool = False, change: Callable[[], None] | None = None
 ) -> MixedRows:
-    """Send up to three updates in flight, each with changed weights, while all rows run: one request per row."""
-    models = {trainer.version.update: copy.deepcopy(trainer.model)}
-    requests = [PromptRequest(prompt, 1, 7 * i if seeded else None) for i, prompt in enumerate(prompts)]
-    sampling = {"temperature": 1.0, "ignore_eos": True}
-    other = trainer.engines.connect_again()
+    """Send three updates in flight, each with changed weights, while eight rows run: one request per row.
+
+    Try again if a busy machine lets the rows end before the first update, or begin after the last one.
+    """
     trainer.sync.in_flight, trainer.sync.recompute_kv = True, recompute_kv
     try:
-        with ThreadPoolExecutor(1) as thread:
-            rows = thread.submit(other.generate, requests, num_tokens, sampling, trainer.version.update)
-            try:
-                for _ in range(3):  # more perturbations would make logits, and their rounding errors, large
-                    time.sleep(0.05)
-                    if rows.done():
-                        break
-                    trainer.perturb()
-                    models[trainer.version.update + 1] = copy.deepcopy(trainer.model)
-                    trainer.send()
-            finally:
-                groups = rows.result()
-        return MixedRows(list(prompts), [row for (row,) in groups], models)
+        for _ in range(4):
+            found = _generate(trainer, seeded, change or trainer.perturb)
+            if found.mixed_share > 0.3:
+                break
+        return found
     finally:
         trainer.sync.in_flight = trainer.sync.recompute_kv = False
+
+
+def _generate(trainer: SyncDriver, seeded: bool, change: Callable[[], None]) -> MixedRows:
+    prompts = [[5, 6, 7 + row] for row in range(8)]
+    requests = [PromptRequest(prompt, 1, 7 * i if seeded else None) for i, prompt in enumerate(prompts)]
+    models = {trainer.version.update: copy.deepcopy(trainer.model)}
+    sampling = {"temperature": 1.0, "ignore_eos": True}
+    other = trainer.engines.connect_again()
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            rows = thread.submit(other.generate, requests, NUM_TOKENS, sampling, trainer.version.update)
+            try:
+                for _ in range(3):  # more perturbations would make logits, and their rounding errors, large
+                    change()
+                    models[trainer.version.update + 1] = copy.deepcopy(trainer.model)
+                    trainer.send()
+                    time.sleep(0.03)
+            finally:
+                groups = rows.result()
+        return MixedRows(prompts, [row for (row,) in groups], models)
+    finally:
         other.close()
+
+
+def differences_with_a_cached_prefix(trainer: SyncDriver, change: Callable[[], None]) -> tuple[float, float]:
+    """Difference to transformers of a row whose prompt the engine has cached: with the weights that cached it, and
+    after an update in flight, which leaves the cache of running rows as it is."""
+    prompt, sampling = [5 + i % 290 for i in range(200)], {"temperature": 1.0}
+
+    def difference() -> float:
+        for seed in (1, 2):  # the second row has the prefix of the first
+            groups = trainer.engines.generate([PromptRequest(prompt, 1, seed)], 8, sampling, trainer.version.update)
+        return worst_difference(trainer, groups, [prompt])
+
+    before = difference()
+    change()
+    trainer.sync.in_flight = True
+    try:
+        trainer.send()
+    finally:
+        trainer.sync.in_flight = False
+    return before, difference()

@@ -64,7 +64,8 @@ class NodeHost:
         self.engines: NodeEngines | None = None
         self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
         self._ends = False
-        self.engine_clocks: list[tuple[float, float]] = []  # per engine, at the last sync: busy seconds, total seconds
+        # per engine, at the last sync: busy seconds, total seconds, and row-seconds over slots
+        self.engine_clocks: list[tuple[float, float, float]] = []
         with self.watch.guard():
             store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
@@ -252,7 +253,7 @@ class NodeHost:
             connections.expect(version)
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
-        self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
+        self.engine_clocks = [(reply.busy_s, reply.clock_s, reply.slot_s) for reply in done if isinstance(reply, Done)]
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
             probe_engines(self._model, engines, self.divergence_limit, self.topology)

@@ -37,6 +37,7 @@ NAMES = [
      "finish_weight_update"),
     ("v1/engine/async_llm.py", "AsyncLLM", "from_engine_args generate collective_rpc pause_generation "
      "resume_generation start_weight_update finish_weight_update reset_prefix_cache shutdown"),
+    ("v1/engine/__init__.py", "EngineCoreOutput", "request_id new_token_ids"),
     ("usage/usage_lib.py", "UsageContext", "LLM_CLASS"),
     ("sampling_params.py", "SamplingParams", "n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind "
      "structured_outputs"),

@@ -83,10 +83,10 @@ def test_staleness_is_reported_in_rounds_and_in_optimizer_steps_over_all_ranks()
 def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
     one = meter()
     one._since -= 10.0  # ten seconds ago
-    found = metrics(one, ahead=(6.0, 1.0), clocks=[(3.0, 10.0), (9.0, 10.0)], idle=2.0)
+    found = metrics(one, ahead=(6.0, 1.0), clocks=[(9.0, 10.0, 3.0), (10.0, 10.0, 9.0)], idle=2.0)
     assert found["busy/engines"] == pytest.approx(0.6) and found["busy/ranks"] == pytest.approx(0.8, abs=0.01)
     assert found["overlap/hidden_share"] == pytest.approx(0.5, abs=0.01)
-    assert metrics(one, clocks=[(5.0, 20.0), (10.0, 20.0)])["busy/engines"] == pytest.approx(3 / 20)
+    assert metrics(one, clocks=[(15.0, 20.0, 5.0), (20.0, 20.0, 10.0)])["busy/engines"] == pytest.approx(3 / 20)
 
 
 def test_a_rank_sends_a_fixed_count_of_numbers():

@@ -62,6 +62,7 @@ class VllmBackend(Backend):
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
         count_tokens(self._llm.engine_core, self._running)
         self._params_cls = SamplingParams
+        await self._llm.collective_rpc("keep_seeds")
         self._truncated = await self._why_truncated()
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)

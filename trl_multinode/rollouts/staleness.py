@@ -31,6 +31,7 @@ class RoundSums:
     wall_s: float = 0.0
     engine_busy_s: float = 0.0  # sum over the node's engines, by their own clocks
     engine_clock_s: float = 0.0
+    engine_slot_s: float = 0.0  # row-seconds over the engine's slots
 
 
 NUM_SUMS = len(fields(RoundSums))
@@ -50,7 +51,7 @@ class StalenessMeter:
         self._high = getattr(args, "vllm_importance_sampling_clip_max", None)
         self._sums = RoundSums()
         self._since = time.monotonic()
-        self._clocks: list[tuple[float, float]] = []
+        self._clocks: list[tuple[float, float, float]] = []
 
     def add_round(self, lag_rounds: int, lag_steps: int) -> None:
         """Add a training round whose completions are `lag_rounds` rounds and `lag_steps` optimizer steps old."""
@@ -81,22 +82,23 @@ class StalenessMeter:
         sums.weights, sums.weights_squared = sums.weights + total, sums.weights_squared + squared
         sums.clipped, sums.tokens = sums.clipped + clipped, sums.tokens + weights.numel()
 
-    def take(self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float]]) -> list[float]:
+    def take(self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float, float]]) -> list[float]:
         """Return the `NUM_SUMS` numbers since the last call, for [`summarize_rounds`], and reset them.
 
         Args:
             ahead (`tuple[float, float]`):
                 Seconds of generating ahead, and the part of them in which the rank waited.
-            engine_clocks (`list[tuple[float, float]]`):
-                Busy seconds and total seconds of every engine of the node, since its start.
+            engine_clocks (`list[tuple[float, float, float]]`):
+                Busy seconds, total seconds and row-seconds over slots of every engine of the node, since its start.
         """
         sums, self._sums = self._sums, RoundSums()
         now, (sums.ahead_s, sums.waited_s) = time.monotonic(), ahead
         sums.wall_s, self._since = now - self._since, now
-        before = self._clocks or [(0.0, 0.0)] * len(engine_clocks)
-        for (busy, clock), (busy_before, clock_before) in zip(engine_clocks, before, strict=True):
-            sums.engine_busy_s += busy - busy_before
-            sums.engine_clock_s += clock - clock_before
+        before = self._clocks or [(0.0, 0.0, 0.0)] * len(engine_clocks)
+        for now_at, before_at in zip(engine_clocks, before, strict=True):
+            busy, clock, slot = (later - earlier for later, earlier in zip(now_at, before_at, strict=True))
+            sums.engine_busy_s, sums.engine_clock_s = sums.engine_busy_s + busy, sums.engine_clock_s + clock
+            sums.engine_slot_s += slot
         self._clocks = engine_clocks
         return list(astuple(sums))
 
@@ -118,7 +120,7 @@ def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[s
         "busy/ranks": max(0.0, 1.0 - sum(idle_s) / wall),
     }
     if total.engine_clock_s:
-        metrics["busy/engines"] = total.engine_busy_s / total.engine_clock_s
+        metrics["busy/engines"] = total.engine_slot_s / total.engine_clock_s
     if total.trained_tokens:
         metrics["logprobs/nan_share"] = total.nan_tokens / total.trained_tokens
     if total.rounds:

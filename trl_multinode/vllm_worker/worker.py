@@ -22,6 +22,7 @@ from ..transports.opening import open_slots
 from ..wire.messages import ADAPTER_TENSORS, OpenSlots
 from .logprobs import extend_logprobs
 from .reloading import begin_reload, end_reload
+from .seeds import keep_seeds
 
 ADAPTER = 1  # number of the adapter in vLLM
 
@@ -198,6 +199,10 @@ class WorkerExtension:
     def extend_logprobs(self) -> str:
         """Extend vLLM's log-probs; return why those over the whole vocabulary are lacking, empty if they are not."""
         return extend_logprobs(self.vllm_config, self.model_runner)  # type: ignore[attr-defined]
+
+    def keep_seeds(self) -> None:
+        """Let seeded requests be computed in several parts; see [`keep_seeds`](seeds.py)."""
+        keep_seeds(self.model_runner)  # type: ignore[attr-defined]
 
     def commit_weights(self) -> list[int]:
         """Commit; return `[update, step, adapter]` of the last update that this worker loaded completely."""

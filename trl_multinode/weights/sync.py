@@ -19,7 +19,7 @@ from .buckets import Bucket, plan_buckets, slot_bytes, slot_layout
 from .source import Finish, WeightSource
 from .transport import Transport
 
-STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s")
+STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s", "frozen_s")
 
 
 @dataclass
