@@ -47,7 +47,7 @@ class Faults:
         return self._add("stale_head", first, last)
 
     def late_outputs(self, first: int, last: int | None = None) -> "Faults":
-        """Let the engine read a request's outputs from vLLM 0.1 s late, after updates `first` to `last`."""
+        """Let the engine read a request's outputs from vLLM 1 s late, after updates `first` to `last`."""
         return self._add("late_outputs", first, last)
 
     def slow_engine(self, index: int, seconds: float) -> "Faults":

@@ -14,7 +14,7 @@ from ..engine_process.vllm_backend import VllmBackend
 from ..wire.messages import EngineSpec
 from .faults import Faults
 
-LATE_S = 0.1  # vLLM waits 0.02 s after a pause for outputs that are not read yet
+LATE_S = 1.0  # longer than an update; vLLM waits 0.02 s after a pause for outputs that are not read yet
 
 
 class FaultyBackend(VllmBackend):
