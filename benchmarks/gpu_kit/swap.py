@@ -22,7 +22,6 @@ def swap_in_flight(found: Bench, figures: dict) -> None:
     try:
         with ThreadPoolExecutor(1) as thread:
             update = found.trainer.version.update
-            # No seeds: frozen rows are prefilled again, and chunked prefill of a seeded row kills vLLM on a CPU
             future = thread.submit(comparing.sample, other, asked, 2, TOKENS, update, seeded=False)
             time.sleep(1.0)
             old = {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
