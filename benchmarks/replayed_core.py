@@ -65,6 +65,7 @@ class ReplayedCore:
         self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
         self._random = np.random.default_rng(os.getpid())
         self._steps: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue(MAX_STEPS_AHEAD)
+        self.outputs_queue = self._steps  # the engine counts tokens when they are put here
         self._player: asyncio.Task | None = None
 
     async def get_supported_tasks_async(self):

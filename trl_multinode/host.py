@@ -72,7 +72,8 @@ class NodeHost:
         self.engines: NodeEngines | None = None
         self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
         self._ends = False
-        self.engine_clocks: list[tuple[float, float]] = []  # per engine, at the last sync: busy seconds, total seconds
+        # per engine, at the last sync: busy seconds, total seconds, and row-seconds over slots
+        self.engine_clocks: list[tuple[float, float, float]] = []
         self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
         with self.watch.guard():
             store = connect_store(self.topology, self.watch.run)
@@ -280,9 +281,11 @@ class NodeHost:
             keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
             if self.topology.rank == 0 and (line := unchecked(self._model)):
                 self._report(line)
+        for connections in filter(None, (self.engines, self.ahead_engines)):
+            connections.expect(version)
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
-        self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]
+        self.engine_clocks = [(reply.busy_s, reply.clock_s, reply.slot_s) for reply in done if isinstance(reply, Done)]
         self._kv_use = max([self._kv_use, *(reply.kv_use for reply in done if isinstance(reply, Done))])
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None

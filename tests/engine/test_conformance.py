@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from swapping import LIMIT, differences_with_a_cached_prefix, generate_while_sending
 
 from trl_multinode import testing
 from trl_multinode.engine.dispatch import PromptRequest
@@ -49,9 +50,12 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 def trainer(request, tmp_path_factory):
     module, tied = request.param
     model = tiny_qwen2(VOCABULARY, tied)
-    engine = Faults().lose_load(7).lie_about_load(8).stale_head(9).engine(module)
+    faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lie_about_load(31, 59).lose_load(62)
     custom = {"logits_processors": [f"{testing.__name__}.logits_processor:EvenTokensOnly"]} if module == FORKED else {}
-    with running_engines(model, tmp_path_factory.mktemp("log"), engine, **custom) as engines:
+    engine = faults.late_outputs(70, 79).engine(module)
+    with running_engines(
+        model, tmp_path_factory.mktemp("log"), engine, max_num_batched_tokens=96, **custom
+    ) as engines:
         yield SyncDriver(model, engines)
 
 
@@ -327,6 +331,61 @@ def compare_like_a_round(trainer, groups) -> None:
     generation = SimpleNamespace(version=trainer.version, used=SimpleNamespace(version=trainer.version))
     args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
     DivergenceMonitor(host, args, generation).check(output)
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_running_rows_continue_with_new_weights_and_every_token_has_the_log_prob_of_its_own(trainer, recompute_kv):
+    trainer.version = WeightVersion(100 + 20 * recompute_kv, 1000)
+    trainer.send()
+    # recomputed rows do not fit into one step of 96 tokens, which once ended a CPU engine with seeds
+    found = generate_while_sending(trainer, recompute_kv, seeded=recompute_kv)
+    assert found.mixed_share > 0.3
+    assert found.difference(recomputed=recompute_kv) < LIMIT
+    assert found.difference(recomputed=not recompute_kv) > 1e-3  # keys and values of other weights matter
+    assert difference(trainer) < 1e-3
+
+
+def test_the_boundary_is_exact_if_the_engines_outputs_are_read_late(trainer):
+    trainer.version = WeightVersion(69, 690)
+    trainer.send()
+    found = generate_while_sending(trainer, recompute_kv=True)
+    assert found.mixed_share > 0.3
+    assert found.difference(recomputed=True) < LIMIT
+
+
+def test_a_request_after_a_swap_in_flight_reads_no_cache_of_older_weights(trainer):
+    trainer.version = WeightVersion(80, 800)
+    trainer.send()
+    assert max(differences_with_a_cached_prefix(trainer, trainer.perturb)) < 1e-3
+
+
+def test_a_seeded_prompt_that_takes_several_steps_gives_the_same_row(trainer):
+    prompt = [5 + i % 290 for i in range(200)]
+    alone, twice = (
+        trainer.engines.generate([PromptRequest(prompt, 1, 3)] * count, 8, SAMPLING, trainer.version.update)
+        for count in (1, 2)
+    )
+    assert {tuple(rows[0].tokens.tolist()) for rows in (*alone, *twice)} == {tuple(alone[0][0].tokens.tolist())}
+
+
+def test_a_swap_in_flight_that_lies_shows_in_log_probs(trainer):
+    trainer.version = WeightVersion(29, 290)
+    trainer.send()
+    found = generate_while_sending(trainer, recompute_kv=True)
+    assert found.mixed_share > 0.3
+    assert found.difference(recomputed=True) > 0.1
+
+
+def test_a_swap_in_flight_that_is_lost_ends_the_running_rows_and_the_next_update_heals(trainer):
+    trainer.version = WeightVersion(60, 600)
+    trainer.send()
+    why = r"its workers committed the weights of update 61 .* expected update 62"
+    with pytest.raises(WeightSyncError, match=why):
+        generate_while_sending(trainer, recompute_kv=False)
+    with pytest.raises(WeightSyncError, match="mixed weights"):
+        generate(trainer)
+    trainer.send()
+    assert difference(trainer) < 1e-3
 
 
 def test_half_an_update_makes_the_engine_refuse(trainer):

@@ -66,8 +66,6 @@ def test_an_engine_that_ends_does_not_wait_for_the_tracker_of_its_shared_memory(
 class Broken:
     """A backend whose vLLM fails, because one of its processes has ended."""
 
-    drains = True
-
     async def digests(self):
         raise RuntimeError("Call to collective_rpc method failed: cancelled")
 

@@ -196,7 +196,8 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
     monkeypatch.setattr(host_module, "probe_engines", lambda *_: None)
     for rank in (0, 1):
         host = SimpleNamespace(
-            _sync=SimpleNamespace(run=lambda version: "timings"), engines=SimpleNamespace(ask_all=lambda request: []),
+            _sync=SimpleNamespace(run=lambda version: "timings"),
+            engines=SimpleNamespace(ask_all=lambda request: [], expect=lambda version: None), ahead_engines=None,
             _base=model, _model=model, _report=told.append, divergence_limit=1.0,
             topology=SimpleNamespace(rank=rank, is_local_main=False), _kv_use=0.0,
         )  # fmt: skip

@@ -23,6 +23,9 @@ from ..wire.messages import ADAPTER_TENSORS, OpenSlots
 from .logprobs import extend_logprobs
 from .quiet import quiet
 from .reloading import begin_reload, end_reload
+from .seeds import keep_seeds
+
+ADAPTER = 1  # number of the adapter in vLLM
 
 
 @dataclass
@@ -57,7 +60,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
     ```
 
     Tensors of a LoRA adapter (recognized by name) wait for the commit, which builds a `LoRAModel` of them in memory.
-    Its number is that of the update. An update may consist of adapter tensors only.
+    Its number is always the same, because a running completion keeps its adapter's number across updates; vLLM would
+    look for the file of another number. An update may consist of adapter tensors only.
     """
 
     init_info_cls = SlotsInfo
@@ -131,8 +135,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
             raise RuntimeError(self._lacking)
         self.committed = self._version
         if self._adapter:
-            self._activate(number=self.committed[0])
-        return [*self.committed, self.committed[0] if self._adapter else 0]
+            self._activate(ADAPTER)
+        return [*self.committed, ADAPTER if self._adapter else 0]
 
     def shutdown(self) -> None:
         if self.slots is not None:
@@ -200,6 +204,10 @@ class WorkerExtension:
     def quiet_vllm(self) -> None:
         """Set the level of vLLM's log for the time after the start."""
         quiet()
+
+    def keep_seeds(self) -> None:
+        """Let seeded requests be computed in several parts; see [`keep_seeds`](seeds.py)."""
+        keep_seeds(self.model_runner)  # type: ignore[attr-defined]
 
     def commit_weights(self) -> list[int]:
         """Commit; return `[update, step, adapter]` of the last update that this worker loaded completely."""

@@ -1,0 +1,113 @@
+"""An update in flight that fails: the frozen rows end with its reason, and the engine never lets them go on."""
+
+import asyncio
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from trl_multinode.engine_process.server import EngineServer
+from trl_multinode.wire.connection import LENGTH, _reply_decoder
+from trl_multinode.wire.messages import (
+    BeginUpdate,
+    CommitUpdate,
+    Done,
+    Generate,
+    LoadBucket,
+    SyncFailed,
+    WeightVersion,
+    pack_ids,
+)
+
+FIRST, SECOND = WeightVersion(1, 10), WeightVersion(2, 20)
+
+
+class Freezing:
+    """A backend that generates for as long as nothing cancels it."""
+
+    def __init__(self, committed: list[WeightVersion], fails: bool = False):
+        self.calls: list[str] = []
+        self._committed, self._fails = committed, fails
+
+    async def generate(self, *_):
+        self.calls.append("generate")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.calls.append("aborted")
+            raise
+
+    async def begin_update(self, update):
+        self.calls.append("frozen" if update.in_flight else "begun")
+
+    async def load_bucket(self, bucket, slot):
+        if self._fails:
+            raise RuntimeError("Weight bucket 3 came, bucket 1 was due.")
+
+    async def commit_update(self):
+        return self._committed
+
+    async def take_kv_use(self):
+        return 0.0
+
+    async def resume(self, version):
+        self.calls.append("resumed")
+
+
+class Rank:
+    """A rank's end of a connection to a server without a socket."""
+
+    def __init__(self, server: EngineServer):
+        self._server, self.replies = server, []
+
+    def write(self, data: bytes) -> None:
+        self.replies.append(_reply_decoder.decode(data[LENGTH.size :]))
+
+    async def drain(self) -> None: ...
+
+    async def ask(self, request):
+        await self._server._answer(request, self)
+        return self.replies[-1]
+
+
+async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
+    """Return the replies to an update in flight, and those to the rank whose row was running."""
+    server = EngineServer(SimpleNamespace(), backend)
+    await server._weights.begin(0)
+    await server._weights.end(1, FIRST)
+    row, sender = Rank(server), Rank(server)
+    request = Generate(prompt=pack_ids([5]), num_completions=1, max_tokens=9, sampling={}, min_update=1)
+    running = asyncio.create_task(row.ask(request))
+    await asyncio.sleep(0)
+    for message in (BeginUpdate(version=SECOND, in_flight=True), LoadBucket(bucket=0, slot=0), CommitUpdate()):
+        if not isinstance(await sender.ask(message), Done):
+            break
+    if backend.calls[-1] == "resumed":
+        running.cancel()
+    await asyncio.wait([running], timeout=5.0)
+    return sender.replies, row.replies
+
+
+@pytest.mark.parametrize(
+    ("backend", "failure", "reason"),
+    [
+        (Freezing([SECOND], fails=True), "Failure", "bucket 1 was due"),
+        (Freezing([FIRST]), "WrongVersion", r"committed the weights of update 1 \(step 10\), expected update 2"),
+        (Freezing([SECOND, FIRST]), "Failure", "committed different weight versions"),
+    ],
+    ids=["load", "lost", "one-worker-lost"],
+)
+def test_a_failed_swap_aborts_the_running_rows_and_never_resumes_them(backend, failure, reason):
+    sent, row = asyncio.run(asyncio.wait_for(swap_beside_a_row(backend), 10.0))
+    assert backend.calls == ["generate", "frozen", "aborted"]
+    assert type(sent[-1]).__name__ == failure and type(row[0]) is SyncFailed
+    for reply in (sent[-1], row[0]):
+        assert re.search(reason, reply.message)
+    assert "mixed weights, because an update failed" in row[0].message
+
+
+def test_a_swap_that_every_worker_committed_resumes_them():
+    backend = Freezing([SECOND, SECOND])
+    sent, row = asyncio.run(asyncio.wait_for(swap_beside_a_row(backend), 10.0))
+    assert backend.calls == ["generate", "frozen", "resumed", "aborted"] and not row
+    assert sent[-1].version == SECOND
