@@ -38,7 +38,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU, into a result file of its own")
     parser.add_argument("--results", type=Path, help="result file; default: benchmarks/results/gpu.json")
     parser.add_argument("--logs", type=Path, help="folder for the logs of jobs and engines; default: a temporary one")
-    parser.add_argument("--engine", default="gpu_kit.engine", help="module of the engines; the tests name their fake")
+    parser.add_argument(
+        "--engine",
+        default="trl_multinode.engine_process.main",
+        help="module of the engines; the tests name their fake",
+    )
     parser.add_argument("--list", action="store_true", help="print the jobs and end")
     parser.add_argument("--table", action="store_true", help="write the tables and end")
     options = parser.parse_args(arguments)

@@ -16,7 +16,7 @@ from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.transports.opening import open_slots
 from trl_multinode.wire.connection import Connection
-from trl_multinode.wire.messages import EngineSpec, Ready, WeightVersion
+from trl_multinode.wire.messages import BeginUpdate, EngineSpec, Ready, WeightVersion
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -62,8 +62,8 @@ class Keeper(Backend):
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return [self.opened.crc(slot, num_bytes)]
 
-    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
-        self._version, self._coming = version, {}
+    async def begin_update(self, update: BeginUpdate) -> None:
+        self._version, self._coming = update.version, {}
 
     async def load_bucket(self, bucket: int, slot: int) -> None:
         await asyncio.to_thread(self._before_load, self._version.update, bucket)

@@ -248,6 +248,8 @@ class NodeHost:
             )
         if version.update == 1:
             keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
+        for connections in filter(None, (self.engines, self.ahead_engines)):
+            connections.expect(version)
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
         self.engine_clocks = [(reply.busy_s, reply.clock_s) for reply in done if isinstance(reply, Done)]

@@ -10,7 +10,7 @@ import torch
 from trl_multinode.engine_process.backend import Backend
 from trl_multinode.engine_process.main import main
 from trl_multinode.transports.opening import open_slots
-from trl_multinode.wire.messages import EngineSpec, OpenSlots, Ready, WeightVersion
+from trl_multinode.wire.messages import BeginUpdate, EngineSpec, OpenSlots, Ready, WeightVersion
 
 
 class HolderBackend(Backend):
@@ -41,8 +41,8 @@ class HolderBackend(Backend):
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return [self._slots.crc(slot, num_bytes)]
 
-    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
-        self._version = version
+    async def begin_update(self, update: BeginUpdate) -> None:
+        self._version = update.version
 
     async def load_bucket(self, bucket: int, slot: int) -> None:
         self._taken = self._slots.take(slot, self._buckets[bucket])

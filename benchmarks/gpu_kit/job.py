@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--stages", default="")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--engine", default="gpu_kit.engine")
+    parser.add_argument("--engine", default="trl_multinode.engine_process.main")
     options = parser.parse_args()
     if options.describe:
         reason = None if options.rehearse else obstacle(count_gpus())

@@ -30,7 +30,7 @@ class Machine:
     """
 
     rehearsal: bool
-    engine_module: str = "gpu_kit.engine"
+    engine_module: str = "trl_multinode.engine_process.main"
     environment: dict[str, str] = field(default_factory=dict)  # for the engines, added to the device's own
 
     @property

@@ -5,8 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from trl_multinode.engine.node_engines import NodeEngines
-
 from . import rows as comparing
 from .bench import STALE_FACTOR, Bench
 from .machine import perturb
@@ -19,10 +17,8 @@ ROWS_LIMIT_S = 180.0
 def swap_in_flight(found: Bench, figures: dict) -> None:
     """Run stage d: send a whole update while requests are frozen; each token must fit the weights that sampled it."""
     asked = comparing.prompts(found.model.config.vocab_size, 2)
-    other = NodeEngines(
-        [engine._connection._socket_path for engine in found.engines], 0, 1,
-        found.log_folder / "load", 120.0, 64, found.log_folder,
-    )  # fmt: skip
+    other = found.engines.connect_again()
+    found.trainer.sync.in_flight = found.trainer.sync.recompute_kv = True
     try:
         with ThreadPoolExecutor(1) as thread:
             update = found.trainer.version.update
@@ -37,6 +33,7 @@ def swap_in_flight(found: Bench, figures: dict) -> None:
             figures["swap_s"] = time.perf_counter() - start
             got = future.result(ROWS_LIMIT_S)
     finally:
+        found.trainer.sync.in_flight = found.trainer.sync.recompute_kv = False
         other.close()
     judge_swap(found, figures, got, old)
 

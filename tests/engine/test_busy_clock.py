@@ -29,17 +29,18 @@ def test_requests_side_by_side_count_once(clock):
             clock.now += 4
         clock.now += 8
     clock.now += 16
-    assert busy.read() == (14.0, 31.0)
+    times = busy.read()
+    assert (times.busy_s, times.clock_s) == (14.0, 31.0)
 
 
 def test_a_request_under_way_counts_up_to_now(clock):
     busy = BusyClock()
     with busy.request():
         clock.now += 3
-        assert busy.read() == (3.0, 3.0)
+        assert busy.read().busy_s == 3.0
         clock.now += 1
-        assert busy.read() == (4.0, 4.0)
-    assert busy.read() == (4.0, 4.0)
+        assert busy.read().busy_s == 4.0
+    assert busy.read().busy_s == busy.read().clock_s == 4.0
 
 
 def test_a_request_that_fails_ends_the_busy_time(clock):
@@ -48,13 +49,30 @@ def test_a_request_that_fails_ends_the_busy_time(clock):
         clock.now += 2
         raise ValueError("refused")
     clock.now += 5
-    assert busy.read() == (2.0, 7.0)
+    assert (busy.read().busy_s, busy.read().clock_s) == (2.0, 7.0)
+
+
+def test_slot_seconds_are_row_seconds_over_slots_and_a_pause_is_not_busy(clock):
+    busy = BusyClock()
+    busy.slots = 4
+    with busy.request(rows=3):
+        clock.now += 2
+        with busy.request(rows=3):  # two of these rows wait for a slot
+            clock.now += 1
+            busy.freeze(True)
+            clock.now += 8
+            busy.freeze(False)
+        clock.now += 2
+    busy.freeze(True)  # no request is running, so none is frozen
+    clock.now += 16
+    busy.freeze(False)
+    times = busy.read()
+    assert times.slot_s == 3 / 4 * 2 + 1 + 3 / 4 * 2
+    assert (times.busy_s, times.frozen_s, times.clock_s) == (5.0, 8.0, 29.0)
 
 
 def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_is_not_work(clock):
     class Backend:
-        drains = True
-
         async def generate(self, *_):
             clock.now += 3
             return [CompletionBuffer([1], [-0.5])]

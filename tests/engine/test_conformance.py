@@ -4,6 +4,7 @@ The fake thus shows of the protocol what vLLM shows. Other modules fork vLLM, wh
 """
 
 import math
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from swapping import LIMIT, generate_while_sending
 
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import (
@@ -47,7 +49,7 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 def trainer(request, tmp_path_factory):
     module, tied = request.param
     model = tiny_qwen2(VOCABULARY, tied)
-    engine = Faults().lose_load(7).lie_about_load(8).stale_head(9).engine(module)
+    engine = Faults().lose_load(7).lie_about_load(8).stale_head(9).lie_about_load(31, 59).lose_load(62).engine(module)
     with running_engines(model, tmp_path_factory.mktemp("log"), engine) as engines:
         yield SyncDriver(model, engines)
 
@@ -292,6 +294,38 @@ def compare_like_a_round(trainer, groups) -> None:
     generation = SimpleNamespace(version=trainer.version, used=SimpleNamespace(version=trainer.version))
     args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
     DivergenceMonitor(host, args, generation).check(output)
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_running_rows_continue_with_new_weights_and_every_token_has_the_log_prob_of_its_own(trainer, recompute_kv):
+    trainer.send()
+    found = generate_while_sending(trainer, [[5, 6, 7 + i] for i in range(8)], 120, recompute_kv)
+    assert found.mixed_share > 0.3
+    assert found.difference(recomputed=recompute_kv) < LIMIT
+    assert found.difference(recomputed=not recompute_kv) > 0.01  # keys and values of other weights matter
+    assert difference(trainer) < 1e-3
+
+
+def test_a_swap_in_flight_that_lies_shows_in_log_probs(trainer):
+    trainer.version = WeightVersion(29, 290)
+    trainer.send()
+    found = generate_while_sending(trainer, [[5, 6, 7 + i] for i in range(8)], 120, recompute_kv=True)
+    assert found.mixed_share > 0.3
+    assert found.difference(recomputed=True) > 0.1
+
+
+def test_a_swap_in_flight_that_is_lost_aborts_the_running_rows(trainer):
+    trainer.version = WeightVersion(60, 600)
+    trainer.send()
+    why = r"its workers committed the weights of update 61 .* expected update 62"
+    with pytest.raises(WeightSyncError, match=f"mixed weights, because an update failed: {why}") as rows:
+        generate_while_sending(trainer, [[5, 6, 7 + i] for i in range(8)], 120, recompute_kv=False)
+    sync = rows.value.__context__
+    assert isinstance(sync, WeightVersionError) and re.search(why, str(sync))
+    with pytest.raises(WeightSyncError, match="mixed weights"):
+        generate(trainer)
+    trainer.send()
+    assert difference(trainer) < 1e-3
 
 
 def test_half_an_update_makes_the_engine_refuse(trainer):

@@ -42,6 +42,7 @@ from trl_multinode.wire.messages import (
     SyncFailed,
     TensorSpec,
     WeightVersion,
+    WrongVersion,
     pack_ids,
     unpack_floats,
     unpack_ids,
@@ -72,7 +73,7 @@ REQUESTS = [
     OpenSlots(request_id=12, **memory("ipc", DeviceMemory(((b"\0h", 3, True),), 1)), slot_bytes=1, buckets=()),
     OpenSlots(request_id=13, **memory("nccl", Broadcast("nccl", "/run/store", 5, 3, 30.0)), slot_bytes=1, buckets=()),
     CheckSlot(request_id=14, slot=1, num_bytes=2**20, crc=2**32 - 1),
-    BeginUpdate(request_id=7, version=VERSION, first_bucket=3),
+    BeginUpdate(request_id=7, version=VERSION, first_bucket=3, in_flight=True, recompute_kv=True),
     LoadBucket(request_id=8, bucket=2, slot=0),
     CommitUpdate(request_id=9),
     Digest(request_id=11),
@@ -83,11 +84,15 @@ REPLIES = [
     Progress(tokens=2**40),
     Completions(
         request_id=2, lengths=pack_ids([2, 0]), tokens=pack_ids([8, 9]),
-        logprobs=np.array([-0.5, np.nan], dtype=np.float32).tobytes(), version=VERSION, seconds=0.25,
+        logprobs=np.array([-0.5, np.nan], dtype=np.float32).tobytes(), span_counts=pack_ids([2, 1]),
+        spans=pack_ids([[3, 21, 1], [4, 28, 2], [4, 28, 0]]), seconds=0.25,
     ),
-    Done(request_id=3, version=VERSION, seconds=1.5),
+    Done(request_id=3, version=VERSION, seconds=1.5, clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5),
     Digests(request_id=5, workers=("ab", "cd")),
-    *(failure(request_id=4, message="über 256") for failure in (Failure, EngineDied, RequestRefused, SyncFailed)),
+    *(
+        failure(request_id=4, message="über 256")
+        for failure in (Failure, EngineDied, RequestRefused, SyncFailed, WrongVersion)
+    ),
 ]  # fmt: skip
 
 
@@ -152,7 +157,7 @@ def test_every_request_reaches_the_engine_as_it_was_sent(pair):
 @pytest.mark.parametrize("size", [1, 3, 7, 1 << 20])
 def test_every_reply_reaches_the_rank_however_the_stream_is_cut(pair, size):
     connection, engine = pair
-    stream = b"".join(map(frame, REPLIES))[: 200 if size == 1 else None]
+    stream = b"".join(map(frame, REPLIES))[: 220 if size == 1 else None]
     with sending(engine, [stream[i : i + size] for i in range(0, len(stream), size)]):
         count = 2 if size == 1 else len(REPLIES)
         assert [connection.receive(5.0) for _ in range(count)] == REPLIES[:count]
@@ -170,7 +175,7 @@ def test_a_second_reply_in_the_same_piece_stays_where_a_selector_sees_it(pair):
 def test_a_reply_larger_than_any_buffer_arrives_whole(pair):
     connection, engine = pair
     tokens = np.arange(2_000_000, dtype=np.int32)
-    reply = Completions(lengths=b"", tokens=pack_ids(tokens), logprobs=b"", version=VERSION, seconds=0.0)
+    reply = Completions(lengths=b"", tokens=pack_ids(tokens), logprobs=b"", span_counts=b"", spans=b"", seconds=0.0)
     with sending(engine, [frame(reply)]):
         assert np.array_equal(unpack_ids(connection.receive(10.0).tokens), tokens)
 

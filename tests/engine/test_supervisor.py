@@ -54,8 +54,6 @@ def test_a_title_has_no_padding():
 class Broken:
     """A backend whose vLLM fails, because one of its processes has ended."""
 
-    drains = True
-
     async def digests(self):
         raise RuntimeError("Call to collective_rpc method failed: cancelled")
 

@@ -11,21 +11,21 @@ from trl_multinode.engine_process.vllm_backend import VllmBackend
 from trl_multinode.wire.messages import WeightVersion
 
 
-@pytest.mark.parametrize("drains", [True, False])
-def test_an_update_waits_for_running_requests_unless_the_backend_freezes_them(drains):
+@pytest.mark.parametrize(("in_flight", "scores"), [(False, False), (True, False), (False, True), (True, True)])
+def test_an_update_waits_for_running_requests_but_in_flight_for_scores_only(in_flight, scores):
     async def story() -> bool:
-        gate = WeightGate(drains)
+        gate = WeightGate()
         await gate.begin(0)
         await gate.end(1, WeightVersion(1, 0))
-        await gate.acquire(1)
-        update = asyncio.create_task(gate.begin(0))
+        await gate.acquire(1, scores)
+        update = asyncio.create_task(gate.begin(0, in_flight))
         await asyncio.sleep(0.01)
         began_beside_the_request = update.done()
-        await gate.release()
+        await gate.release(scores)
         await asyncio.wait_for(update, 5.0)
         return began_beside_the_request
 
-    assert asyncio.run(story()) is not drains
+    assert asyncio.run(story()) is (in_flight and not scores)
 
 
 @pytest.mark.parametrize("was_reset", [True, False])
@@ -42,8 +42,9 @@ def test_a_prefix_cache_that_vllm_keeps_is_an_error(was_reset, monkeypatch):
         reset_prefix_cache=lambda **keywords: answer(was_reset),
         resume_generation=lambda: answer(None),
     )
+    assert asyncio.run(backend.commit_update()) == [WeightVersion(3, 7)]
     if was_reset:
-        assert asyncio.run(backend.commit_update()) == [WeightVersion(3, 7)]
+        asyncio.run(backend.resume(WeightVersion(3, 7)))
     else:
         with pytest.raises(RuntimeError, match="prefix cache of older weights"):
-            asyncio.run(backend.commit_update())
+            asyncio.run(backend.resume(WeightVersion(3, 7)))

@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,12 @@ from ..wire.messages import (
     Ready,
     Score,
     Shutdown,
+    VersionSpan,
     WeightVersion,
     pack_ids,
     unpack_floats,
     unpack_ids,
+    unpack_spans,
 )
 
 
@@ -32,8 +34,14 @@ class Rollout:
 
     tokens: np.ndarray  # int32 (T,)
     logprobs: np.ndarray  # float32 (T,), of the sampled tokens at their temperature, over the whole vocabulary
-    version: WeightVersion  # the weights that generated it
+    version: WeightVersion  # the weights that generated its first token
     engine: int  # index on the node
+    versions: tuple[VersionSpan, ...] = ()  # the weights of all its tokens; by default `version`
+
+    def __post_init__(self) -> None:
+        if not self.versions:
+            only = VersionSpan(self.version.update, self.version.step, len(self.tokens))
+            object.__setattr__(self, "versions", (only,))
 
 
 class EngineClient:
@@ -53,12 +61,24 @@ class EngineClient:
             Numbers of the calling rank and its node.
         stall_timeout_s (`float`):
             Seconds without a token after which an engine with work counts as stalled. The total time has no limit.
+        sent (`dict[int, int]`, *optional*):
+            Optimizer step of every weight update that was sent to the engines of this rank, by the update's number;
+            its owner adds to it. If it is empty, the client cannot check which versions exist.
 
     Raises:
         `EngineError`: if the engine does not answer.
     """
 
-    def __init__(self, connection: Connection, index: int, rank: int, node: int, stall_timeout_s: float):
+    def __init__(
+        self,
+        connection: Connection,
+        index: int,
+        rank: int,
+        node: int,
+        stall_timeout_s: float,
+        sent: dict[int, int] | None = None,
+    ):
+        self._sent = {} if sent is None else sent
         self.index = index
         self.name = connection.name
         self.unanswered: dict[int, Message] = {}  # by request id
@@ -151,14 +171,29 @@ class EngineClient:
         return self.rows(self.wait(request_id))[0]
 
     def rows(self, reply: Message) -> list[Rollout]:
-        """Return the completions of a reply."""
+        """Return the completions of a reply.
+
+        Raises:
+            `WeightVersionError`: if their version spans are not those of updates that were sent.
+        """
         assert isinstance(reply, Completions), reply
         ends = np.cumsum(unpack_ids(reply.lengths)).tolist()
         tokens, logprobs = unpack_ids(reply.tokens), unpack_floats(reply.logprobs)
+        spans = unpack_spans(reply.span_counts, reply.spans)
         return [
-            Rollout(tokens[start:end], logprobs[start:end], reply.version, self.index)
-            for start, end in itertools.pairwise([0, *ends])
+            self._row(tokens[start:end], logprobs[start:end], versions)
+            for (start, end), versions in zip(itertools.pairwise([0, *ends]), spans, strict=True)
         ]
+
+    def _row(self, tokens: np.ndarray, logprobs: np.ndarray, versions: tuple[VersionSpan, ...]) -> Rollout:
+        if wrong := wrong_spans(versions, len(tokens), self._sent):
+            found = [(span.update, span.step, span.end) for span in versions]
+            raise WeightVersionError(
+                f"{self._where}: {self.name} returned {len(tokens)} tokens with the version spans {found} "
+                f"(update, step, end): {wrong}. A run that "
+                f"continued would correct for weights that did not sample the tokens. Log: {self._connection.log_path}"
+            )
+        return Rollout(tokens, logprobs, WeightVersion(versions[0].update, versions[0].step), self.index, versions)
 
     def shutdown(self, timeout_s: float) -> None:
         """Send `Shutdown` without waiting for the reply: the engine's owner waits for the process."""
@@ -166,3 +201,23 @@ class EngineClient:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def wrong_spans(versions: Sequence[VersionSpan], num_tokens: int, sent: Mapping[int, int]) -> str | None:
+    """Return what is wrong with a completion's version spans, `None` if nothing is.
+
+    Args:
+        sent (`Mapping[int, int]`):
+            Optimizer step of every update that was sent, by its number; if empty, any version is accepted.
+    """
+    ends, updates = [span.end for span in versions], [span.update for span in versions]
+    if not ends or ends[-1] != num_tokens:
+        return "they do not cover the tokens"
+    starts = [0, *ends[:-1]]
+    if num_tokens and any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return "their ends do not rise"
+    if any(later <= earlier for earlier, later in itertools.pairwise(updates)):
+        return "their updates do not rise"
+    if sent and (unknown := [span.update for span in versions if sent.get(span.update) != span.step]):
+        return f"no update {unknown[0]} with that step was sent; the last one is {max(sent)} (step {sent[max(sent)]})"
+    return None

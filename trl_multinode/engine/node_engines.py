@@ -10,7 +10,7 @@ from typing import overload
 
 from ..errors import EngineError, MultiNodeError
 from ..wire.connection import Connection
-from ..wire.messages import Generate, Message
+from ..wire.messages import Generate, Message, WeightVersion
 from .client import EngineClient, Rollout
 from .dispatch import Dispatch, EngineLoad, PromptRequest
 from .row_stream import RowStream
@@ -59,6 +59,8 @@ class NodeEngines(Sequence[EngineClient]):
             that they go to the engine that has room first.
         log_folder (`Path`):
             Folder of the engines' logs, for error messages.
+        sent (`dict[int, int]`, *optional*):
+            Optimizer step of every weight update that was sent, by its number; shared with other clients of this rank.
     """
 
     def __init__(
@@ -70,7 +72,10 @@ class NodeEngines(Sequence[EngineClient]):
         stall_timeout_s: float,
         window: int,
         log_folder: Path,
+        sent: dict[int, int] | None = None,
     ):
+        self._arguments = (sockets, node, rank, load, stall_timeout_s, window, log_folder)
+        self._sent = {} if sent is None else sent
         self._window = window
         self._load = EngineLoad(load, len(sockets))
         self._dispatch: Dispatch | RowStream | None = None  # the running `generate`, or the open stream
@@ -78,7 +83,18 @@ class NodeEngines(Sequence[EngineClient]):
             Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
             for i, path in enumerate(sockets)
         ]
-        self._clients = [EngineClient(c, i, rank, node, stall_timeout_s) for i, c in enumerate(connections)]
+        self._clients = [
+            EngineClient(c, i, rank, node, stall_timeout_s, self._sent) for i, c in enumerate(connections)
+        ]
+
+    def connect_again(self) -> "NodeEngines":
+        """Return further connections of this rank to the same engines, for use by another thread."""
+        return NodeEngines(*self._arguments, sent=self._sent)
+
+    def expect(self, version: WeightVersion) -> None:
+        """Accept completions of `version` from now on. Every rank calls it before its part in sending these weights;
+        once it was called, completions of other versions raise `WeightVersionError`."""
+        self._sent[version.update] = version.step
 
     def __len__(self) -> int:
         return len(self._clients)

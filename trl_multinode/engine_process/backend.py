@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 
-from ..wire.messages import Failure, Image, OpenSlots, Ready, WeightVersion
+from ..wire.messages import BeginUpdate, Failure, Image, OpenSlots, Ready, VersionSpan, WeightVersion
 
 
 class CompletionBuffer:
@@ -18,6 +18,7 @@ class CompletionBuffer:
     def __init__(self, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()):
         self.tokens = array("i", tokens)
         self.logprobs = array("f", logprobs)
+        self._swaps: list[tuple[int, WeightVersion]] = []  # first token after each swap, and the weights from there on
 
     def grow(self, tokens: list[int], logprobs: list[float]) -> int:
         """Append the new end of the lists, which hold the whole row; return how many tokens are new."""
@@ -25,6 +26,24 @@ class CompletionBuffer:
         self.tokens.fromlist(tokens[start:])
         self.logprobs.fromlist(logprobs[start : len(tokens)])
         return len(tokens) - start
+
+    def swap(self, at: int, version: WeightVersion) -> None:
+        """Record that the tokens from index `at` on have the weights of `version`."""
+        self._swaps.append((at, version))
+
+    def spans(self, first: WeightVersion) -> tuple[VersionSpan, ...]:
+        """Return the weights that sampled each token; those of the tokens before the first swap are `first`.
+
+        A swap after the last token leaves no span: a stop string may cut off tokens that vLLM had made before it.
+        """
+        starts = [(0, first), *self._swaps]
+        ends = [*(min(at, len(self.tokens)) for at, _ in self._swaps), len(self.tokens)]
+        found = [
+            VersionSpan(version.update, version.step, end)
+            for (start, version), end in zip(starts, ends, strict=True)
+            if start < end
+        ]
+        return tuple(found) or (VersionSpan(first.update, first.step, 0),)
 
 
 class Refused(Exception):
@@ -45,11 +64,10 @@ class Refused(Exception):
 class Backend(ABC):
     """Model behind the server. All methods run on the event loop of the engine process; none may block it.
 
-    Between `begin_update` and `commit_update` the server starts no `generate` or `score`. If `drains` is `True`, none
-    is still running when an update begins.
+    An update is `begin_update`, `load_bucket` for each bucket, `commit_update` and `resume`. Until `resume` the server
+    starts no `generate` or `score`. No `score` is running when an update begins, and no `generate` unless the update
+    is in flight. If an update fails, the server cancels every `generate` and does not call `resume`.
     """
-
-    drains = True  # an update waits until no request is running; if `False`, the backend freezes running requests
 
     @abstractmethod
     async def start(self) -> None:
@@ -87,8 +105,10 @@ class Backend(ABC):
         """Return each worker's CRC-32 of the slot's first bytes."""
 
     @abstractmethod
-    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
-        """Prepare for the buckets from `first_bucket` on; weights of earlier buckets stay as they are."""
+    async def begin_update(self, update: BeginUpdate) -> None:
+        """Prepare for the buckets from `update.first_bucket` on; weights of earlier buckets stay as they are.
+
+        If the update is in flight, freeze every `generate`; on return none of them makes a token."""
 
     @abstractmethod
     async def load_bucket(self, bucket: int, slot: int) -> None:
@@ -96,7 +116,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def commit_update(self) -> list[WeightVersion]:
-        """Put the new weights into service, adapters included; return the version that each worker has committed."""
+        """Replace the weights, adapters included; return the version that each worker has committed."""
+
+    async def resume(self, version: WeightVersion) -> None:
+        """Serve with the committed weights; frozen completions go on, and record the swap at their current length."""
 
     @abstractmethod
     async def digests(self) -> list[str]:

@@ -4,29 +4,24 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ..wire.messages import SyncFailed, WeightVersion
 from .backend import Refused
 
 
 class WeightGate:
-    """Gate between weight updates and the requests that use the weights; it holds the weights' version.
+    """Gate between weight updates and the requests that use the weights; it holds the weights' version."""
 
-    Args:
-        drains (`bool`, *optional*, defaults to `True`):
-            Make an update wait for running requests.
-    """
-
-    def __init__(self, drains: bool = True):
-        self._drains = drains
+    def __init__(self) -> None:
         self.version = WeightVersion()
         self.attempted = 0  # number of the last update that ended, committed or failed
         self.broken: str | None = None  # reason why the weights are mixed, if they are
-        self._running = 0  # number of requests that use the weights now
+        self._generating = self._scoring = 0  # numbers of requests that use the weights now
         self._updating = False
         self._changed = asyncio.Condition()
 
-    async def acquire(self, min_update: int) -> None:
+    async def acquire(self, min_update: int, scores: bool = False) -> None:
         """Wait until update `min_update` was attempted and no update is running.
 
         The wait itself has no limit: the local main process, which sends the update, enforces the deadline.
@@ -40,25 +35,40 @@ class WeightGate:
                 raise Refused(SyncFailed, self.broken)
             if self.version.update == 0:
                 raise Refused(SyncFailed, "the engine has dummy weights: no weight update reached it yet")
-            self._running += 1
+            self._count(scores, 1)
+
+    def _count(self, scores: bool, change: int) -> None:
+        if scores:
+            self._scoring += change
+        else:
+            self._generating += change
 
     async def attempt(self, update: int) -> None:
         """Wait until an update was attempted; the next request reports whether it failed."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.attempted >= update)
 
-    async def release(self) -> None:
+    async def release(self, scores: bool = False) -> None:
         async with self._changed:
-            self._running -= 1
+            self._count(scores, -1)
             self._changed.notify_all()
 
-    async def begin(self, first_bucket: int) -> None:
+    async def idle(self) -> None:
+        """Wait until no request uses the weights."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not (self._generating or self._scoring))
+
+    async def begin(self, first_bucket: int, in_flight: bool = False) -> None:
+        """Wait until no request is running, then begin an update. An update in flight waits for scores only, because
+        the log-probs of one score must have the same weights."""
         async with self._changed:
             if first_bucket and (self.broken or self.version.update == 0):
                 raise Refused(
                     SyncFailed, "an update without the frozen weights came before a full update, or after a failed one"
                 )
-            await self._changed.wait_for(lambda: not (self._updating or (self._drains and self._running)))
+            await self._changed.wait_for(
+                lambda: not (self._updating or self._scoring or (self._generating and not in_flight))
+            )
             self._updating = True
             self.broken = "the last weight update did not finish: the engine holds mixed weights"
 
@@ -70,27 +80,59 @@ class WeightGate:
             self._changed.notify_all()
 
 
+@dataclass(frozen=True)
+class EngineTimes:
+    """Seconds since the engine's start, as [`Done`] carries them."""
+
+    clock_s: float = 0.0
+    busy_s: float = 0.0
+    slot_s: float = 0.0
+    frozen_s: float = 0.0
+
+
 class BusyClock:
-    """Clock of the time with at least one request running, measured in the engine."""
+    """Clock of the time with at least one request running, measured in the engine.
+
+    Attributes:
+        slots (`int`):
+            Completions that the engine can generate at once.
+    """
 
     def __init__(self) -> None:
-        self._start = self._since = time.perf_counter()
-        self._running = 0
-        self._busy_s = 0.0
+        self.slots = 1
+        self._since = time.perf_counter()
+        self._requests = self._rows = 0
+        self._frozen = False
+        self._times = EngineTimes()
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        if self._running == 0:
-            self._since = time.perf_counter()
-        self._running += 1
+    def request(self, rows: int = 1) -> Iterator[None]:
+        """Count a request of `rows` completions, which all count until the last one is complete."""
+        self._add(1, rows)
         try:
             yield
         finally:
-            self._running -= 1
-            if self._running == 0:
-                self._busy_s += time.perf_counter() - self._since
+            self._add(-1, -rows)
 
-    def read(self) -> tuple[float, float]:
-        """Return busy seconds and all seconds since the start."""
-        now = time.perf_counter()
-        return self._busy_s + (now - self._since if self._running else 0.0), now - self._start
+    def freeze(self, frozen: bool) -> None:
+        """Stop the time of running requests, or let it go on."""
+        self.read()
+        self._frozen = frozen
+
+    def _add(self, requests: int, rows: int) -> None:
+        self.read()
+        self._requests, self._rows = self._requests + requests, self._rows + rows
+
+    def read(self) -> EngineTimes:
+        """Return the seconds up to now."""
+        now, times = time.perf_counter(), self._times
+        passed, self._since = now - self._since, now
+        running = passed if self._requests else 0.0
+        used = 0.0 if self._frozen else running
+        self._times = EngineTimes(
+            clock_s=times.clock_s + passed,
+            busy_s=times.busy_s + used,
+            slot_s=times.slot_s + used * min(self._rows, self.slots) / self.slots,
+            frozen_s=times.frozen_s + (running if self._frozen else 0.0),
+        )
+        return self._times

@@ -8,6 +8,7 @@ import asyncio
 import os
 import threading
 import time
+from dataclasses import asdict
 
 import msgspec
 
@@ -34,8 +35,9 @@ from ..wire.messages import (
     Score,
     Shutdown,
     SyncFailed,
-    WeightVersion,
+    WrongVersion,
     pack_ids,
+    pack_spans,
     unpack_ids,
 )
 from .backend import Backend, CompletionBuffer, Refused
@@ -56,8 +58,10 @@ class EngineServer:
         self.leaving = threading.Event()
         self._spec = spec
         self._backend = backend
-        self._weights = WeightGate(backend.drains)
-        self._update: WeightVersion | None = None
+        self._weights = WeightGate()
+        self._update: BeginUpdate | None = None  # the last one
+        self._generating: set[asyncio.Task] = set()  # those that use the weights
+        self._aborted: set[asyncio.Task] = set()  # those of a failed update in flight
         self._closing = asyncio.Event()
         self._clock = BusyClock()
 
@@ -65,6 +69,7 @@ class EngineServer:
         old_mask = os.umask(0o177)  # only this user may use the socket; its folder is private too
         server = await asyncio.start_unix_server(self._connection, self._spec.socket_path)
         os.umask(old_mask)
+        self._clock.slots = self._backend.ready().slots
         await self._closing.wait()
         server.close()  # not `async with`: from Python 3.12 on that waits until the ranks have disconnected
         await self._backend.stop()
@@ -111,11 +116,20 @@ class EngineServer:
         if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
             # a waiting request may be answered before the sender's, so both carry the reason
             self._weights.broken = f"the engine holds mixed weights, because an update failed: {reply.message}"
-            await self._weights.end(self._update.update if self._update else 0, None)
+            await self._abort_completions()
+            await self._weights.end(self._update.version.update if self._update else 0, None)
         writer.write(frame(reply))
         await writer.drain()
         if isinstance(request, Shutdown):
             self._closing.set()
+
+    async def _abort_completions(self) -> None:
+        """End the completions that a failed update in flight has frozen; their ranks get the reason."""
+        self._aborted |= self._generating
+        for task in self._generating:
+            task.cancel()
+        await self._weights.idle()
+        self._clock.freeze(False)
 
     async def _stop_if_leaving(self) -> None:
         """Return after `CAUSE_S`, or never if this process is ending: the owner then reads why, and not vLLM's error,
@@ -141,45 +155,58 @@ class EngineServer:
                         SyncFailed, f"the workers read checksums {found} from a slot, expected {request.crc}"
                     )
             case BeginUpdate():
-                self._update = request.version  # set before `begin`, which may refuse and so end this update
-                await self._weights.begin(request.first_bucket)
-                await self._backend.begin_update(request.version, request.first_bucket)
+                self._update = request  # set before `begin`, which may refuse and so end this update
+                await self._weights.begin(request.first_bucket, request.in_flight)
+                self._clock.freeze(request.in_flight)
+                await self._backend.begin_update(request)
             case LoadBucket():
                 await self._backend.load_bucket(request.bucket, request.slot)
             case CommitUpdate():
-                await self._commit()
+                await self._commit(self._update)
             case Digest():
                 return Digests(request_id=request.request_id, workers=tuple(await self._backend.digests()))
-        seconds, (busy_s, clock_s) = time.perf_counter() - start, self._clock.read()
-        return Done(
-            request_id=request.request_id,
-            version=self._weights.version,
-            seconds=seconds,
-            busy_s=busy_s,
-            clock_s=clock_s,
-        )
+        seconds, times = time.perf_counter() - start, self._clock.read()
+        return Done(request_id=request.request_id, version=self._weights.version, seconds=seconds, **asdict(times))
 
-    async def _commit(self) -> None:
-        assert self._update is not None
+    async def _commit(self, update: BeginUpdate | None) -> None:
+        assert update is not None
         committed = await self._backend.commit_update()
         if len(set(committed)) != 1:
             raise RuntimeError(f"vLLM's workers committed different weight versions: {committed}")
-        await self._weights.end(self._update.update, committed[0])
+        if update.in_flight and committed[0] != update.version:  # otherwise the sender refuses the version in `Done`
+            raise Refused(
+                WrongVersion, f"its workers committed the weights of {committed[0]}, expected {update.version}"
+            )
+        await self._backend.resume(committed[0])
+        self._clock.freeze(False)
+        await self._weights.end(update.version.update, committed[0])
 
     async def _rows(self, request: Generate | Score, start: float) -> Completions:
-        await self._weights.acquire(request.min_update if isinstance(request, Generate) else 0)
+        min_update, num_rows = (0, 1) if isinstance(request, Score) else (request.min_update, request.num_completions)
+        scores, task = isinstance(request, Score), asyncio.current_task()
+        assert task is not None
+        await self._weights.acquire(min_update, scores)
         try:
-            version = self._weights.version
-            with self._clock.request():
+            self._generating.add(task)
+            first = self._weights.version
+            with self._clock.request(num_rows):
                 rows = await self._made(request)
+        except asyncio.CancelledError:
+            if task not in self._aborted:  # the rank has left, or this process ends
+                raise
+            self._aborted.discard(task)
+            raise Refused(SyncFailed, str(self._weights.broken)) from None
         finally:
-            await self._weights.release()
+            self._generating.discard(task)
+            await self._weights.release(scores)
+        span_counts, spans = pack_spans([row.spans(first) for row in rows])
         return Completions(
             request_id=request.request_id,
             lengths=pack_ids([len(row.tokens) for row in rows]),
             tokens=b"".join(row.tokens for row in rows),
             logprobs=b"".join(row.logprobs for row in rows),
-            version=version,
+            span_counts=span_counts,
+            spans=spans,
             seconds=time.perf_counter() - start,
         )
 

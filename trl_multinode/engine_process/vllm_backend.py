@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ..vllm_worker.plugin import BACKEND
-from ..wire.messages import EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
+from ..wire.messages import BeginUpdate, EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
 from ..wire.messages import Image as WireImage
 from ..wire.supervisor import descendants, is_resource_tracker
 from .backend import Backend, CompletionBuffer, Refused
@@ -30,6 +30,9 @@ class VllmBackend(Backend):
         self._tokens = 0
         self._num_requests = 0
         self._adapter: Any = None  # vLLM's LoRARequest for the adapter that the workers hold, if any
+        self._salt = "0"  # of the prefix cache: an entry serves only requests of the update that made it
+        self._running: dict[int, RunningRequest] = {}  # by its number
+        self._update = BeginUpdate(version=WeightVersion())  # the last one
 
     async def start(self) -> None:
         from vllm.config import WeightTransferConfig
@@ -50,6 +53,7 @@ class VllmBackend(Backend):
         self._llm = AsyncLLM.from_engine_args(args)
         if self._llm.vllm_config.model_config.is_multimodal_model:
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
+        count_tokens(self._llm.engine_core, self._running)
         self._params_cls = SamplingParams
         self._truncated = await self._why_truncated()
         gc.freeze()
@@ -80,6 +84,7 @@ class VllmBackend(Backend):
             dtype=str(config.dtype).removeprefix("torch."),
             vllm_version=vllm.__version__,
             processes=tuple(process.pid for process in vllm_processes()),
+            slots=self._llm.vllm_config.scheduler_config.max_num_seqs,
             serves_lora=self._llm.vllm_config.lora_config is not None,
             truncated_logprobs=self._truncated,
             model_runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
@@ -106,14 +111,14 @@ class VllmBackend(Backend):
             )  # fmt: skip
         except (TypeError, ValueError, client_error()) as error:
             raise Refused(RequestRefused, f"vLLM refuses the sampling settings: {error}") from error
-        rows = [CompletionBuffer() for _ in range(num)]
+        request = RunningRequest(num)
         kept = {}  # vLLM's lists, freed after the reply is sent
-        async for output in self._outputs(self._prompt(prompt, images), params):
+        async for output in self._outputs(self._prompt(prompt, images), params, request):
             for row in output.outputs:
                 kept[row.index] = row
-                self._tokens += rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
+                self._tokens += request.rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
         asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
-        return rows
+        return request.rows
 
     async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
         """Return the log-probs of `prompt[1:]` under the current weights, as one row."""
@@ -122,9 +127,8 @@ class VllmBackend(Backend):
         rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
         return [CompletionBuffer(prompt[1:], [position[token].logprob for token, position in rows])]
 
-    @staticmethod
-    def _prompt(prompt: list[int], images: Sequence[WireImage]) -> dict:
-        request: dict[str, Any] = {"prompt_token_ids": prompt}
+    def _prompt(self, prompt: list[int], images: Sequence[WireImage]) -> dict:
+        request: dict[str, Any] = {"prompt_token_ids": prompt, "cache_salt": self._salt}
         if images:
             from PIL import Image
 
@@ -132,14 +136,18 @@ class VllmBackend(Backend):
             request["multi_modal_data"] = {"image": opened if len(opened) > 1 else opened[0]}
         return request
 
-    async def _outputs(self, prompt: dict, params: Any) -> AsyncIterator:
+    async def _outputs(self, prompt: dict, params: Any, request: "RunningRequest | None" = None) -> AsyncIterator:
         self._num_requests += 1
+        number = self._num_requests
+        if request is not None:
+            self._running[number] = request
         try:
-            number = str(self._num_requests)
-            async for output in self._llm.generate(prompt, params, request_id=number, lora_request=self._adapter):
+            async for output in self._llm.generate(prompt, params, request_id=str(number), lora_request=self._adapter):
                 yield output
         except (ValueError, client_error()) as error:
             raise Refused(RequestRefused, f"vLLM refuses the prompt: {error}") from error
+        finally:
+            self._running.pop(number, None)
 
     async def open_slots(self, request: OpenSlots) -> None:
         info = {"request": msgspec.msgpack.encode(request)}
@@ -148,30 +156,87 @@ class VllmBackend(Backend):
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return await self._llm.collective_rpc("crc_of_slot", args=(slot, num_bytes))
 
-    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
-        self._update = {"version": [version.update, version.step], "first": first_bucket}
-        await self._llm.pause_generation(mode="wait" if self.drains else "keep")
+    async def begin_update(self, update: BeginUpdate) -> None:
+        self._update = update
+        if update.in_flight:
+            # `clear_cache` would compute the keys and values of frozen requests again
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+        else:
+            await self._llm.pause_generation(mode="wait")
         await self._llm.start_weight_update()
 
     async def load_bucket(self, bucket: int, slot: int) -> None:
-        info = {"bucket": bucket, "slot": slot, **self._update}
+        version = self._update.version
+        info = {"bucket": bucket, "slot": slot, "version": [version.update, version.step]}
+        info["first"] = self._update.first_bucket
         await self._llm.collective_rpc("update_weights", kwargs={"update_info": info})
 
     async def commit_update(self) -> list[WeightVersion]:
         await self._llm.finish_weight_update()
         committed = await self._llm.collective_rpc("commit_weights")
-        # The cached keys and values belong to the old weights; frozen requests recompute theirs
-        if not await self._llm.reset_prefix_cache(reset_running_requests=not self.drains):
-            raise RuntimeError("vLLM kept a prefix cache of older weights, because requests hold blocks of it")
-        await self._llm.resume_generation()
         self._adapter = in_memory_adapter(committed[0][2])
         return [WeightVersion(update, step) for update, step, _ in committed]
+
+    async def resume(self, version: WeightVersion) -> None:
+        if not self._update.in_flight:
+            await self._drop_cache()
+        elif self._update.recompute_kv:
+            await self._drop_cache(reset_running_requests=True)
+        self._salt = str(version.update)  # keeps what frozen requests have computed from all later requests
+        for request in self._running.values():
+            request.swap(version)
+        await self._llm.resume_generation()
+
+    async def _drop_cache(self, **keywords: bool) -> None:
+        """Drop the keys and values of the old weights."""
+        if not await self._llm.reset_prefix_cache(**keywords):
+            raise RuntimeError("vLLM kept a prefix cache of older weights, because requests hold blocks of it")
 
     async def digests(self) -> list[str]:
         return await self._llm.collective_rpc("weights_digest")
 
     async def stop(self) -> None:
         self._llm.shutdown(timeout=5)
+
+
+class RunningRequest:
+    """Request that vLLM is generating.
+
+    Attributes:
+        rows (`list[CompletionBuffer]`):
+            Its completions, as far as this process has read them from vLLM.
+        made (`list[int]`):
+            Number of tokens that vLLM has made of each.
+    """
+
+    def __init__(self, num: int):
+        self.rows = [CompletionBuffer() for _ in range(num)]
+        self.made = [0] * num
+
+    def swap(self, version: WeightVersion) -> None:
+        """Record a swap after the tokens that vLLM has made, although some of them may not be read yet."""
+        for row, made in zip(self.rows, self.made, strict=True):
+            row.swap(made, version)
+
+
+def count_tokens(core: Any, running: Mapping[int, RunningRequest]) -> None:
+    """Count the tokens of running requests as they arrive from vLLM's core.
+
+    The core's answer to a pause comes through the same socket after all earlier tokens, so when a pause returns, the
+    numbers are exact. vLLM itself only sleeps 20 ms, in which not every token has reached its request.
+    """
+    put = core.outputs_queue.put_nowait
+
+    def count(outputs: Any) -> None:
+        for output in getattr(outputs, "outputs", ()):  # an exception has none
+            # our number, with a suffix of vLLM's and, for several completions, the completion's index in front
+            index, _, name = output.request_id.rpartition("_")
+            request = running.get(int(name.partition("-")[0]))
+            if request is not None:
+                request.made[int(index or 0)] += len(output.new_token_ids)
+        put(outputs)
+
+    core.outputs_queue.put_nowait = count
 
 
 def client_error() -> type[Exception]:
@@ -210,7 +275,7 @@ def in_memory_adapter(number: int) -> Any:
     """Return vLLM's request for adapter `number`, which all workers hold. vLLM requires a path; it must not exist."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(f"update-{number}", number, f"/held/in/memory/{number}") if number else None
+    return LoRARequest("adapter", number, f"/held/in/memory/{number}") if number else None
 
 
 def vllm_processes() -> list:

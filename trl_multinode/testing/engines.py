@@ -118,6 +118,7 @@ class SyncDriver:
 
     def send(self) -> WeightVersion:
         self.version = WeightVersion(self.version.update + 1, 10 * self.version.update)
+        self.engines.expect(self.version)
         self.timings = self.sync.run(self.version)
         return self.version
 

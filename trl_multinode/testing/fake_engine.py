@@ -9,7 +9,10 @@ of one import (vLLM: half a minute). It computes real log-probs, so the library'
 import asyncio
 import hashlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,13 +21,76 @@ from ..engine_process.backend import Backend, CompletionBuffer, Refused
 from ..engine_process.main import main
 from ..transports.base import SELF_TEST_S, call_with_timeout
 from ..transports.opening import open_slots
-from ..wire.messages import ADAPTER_TENSORS, EngineSpec, Image, OpenSlots, Ready, RequestRefused, WeightVersion
+from ..wire.messages import (
+    ADAPTER_TENSORS,
+    BeginUpdate,
+    EngineSpec,
+    Image,
+    OpenSlots,
+    Ready,
+    RequestRefused,
+    WeightVersion,
+)
 from .fake_sampling import SAMPLING_KEYS, sample
 from .faults import Faults
 
 
+class FakeRow(CompletionBuffer):
+    """Completion that a thread of the fake engine makes."""
+
+    def __init__(self, prompt: list[int]):
+        super().__init__()
+        self.prompt = prompt
+        self.aborted = False
+        self.cache: Any = None  # keys and values that a swap left as they were
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.prompt, *self.tokens]
+
+
+class Freezer:
+    """Lock that stops all threads between two tokens."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._frozen = False
+        self._active = 0
+
+    @contextmanager
+    def token(self, row: FakeRow) -> Iterator[None]:
+        """Make a token of `row`, as soon as the threads are not frozen."""
+        with self._changed:
+            self._changed.wait_for(lambda: row.aborted or not self._frozen)
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= 1
+
+    async def freeze(self) -> None:
+        with self._changed:
+            self._frozen = True
+        while self._active:  # a thread for this wait might be missing while the rows have them all
+            await asyncio.sleep(0.001)
+
+    def thaw(self) -> None:
+        self._frozen = False
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the threads of aborted rows end."""
+        with self._changed:
+            self._changed.notify_all()
+
+
 class FakeBackend(Backend):
-    """Backend with a full forward pass per token; it ignores the settings `stop` and `stop_token_ids`."""
+    """Backend with a full forward pass per token; it ignores the settings `stop` and `stop_token_ids`.
+
+    After a swap with `recompute_kv=False` a completion has a cache, as it would with vLLM: the keys and values of its
+    earlier tokens stay those of the old weights.
+    """
 
     def __init__(self, spec: EngineSpec):
         self._args = spec.engine_args
@@ -33,6 +99,8 @@ class FakeBackend(Backend):
         self._tokens = 0
         self._version = WeightVersion()
         self._committed = WeightVersion()
+        self._running: list[FakeRow] = []
+        self._freezer = Freezer()
         self._pending: dict[str, torch.Tensor] = {}
         self._base: dict[str, torch.Tensor] = {}  # layers with an adapter: their weights without it
 
@@ -54,6 +122,7 @@ class FakeBackend(Backend):
             dtype=self._args["dtype"],
             vllm_version="fake",
             processes=(),
+            slots=self._args.get("max_num_seqs") or 1,
             serves_lora=self._args.get("enable_lora", False),
         )
 
@@ -73,31 +142,44 @@ class FakeBackend(Backend):
         if unknown:
             raise Refused(RequestRefused, f"the fake engine refuses the sampling settings {sorted(unknown)}")
         self._check_length(prompt)
-        await asyncio.sleep(self._delay_s)
-        return await asyncio.to_thread(self._rows, prompt, num, max_tokens, sampling, seed)
+        rows = [FakeRow(prompt) for _ in range(num)]
+        self._running += rows
+        try:
+            await asyncio.sleep(self._delay_s)
+            await asyncio.to_thread(self._complete, rows, max_tokens, sampling, seed)
+        finally:
+            for row in rows:
+                self._running.remove(row)
+                row.aborted = True  # the thread of a cancelled request is still there
+            self._freezer.wake()
+        return list(rows)
 
     def _check_length(self, prompt: list[int]) -> None:
         if len(prompt) >= self._context:
             raise Refused(RequestRefused, f"the prompt has {len(prompt)} tokens, the context is {self._context}")
 
-    def _rows(
-        self, prompt: list[int], num: int, max_tokens: int, sampling: dict, seed: int | None
-    ) -> list[CompletionBuffer]:
-        return [self._row(prompt, max_tokens, sampling, None if seed is None else seed + i) for i in range(num)]
+    def _complete(self, rows: list[FakeRow], max_tokens: int, sampling: dict, seed: int | None) -> None:
+        for index, row in enumerate(rows):
+            random = self._random if seed is None else torch.Generator().manual_seed(seed + index)
+            for _ in range(min(max_tokens, self._context - len(row.prompt))):
+                with self._freezer.token(row):
+                    if row.aborted:
+                        return
+                    token = self._sample(row, sampling, random)
+                if token in self._eos and not sampling.get("ignore_eos"):
+                    break
 
     @torch.no_grad()
-    def _row(self, prompt: list[int], max_tokens: int, sampling: dict, seed: int | None) -> CompletionBuffer:
-        random = self._random if seed is None else torch.Generator().manual_seed(seed)
-        ids, logprobs = list(prompt), []
-        for num_sampled in range(min(max_tokens, self._context - len(prompt))):
-            logits = self._model(torch.tensor([ids])).logits[0, -1].float()
-            token, logprob = sample(logits, ids, num_sampled, self._eos, sampling, random)
-            ids.append(token)
-            logprobs.append(logprob)
-            self._tokens += 1
-            if token in self._eos and not sampling.get("ignore_eos"):
-                break
-        return CompletionBuffer(ids[len(prompt) :], logprobs)
+    def _sample(self, row: FakeRow, sampling: dict, random: torch.Generator) -> int:
+        """Append a token to the row, and return it."""
+        ids = row.ids
+        new = ids if row.cache is None else ids[row.cache.get_seq_length() :]
+        logits = self._model(torch.tensor([new]), past_key_values=row.cache).logits[0, -1].float()
+        token, logprob = sample(logits, ids, len(row.tokens), self._eos, sampling, random)
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        self._tokens += 1
+        return token
 
     async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
         self._check_length(prompt)
@@ -113,10 +195,22 @@ class FakeBackend(Backend):
     async def check_slot(self, slot: int, num_bytes: int) -> list[int]:
         return [call_with_timeout(SELF_TEST_S, lambda: self._slots.crc(slot, num_bytes))]
 
-    async def begin_update(self, version: WeightVersion, first_bucket: int) -> None:
-        self._version = version
+    async def begin_update(self, update: BeginUpdate) -> None:
+        self._version = update.version
         self._pending.clear()
-        self._next_bucket = first_bucket
+        self._next_bucket = update.first_bucket
+        if update.in_flight:
+            await self._freezer.freeze()
+            for row in self._running:
+                self._keep_cache(row, update.recompute_kv)
+
+    @torch.no_grad()
+    def _keep_cache(self, row: FakeRow, recompute: bool) -> None:
+        """Give a frozen row the keys and values of the weights until now, unless it computes them again."""
+        if recompute or not row.tokens:
+            row.cache = None
+        elif row.cache is None:
+            row.cache = self._model(torch.tensor([row.ids[:-1]]), use_cache=True).past_key_values
 
     async def load_bucket(self, bucket: int, slot: int) -> None:
         if bucket != self._next_bucket:
@@ -133,6 +227,11 @@ class FakeBackend(Backend):
         if not self._faults.skips_commit(update):
             self._committed = self._version
         return [self._committed]
+
+    async def resume(self, version: WeightVersion) -> None:
+        for row in self._running:
+            row.swap(len(row.tokens), version)
+        self._freezer.thaw()
 
     def _load(self) -> None:
         if self._tied and self._faults.keeps_head(self._version.update):

@@ -5,6 +5,7 @@ A fault is a word on the command line of an engine of the test kit, before the p
 - `skip_load@2-3`: in weight updates 2 to 3 an engine loads nothing and commits nothing, as if it had lost them;
 - `skip_load_silently@2-3`: it loads nothing but commits the version, a bug that only log-probs reveal;
 - `stale_head@2-3`: it keeps the old packed copy of a tied head (a real bug of vLLM on a CPU);
+- `late_outputs@2-3`: it reads outputs from vLLM late, as a process under load does;
 - `slow=1:0.5`: engine 1 of every node delays each generation request by 0.5 s.
 """
 
@@ -45,6 +46,10 @@ class Faults:
         """Leave vLLM's packed copy of a tied head stale in updates `first` to `last` (a real bug of vLLM on a CPU)."""
         return self._add("stale_head", first, last)
 
+    def late_outputs(self, first: int, last: int | None = None) -> "Faults":
+        """Let the engine read a request's outputs from vLLM 0.1 s late, after updates `first` to `last`."""
+        return self._add("late_outputs", first, last)
+
     def slow_engine(self, index: int, seconds: float) -> "Faults":
         """Delay every request to engine `index` of every node by `seconds`."""
         return Faults((*self.words, f"slow={index}:{seconds}"))
@@ -74,6 +79,9 @@ class Faults:
 
     def keeps_head(self, update: int) -> bool:
         return self._affects("stale_head", update)
+
+    def delays_outputs(self, update: int) -> bool:
+        return self._affects("late_outputs", update)
 
     def delay_s(self, index: int) -> float:
         """Return the seconds by which engine `index` delays each generation request."""

@@ -4,19 +4,21 @@
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
-from ..engine_process.backend import CompletionBuffer
 from ..engine_process.main import main
 from ..engine_process.vllm_backend import VllmBackend
 from ..wire.messages import EngineSpec
 from .faults import Faults
 
+LATE_S = 0.1  # vLLM waits 0.02 s after a pause for outputs that are not read yet
+
 
 class FaultyBackend(VllmBackend):
-    """Backend that delays requests and makes vLLM's workers use the faulty receiver."""
+    """Backend that delays requests, or their outputs, and makes vLLM's workers use the faulty receiver."""
 
     worker_extension = "trl_multinode.testing.faulty_receiver.FaultyWorkerExtension"
 
@@ -25,9 +27,12 @@ class FaultyBackend(VllmBackend):
         more = {"additional_config": {"faults": self._faults.words}}  # vLLM passes it to the workers as it is
         super().__init__(msgspec.structs.replace(spec, engine_args=spec.engine_args | more))
 
-    async def generate(self, *request: Any) -> list[CompletionBuffer]:
+    async def _outputs(self, *request: Any) -> AsyncIterator:
         await asyncio.sleep(self._faults.delay_s(self._spec.index))
-        return await super().generate(*request)
+        async for output in super()._outputs(*request):
+            yield output
+            if self._faults.delays_outputs(self._update.version.update):
+                await asyncio.sleep(LATE_S)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from ..wire.messages import ADAPTER_TENSORS, OpenSlots
 from .logprobs import extend_logprobs
 from .reloading import begin_reload, end_reload
 
+ADAPTER = 1  # number of the adapter in vLLM
+
 
 @dataclass
 class SlotsInfo(WeightTransferInitInfo):
@@ -56,7 +58,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
     ```
 
     Tensors of a LoRA adapter (recognized by name) wait for the commit, which builds a `LoRAModel` of them in memory.
-    Its number is that of the update. An update may consist of adapter tensors only.
+    Its number is always the same, because a running completion keeps its adapter's number across updates; vLLM would
+    look for the file of another number. An update may consist of adapter tensors only.
     """
 
     init_info_cls = SlotsInfo
@@ -130,8 +133,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
             raise RuntimeError(self._lacking)
         self.committed = self._version
         if self._adapter:
-            self._activate(number=self.committed[0])
-        return [*self.committed, self.committed[0] if self._adapter else 0]
+            self._activate(ADAPTER)
+        return [*self.committed, ADAPTER if self._adapter else 0]
 
     def shutdown(self) -> None:
         if self.slots is not None:

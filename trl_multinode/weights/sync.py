@@ -32,6 +32,7 @@ class SyncTimings:
     copy_s: float = 0.0  # copies into the slots, local main process only
     load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
     commit_s: float = 0.0  # the engines' packing of the weights, local main process only
+    frozen_s: float = 0.0  # the slowest engine's seconds with frozen completions, local main process only
     num_bytes: int = 0  # bytes sent to each engine, after the cast to its dtype
     num_buckets: int = 0
     collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
@@ -88,17 +89,29 @@ class WeightSync:
             most two buckets and its own part of a third; a node holds two slots.
         transport (`Transport`, *optional*):
             Transport that opens the slots, at the first sync. Default: host memory.
+        in_flight (`bool`, *optional*, defaults to `False`):
+            Freeze running completions, which the new weights continue, instead of waiting until none is running.
+        recompute_kv (`bool`, *optional*, defaults to `False`):
+            Compute the keys and values of frozen completions again, with the new weights.
     """
 
     def __init__(
-        self, source: WeightSource, engines: NodeEngines | None, limit_bytes: int, transport: Transport | None = None
+        self,
+        source: WeightSource,
+        engines: NodeEngines | None,
+        limit_bytes: int,
+        transport: Transport | None = None,
+        in_flight: bool = False,
+        recompute_kv: bool = False,
     ):
+        self.in_flight, self.recompute_kv = in_flight, recompute_kv
         self._source = source
         self._engines = engines
         self.buckets: list[Bucket] = plan_buckets(source.metadata(), limit_bytes)
         self._layouts = [slot_layout(bucket) for bucket in self.buckets]
         self._transport = transport or Transport()
         self._slots: Slots | None = None
+        self._frozen_s: dict[int, float] = {}  # by engine: its frozen seconds at the end of the last update
         self._check_frozen = True  # before the next update; weights that do not change are checked once
         self._first = 0  # bucket that the next update begins with; 0 includes the frozen ones
 
@@ -135,7 +148,14 @@ class WeightSync:
             self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._layouts)
         start = time.perf_counter()
         if self._engines is not None:
-            self._engines.ask_all(BeginUpdate(version=version, first_bucket=self._first))
+            self._engines.ask_all(
+                BeginUpdate(
+                    version=version,
+                    first_bucket=self._first,
+                    in_flight=self.in_flight,
+                    recompute_kv=self.recompute_kv,
+                )
+            )
         begun = time.perf_counter()
         try:
             with self._sending(timings) as sender:
@@ -189,12 +209,13 @@ class WeightSync:
         own = everything.enter_context(ExitStack())
         return own, own.enter_context(self._source.gathering(bucket))
 
-    @staticmethod
-    def _commit(engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:
+    def _commit(self, engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:
         start = time.perf_counter()
         for engine, done in zip(engines, engines.ask_all(CommitUpdate()), strict=True):
             assert isinstance(done, Done)
             engine.check_version(done.version, version)
+            timings.frozen_s = max(timings.frozen_s, done.frozen_s - self._frozen_s.get(engine.index, 0.0))
+            self._frozen_s[engine.index] = done.frozen_s
         timings.commit_s += time.perf_counter() - start
 
 

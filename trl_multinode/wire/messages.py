@@ -10,7 +10,14 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 
-from ..errors import EngineDiedError, EngineError, EngineRefusedError, MultiNodeError, WeightSyncError
+from ..errors import (
+    EngineDiedError,
+    EngineError,
+    EngineRefusedError,
+    MultiNodeError,
+    WeightSyncError,
+    WeightVersionError,
+)
 
 NUM_SLOTS = 2  # the engine loads bucket k-1 from one slot while the sender writes bucket k into the other
 ADAPTER_TENSORS = (".lora_A.weight", ".lora_B.weight")  # suffixes that only the names of LoRA tensors have
@@ -30,6 +37,14 @@ class WeightVersion(msgspec.Struct, frozen=True, order=True):
 
     def __str__(self) -> str:
         return f"update {self.update} (step {self.step})"
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Consecutive tokens of a completion that the weights of one update sampled."""
+
+    update: int
+    step: int  # optimizer steps done when the weights were sent
+    end: int  # index after the last of these tokens; the next span starts there, the first one at 0
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -111,6 +126,9 @@ class BeginUpdate(Message, frozen=True):
     version: WeightVersion
     # earlier buckets hold frozen weights, which are not sent again; 0 in a full update, such as the first
     first_bucket: int = 0
+    # freeze running completions, which the new weights continue; otherwise the update waits until none is running
+    in_flight: bool = False
+    recompute_kv: bool = False  # compute the keys and values of frozen completions again, with the new weights
 
 
 class LoadBucket(Message, frozen=True):
@@ -152,6 +170,7 @@ class Ready(Message, frozen=True):
     vllm_version: str
     processes: tuple[int, ...]  # pids of the vLLM processes below the engine
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
+    slots: int = 1  # completions that the engine can generate at once
     truncated_logprobs: str = ""  # reason why log-probs of truncated samples are not over the whole vocabulary
     model_runner: str = ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
 
@@ -168,7 +187,8 @@ class Completions(Message, frozen=True):
     lengths: bytes  # int32 (n,)
     tokens: bytes  # int32 (sum of lengths,)
     logprobs: bytes  # float32 (sum of lengths,)
-    version: WeightVersion  # as committed by the engine's workers
+    span_counts: bytes  # int32 (n,), number of version spans of each completion
+    spans: bytes  # int32 (sum of span_counts, 3): update, step and end of each span, one completion after the other
     seconds: float  # from the request's arrival to its last token, by the engine's clock
 
 
@@ -177,8 +197,11 @@ class Done(Message, frozen=True):
 
     version: WeightVersion
     seconds: float
-    busy_s: float = 0.0  # time since the engine's start with at least one `Generate` or `Score` running
-    clock_s: float = 0.0  # time since the engine's start
+    # sums since the engine's start
+    clock_s: float = 0.0  # all seconds
+    busy_s: float = 0.0  # seconds with at least one `Generate` or `Score` running and not frozen
+    slot_s: float = 0.0  # seconds that each completion ran, not frozen, divided by the engine's slots
+    frozen_s: float = 0.0  # seconds in which weight updates froze running completions
 
 
 class Digests(Message, frozen=True):
@@ -215,6 +238,12 @@ class SyncFailed(Failure, frozen=True):
     error = WeightSyncError
 
 
+class WrongVersion(Failure, frozen=True):
+    """Refusal of a weight update whose workers committed another version than the one sent."""
+
+    error = WeightVersionError
+
+
 Request = (
     Hello
     | Await
@@ -228,7 +257,9 @@ Request = (
     | Digest
     | Shutdown
 )
-Reply = Ready | Progress | Completions | Done | Digests | Failure | EngineDied | RequestRefused | SyncFailed
+Reply = (
+    Ready | Progress | Completions | Done | Digests | Failure | EngineDied | RequestRefused | SyncFailed | WrongVersion
+)
 
 
 def pack_ids(ids: Sequence[int] | np.ndarray) -> bytes:
@@ -244,3 +275,15 @@ def unpack_ids(data: bytes) -> np.ndarray:
 def unpack_floats(data: bytes) -> np.ndarray:
     """Return float32 bytes as a read-only array, without a copy."""
     return np.frombuffer(data, dtype=np.float32)
+
+
+def pack_spans(rows: Sequence[Sequence[VersionSpan]]) -> tuple[bytes, bytes]:
+    """Return `span_counts` and `spans` of [`Completions`]."""
+    numbers = [number for row in rows for span in row for number in msgspec.structs.astuple(span)]
+    return pack_ids([len(row) for row in rows]), pack_ids(numbers)
+
+
+def unpack_spans(counts: bytes, spans: bytes) -> list[tuple[VersionSpan, ...]]:
+    """Invert [`pack_spans`]: return the spans of every completion."""
+    numbers = iter(unpack_ids(spans).reshape(-1, 3).tolist())
+    return [tuple(VersionSpan(*next(numbers)) for _ in range(count)) for count in unpack_ids(counts).tolist()]
