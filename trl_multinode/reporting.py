@@ -74,6 +74,11 @@ def report_start(args: Any, host: Any) -> None:
                 "warning: vllm_importance_sampling_mode='sequence_mask' drops whole completions that older weights "
                 "made; recommended: 'token_truncate' with vllm_importance_sampling_clip_max=2.0"
             )
+    if host.settings.in_flight:
+        lines.append(
+            f"weight_update='in_flight': {host.settings.open_rounds} rounds are open while the ranks train; a round "
+            f"waits for groups that were begun {host.settings.oldest_rounds} rounds before"
+        )
     for line in lines:
         report(line)
 
@@ -96,7 +101,7 @@ class StepReport:
 
     def metrics(self, sync: SyncTimings) -> dict[str, float]:
         """Return the metrics since the last log. A collective of all training ranks: one gather of a few numbers."""
-        rounds = self._meter.take(self._generation.look_ahead.take_seconds(), self._host.engine_clocks)
+        rounds = self._meter.take(self._generation.take_seconds_ahead(), self._host.engine_clocks)
         mine = self._host.phases.take_sums() + sync.stages() + rounds
         per_rank = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
         rounds_from = len(PHASES) + len(STAGES)
@@ -115,7 +120,7 @@ class StepReport:
         host, per_engine = self._host, self._host.devices.per_engine
         steps, self._logged_step = max(1, host.step() - self._logged_step), host.step()
         seconds = {name: max(row[i] for row in phases) / steps for i, name in enumerate(PHASES)}
-        overlapped = bool(host.settings.max_staleness)
+        overlapped = bool(host.settings.max_staleness) or host.settings.in_flight
         if overlapped:  # a rank measures only its waits; the engines' clocks measure all generation
             seconds["generate"] = max(row.engine_busy_s for row in sums) / len(per_engine) / steps
         self._intervals.append(seconds)

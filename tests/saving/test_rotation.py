@@ -49,7 +49,7 @@ class Saving(NodeTrainer):
         self.host = SimpleNamespace(
             topology=Topology(0, 1, 0, 1, 0, 1, launched=False), check_before_save=lambda model: None
         )
-        self.vllm_generation = SimpleNamespace(look_ahead=LookAhead("rank 0"))
+        self.vllm_generation = SimpleNamespace(look_ahead=LookAhead("rank 0"), continuous=None)
         self._step, self.num_iterations = 0, 1
         self.use(folder)
 

@@ -180,6 +180,8 @@ class NodeEngines(Sequence[EngineClient]):
                 client.shutdown(timeout_s)
 
     def close(self) -> None:
+        if isinstance(self._dispatch, RowStream) and self._dispatch.rows_left == 0:  # otherwise a thread uses it
+            self._dispatch.close()
         for client in self:
             client.close()
         self._load.close()

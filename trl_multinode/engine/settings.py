@@ -74,6 +74,16 @@ class EngineSettings:
         """Rows that one rank keeps in flight per engine if there are several."""
         return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self._topology.ranks_per_node)
 
+    @property
+    def open_window(self) -> int:
+        """Rows of open rounds that one rank keeps in flight per engine.
+
+        It leaves one of (`open_rounds` + 1) parts of an engine's rows free: evaluation, later turns of tools and the
+        check of log-probs then do not wait for rows of open rounds, which may take many steps.
+        """
+        rounds = self._settings.open_rounds
+        return max(1, self.max_num_seqs * rounds // (rounds + 1) // self._topology.ranks_per_node)
+
     def arguments(self, model_folder: Path, index: int) -> dict:
         """Return the keywords of vLLM's `EngineArgs` for engine `index`."""
         args = {
