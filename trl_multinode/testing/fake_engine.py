@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -96,6 +97,7 @@ class FakeBackend(Backend):
         self._args = spec.engine_args
         self._faults = Faults.from_command_line()
         self._delay_s = self._faults.delay_s(spec.index)
+        self._token_delay_s = self._faults.token_delay_s()
         self._tokens = 0
         self._version = WeightVersion()
         self._committed = WeightVersion()
@@ -168,6 +170,8 @@ class FakeBackend(Backend):
                     token = self._sample(row, sampling, random)
                 if token in self._eos and not sampling.get("ignore_eos"):
                     break
+                if self._token_delay_s:
+                    time.sleep(self._token_delay_s)
 
     @torch.no_grad()
     def _sample(self, row: FakeRow, sampling: dict, random: torch.Generator) -> int:
