@@ -15,6 +15,7 @@ import torch
 from swapping import LIMIT, generate_while_sending
 
 from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.row_stream import RowRequest
 from trl_multinode.errors import (
     EngineRefusedError,
     LogprobDivergenceError,
@@ -294,6 +295,26 @@ def compare_like_a_round(trainer, groups) -> None:
     generation = SimpleNamespace(version=trainer.version, used=SimpleNamespace(version=trainer.version))
     args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
     DivergenceMonitor(host, args, generation).check(output)
+
+
+def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
+    rank = trainer.engines.connect_again()
+    stream = rank.open_stream(150, SAMPLING | {"ignore_eos": True})
+    stream.add([RowRequest((0, 0), row, [5, 6, 7 + row], 40 + row, trainer.version.update) for row in range(4)])
+    so_far, ended = [], {}
+    while len(so_far) < 4 or min(len(row.tokens) for _, row in so_far) < 2:
+        peeking = stream.peek()
+        while not peeking.complete.is_set():
+            ended |= {request.row: row for request, row in stream.poll()}
+        assert not ended, "a row ended before all had begun"
+        so_far = peeking.rows
+    while len(ended) < 4:
+        ended |= {request.row: row for request, row in stream.poll()}
+    rank.close()
+    for request, row in so_far:
+        assert row.tokens.tolist() == ended[request.row].tokens.tolist()[: len(row.tokens)]
+        assert row.logprobs.tolist() == ended[request.row].logprobs.tolist()[: len(row.tokens)]
+        assert [span.end for span in row.versions] == [len(row.tokens)] and row.version == ended[request.row].version
 
 
 @pytest.mark.parametrize("recompute_kv", [False, True])

@@ -9,8 +9,10 @@ import pytest
 from stubs import StubEngines, StubHost
 
 from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.row_stream import Peeking
 from trl_multinode.errors import PromptTooLongError, WeightVersionError
 from trl_multinode.node_settings import NodeSettings
+from trl_multinode.rollouts.continuous import settings_from_the_start
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.rollouts.saved_groups import restore, to_arrays
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
@@ -66,6 +68,17 @@ class Engines(StubEngines):
         self.end(group)
         with self.changed:
             self.running += others
+
+    def peek(self):
+        """Rows under way have one token each."""
+        peeking = Peeking()
+        with self.changed:
+            for request, updates in self.running:
+                first = WeightVersion(*updates[0])
+                tokens = np.full(1, 10 * request.group[0] + request.group[1], np.int32)
+                peeking.rows.append((request, Rollout(tokens, -np.ones(1, np.float32), first, 0)))
+        peeking.complete.set()
+        return peeking
 
     def poll(self):
         with self.changed:
@@ -247,6 +260,7 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
     restore(again.continuous, arrays, notes, lambda index, prompt: rows[index])
     assert again.continuous.must_sync and again.engines.running == []
     again.step = run.step
+    assert [row and len(row.tokens) for row in again.continuous.groups.snapshot()[0].begun_rows] == [1, None]
     trained += again.train(2)
     assert trained[-2:] == ["2/1", "3/1"]  # the two that were complete
     assert {(request.group, request.row) for request, _ in again.engines.running} == {
@@ -288,3 +302,10 @@ def test_the_log_has_ages_mixed_rows_and_lengths():
     assert found["in_flight/mixed_rows"] == 0.5 and found["in_flight/swapped_rows"] > 0
     assert found["staleness/rounds_max"] == 2 and 1 < found["staleness/rounds_mean"] < 2
     assert found["in_flight/trained_length"] > found["in_flight/ended_length"] > 0
+
+
+def test_settings_that_depend_on_the_start_of_a_completion_keep_rows_from_being_continued():
+    neutral = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.0, "presence_penalty": 0.0, "min_tokens": 0}
+    assert settings_from_the_start(neutral) == []
+    strict = {"structured_outputs": {"regex": "a+"}, "stop": ["x"], "min_tokens": 2, "repetition_penalty": 1.1}
+    assert sorted(settings_from_the_start(neutral | strict)) == sorted(strict)

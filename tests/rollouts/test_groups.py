@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.row_stream import Peeking
 from trl_multinode.errors import EngineStalledError, WeightVersionError
-from trl_multinode.rollouts.groups import Group, OpenGroups
+from trl_multinode.rollouts.groups import SEED_BITS, Group, OpenGroups
 from trl_multinode.wire.messages import WeightVersion
 
 SIZE = 4  # rows of a group
@@ -44,6 +45,15 @@ class Rows:
                 self.open.remove(request)
                 self.ended.append((request, rollout(length)))
             self._changed.notify_all()
+
+    def peek(self):
+        peeking = Peeking()
+        with self._changed:
+            peeking.rows = [(request, self.so_far) for request in self.open] if self.so_far else []
+        peeking.complete.set()
+        return peeking
+
+    so_far: Rollout | None = None
 
     def poll(self):
         with self._changed:
@@ -209,12 +219,52 @@ def test_a_snapshot_has_the_rows_that_ended_and_restored_groups_begin_the_others
     again = Rows()
     resumed = OpenGroups(again)
     resumed.restore(saved)
-    assert again.open == [] and resumed.begin_again(min_update=5) == SIZE - 1
+    assert again.open == [] and resumed.go_on(min_update=5, longest=0) == (0, SIZE - 1)
     assert {(request.group, request.row, request.min_update) for request in again.open} == {
         ((1, 0), row, 5) for row in (0, 1, 3)
     }
     again.end(*again.open)
     assert ids(resumed.take(2, 0)) == [(0, 0), (1, 0)]
+
+
+def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_rest_of_its_budget():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    groups.submit([group(0, due=9)])
+    rows.so_far = rollout(2)
+    for request in rows.open[:2]:
+        rows.end(request)
+    while groups.ended_rows < 2:
+        time.sleep(0.001)
+    saved = groups.snapshot()
+    (copy,) = saved
+    assert [row is None for row in copy.rollouts] == [False, False, True, True]
+    assert [row and len(row.tokens) for row in copy.begun_rows] == [None, None, 2, 2]
+    copy.seeds = [7, 8, 9, 10]
+
+    again = Rows()
+    resumed = OpenGroups(again)
+    resumed.restore(saved)
+    assert resumed.go_on(min_update=5, longest=100) == (2, 0)
+    third = again.open[0]
+    assert (third.prompt, third.num_made, third.row) == ([0, 0, 0, 1], 2, 2)
+    assert third.seed == 9 + (2 << SEED_BITS)  # another draw than that of its first tokens
+    again.end(*again.open, length=4)
+    (taken,) = resumed.take(1, 0)
+    assert [len(row.tokens) for row in taken.rows] == [3, 3, 6, 6]
+    assert [[(span.update, span.end) for span in row.versions] for row in taken.rows[1:3]] == [
+        [(1, 3)],
+        [(1, 2), (1, 6)],
+    ]
+
+
+def test_a_row_that_was_begun_with_too_many_tokens_begins_again():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    one = group(0)
+    one.begun_rows = [rollout(2), rollout(3), None, None]
+    groups.restore([one])
+    assert groups.go_on(min_update=5, longest=3) == (1, SIZE - 1)
 
 
 def test_dropped_groups_are_forgotten_when_their_rows_have_ended():

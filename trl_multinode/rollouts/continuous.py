@@ -14,7 +14,8 @@ waits for as many as it trains. Near the end of an epoch or of the run no batch 
 groups that are open, and every group that was begun is trained exactly once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
@@ -24,6 +25,9 @@ from .updates import TokenAges, UpdateLog
 
 # returns the batch that is so many rounds ahead and its prompts as token ids; `None` if none follows
 BatchAhead = Callable[[int], tuple[Batch, list[list[int]]] | None]
+
+
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class ContinuousRollouts:
@@ -40,6 +44,8 @@ class ContinuousRollouts:
             Rounds after which a round waits for a group.
         seeds (`Callable[[int, int], list[int] | None]`):
             Function that returns the seeds of a round's rows, from the round and their number.
+        longest (`int`, *optional*, defaults to 0):
+            After a resume, rows that were begun with fewer tokens are continued; the others begin again.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class ContinuousRollouts:
         open_rounds: int,
         max_age: int,
         seeds: Callable[[int, int], list[int] | None],
+        longest: int = 0,
     ):
         self._where = where
         self._warned = False
@@ -59,6 +66,7 @@ class ContinuousRollouts:
         self._open_rounds = open_rounds
         self._max_age = max_age
         self._seeds = seeds
+        self._longest = longest
         self._number = -1  # current round
         self.last_begun = -1  # last round whose groups were begun
         self._restored = False  # groups of a checkpoint are open, and their missing rows are not under way
@@ -81,13 +89,13 @@ class ContinuousRollouts:
         self.swaps += 1
         self.swapped_rows += self.groups.rows_under_way
 
-    def begin_following(self, version: WeightVersion) -> int:
+    def begin_following(self, version: WeightVersion) -> tuple[int, int]:
         """Begin the groups of the batches up to `open_rounds` ahead, and the missing rows of a checkpoint.
 
         Returns:
-            Number of rows of a checkpoint that began again.
+            Number of rows of a checkpoint that continue, and of rows that begin again.
         """
-        again = self.groups.begin_again(version.update) if self._restored else 0
+        resumed = self.groups.go_on(version.update, self._longest) if self._restored else (0, 0)
         self._restored = False
         for number in range(max(self.last_begun + 1, self._number), self._number + self._open_rounds + 1):
             found = self._batch_ahead(number - self._number)
@@ -95,7 +103,7 @@ class ContinuousRollouts:
                 break
             self.groups.submit(self._groups_of(number, *found, version))
             self.last_begun = number
-        return again
+        return resumed
 
     def _groups_of(self, number: int, batch: Batch, prompts: list[list[int]], version: WeightVersion) -> list[Group]:
         seeds = self._seeds(number, len(batch))
@@ -150,3 +158,9 @@ class ContinuousRollouts:
         self.updates.add_earlier(updates)
         self.groups.restore(groups)
         self.last_begun, self._restored = last_begun, True
+
+
+def settings_from_the_start(sampling: Mapping[str, Any]) -> list[str]:
+    """Return the names of sampling settings that depend on where a completion began: a continued row would lose it."""
+    names = ("structured_outputs", "stop", "min_tokens", "bad_words", *NEUTRAL)
+    return [name for name in names if sampling.get(name) not in (None, 0, [], NEUTRAL.get(name))]

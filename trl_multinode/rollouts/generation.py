@@ -20,7 +20,7 @@ from ..run.reporter import report
 from ..weights.sync import SyncTimings
 from ..wire.messages import WeightVersion
 from ..wire.sampling import truncating
-from .continuous import BatchAhead, ContinuousRollouts
+from .continuous import BatchAhead, ContinuousRollouts, settings_from_the_start
 from .look_ahead import Batch, LookAhead, RoundRollouts
 from .rows import FloatRow, TokenRow, raw_image
 from .seeds import RowSeeds
@@ -104,6 +104,7 @@ class NodeGeneration:
             settings.open_rounds,
             settings.oldest_rounds,
             partial(self.seeds.of_round, "train"),
+            longest=0 if settings_from_the_start(self.sampling) else self.max_tokens,
         )
 
     def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
@@ -272,9 +273,12 @@ class NodeGeneration:
 
     def _begin_following(self) -> None:
         assert self.continuous is not None
-        if again := self.continuous.begin_following(self.version):
+        continued, again = self.continuous.begin_following(self.version)
+        if continued or again:
             rank = self.accelerator.process_index
-            report(f"rank {rank}: {again} rows that were under way at the checkpoint begin again")
+            report(
+                f"rank {rank}: {continued} rows that were under way at the checkpoint continue, {again} begin again"
+            )
 
     def _submit(self, number: int, prompts: Prompts) -> None:
         if max(map(len, prompts)) >= self.engines.max_model_len:

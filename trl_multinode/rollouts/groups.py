@@ -10,12 +10,17 @@ Nothing in here is a collective, and nothing depends on a trainer: a rank's grou
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..engine.client import Rollout
-from ..engine.row_stream import GroupId, RowRequest
+from ..engine.row_stream import GroupId, Peeking, RowRequest
+from ..wire.messages import VersionSpan
+
+SEED_BITS = 41  # a row's own seed is below 2**40 plus the number of its row
 
 
 @dataclass
@@ -37,6 +42,8 @@ class Group:
             Seed of each row.
         rollouts (`list[Rollout | None]`):
             Completion of each row; `None` for a row under way.
+        begun_rows (`list[Rollout | None]`):
+            Beginning of each row that a checkpoint found under way; the row continues it.
     """
 
     number: int
@@ -48,9 +55,11 @@ class Group:
     min_update: int = 0
     seeds: list[int] | None = None
     rollouts: list[Rollout | None] = field(default_factory=list)
+    begun_rows: list[Rollout | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rollouts = self.rollouts or [None] * len(self.prompts)
+        self.begun_rows = self.begun_rows or [None] * len(self.prompts)
 
     @property
     def id(self) -> GroupId:
@@ -66,12 +75,34 @@ class Group:
 
     def missing(self) -> list[RowRequest]:
         """Return requests for the rows that have no completion."""
-        seeds: Sequence[int | None] = self.seeds or [None] * len(self.prompts)
-        return [
-            RowRequest(self.id, row, self.prompts[row], seeds[row], self.min_update)
-            for row, rollout in enumerate(self.rollouts)
-            if rollout is None
-        ]
+        return [self._request(row) for row, rollout in enumerate(self.rollouts) if rollout is None]
+
+    def _request(self, row: int) -> RowRequest:
+        seed = None if self.seeds is None else self.seeds[row]
+        if (begun := self.begun_rows[row]) is None:
+            return RowRequest(self.id, row, self.prompts[row], seed, self.min_update)
+        num_made = len(begun.tokens)
+        if seed is not None:  # with its own seed, the row would draw the noise of its first tokens again
+            seed += num_made << SEED_BITS
+        return RowRequest(self.id, row, [*self.prompts[row], *begun.tokens.tolist()], seed, self.min_update, num_made)
+
+    def end_row(self, row: int, rollout: Rollout) -> None:
+        """Store a completion, or the rest of one that was begun."""
+        self.rollouts[row] = joined(self.begun_rows[row], rollout)
+
+
+def joined(begun: Rollout | None, rest: Rollout) -> Rollout:
+    """Return a completion from its beginning and its rest."""
+    if begun is None:
+        return rest
+    start = len(begun.tokens)
+    return Rollout(
+        np.concatenate([begun.tokens, rest.tokens]),
+        np.concatenate([begun.logprobs, rest.logprobs]),
+        begun.version,
+        rest.engine,
+        begun.versions + tuple(VersionSpan(span.update, span.step, start + span.end) for span in rest.versions),
+    )
 
 
 class Stream(Protocol):
@@ -83,6 +114,8 @@ class Stream(Protocol):
     def add(self, requests: list[RowRequest]) -> None: ...
 
     def poll(self) -> list[tuple[RowRequest, Rollout]]: ...
+
+    def peek(self) -> Peeking: ...
 
 
 class OpenGroups:
@@ -121,17 +154,26 @@ class OpenGroups:
         self._begin(groups)
 
     def restore(self, groups: Iterable[Group]) -> None:
-        """Add the groups of a checkpoint. Their missing rows begin with `begin_again`."""
+        """Add the groups of a checkpoint. Their missing rows begin with `go_on`."""
         with self._changed:
             for group in groups:
                 assert group.id not in self._open, f"group {group.id} was begun twice"
                 self._open[group.id] = group
 
-    def begin_again(self, min_update: int) -> int:
-        """Begin the missing rows of restored groups, with weight update `min_update` or later; return their number."""
+    def go_on(self, min_update: int, longest: int) -> tuple[int, int]:
+        """Begin the missing rows of restored groups, with weight update `min_update` or later.
+
+        A row that was begun with fewer than `longest` tokens is continued.
+
+        Returns:
+            Number of rows that continue, and of rows that begin again.
+        """
+        num_continued = 0
         for group in self._open.values():
             group.min_update = min_update
-        return self._begin(list(self._open.values()))
+            group.begun_rows = [row if row and len(row.tokens) < longest else None for row in group.begun_rows]
+            num_continued += sum(row is not None for row in group.begun_rows)
+        return num_continued, self._begin(list(self._open.values())) - num_continued
 
     def _begin(self, groups: list[Group]) -> int:
         requests = [request for group in groups for request in group.missing()]
@@ -191,15 +233,27 @@ class OpenGroups:
         self._check(rollout, request.min_update)
         with self._changed:
             if (group := self._open.get(request.group)) is not None:  # `None` if it was dropped
-                group.rollouts[request.row] = rollout
+                group.end_row(request.row, rollout)
             self.ended_rows += 1
             self.ended_tokens += len(rollout.tokens)
             self._changed.notify_all()
 
     def snapshot(self) -> list[Group]:
-        """Return copies of the open groups with the rows that have ended, without waiting for the others."""
+        """Return copies of the open groups with all rows as far as they are made, without waiting for their ends."""
+        so_far = {(request.group, request.row): rollout for request, rollout in self._rows_so_far()}
         with self._changed:
-            return [Group(**(vars(group) | {"rollouts": list(group.rollouts)})) for group in self._open.values()]
+            return [_copy(group, so_far) for group in self._open.values()]
+
+    def _rows_so_far(self) -> list[tuple[RowRequest, Rollout]]:
+        if self._thread is None:
+            return []
+        peeking = self._stream.peek()
+        while not peeking.complete.wait(0.1):
+            if self._error is not None:
+                raise self._error
+            if self._thread is None:  # the last row has just ended
+                return []
+        return peeking.rows
 
     def drop(self) -> None:
         """Forget the groups of a run that ended early, and wait for its rows, because engines cannot abort them."""
@@ -222,3 +276,11 @@ class OpenGroups:
         seconds = self._generated_s, self._waited_s
         self._generated_s = self._waited_s = 0.0
         return seconds
+
+
+def _copy(group: Group, so_far: Mapping[tuple[GroupId, int], Rollout]) -> Group:
+    begun = list(group.begun_rows)
+    for row, rollout in enumerate(group.rollouts):
+        if rollout is None and (more := so_far.get((group.id, row))) is not None:
+            begun[row] = joined(begun[row], more)
+    return replace(group, rollouts=list(group.rollouts), begun_rows=begun)

@@ -15,7 +15,7 @@ from .groups import Group
 def to_arrays(
     continuous: ContinuousRollouts, index_of: Callable[[Group], int]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Convert a snapshot of the open groups to arrays and notes. It does not wait for rows under way.
+    """Convert a snapshot of the open groups, with rows under way as far as they are made, to arrays and notes.
 
     Args:
         continuous (`ContinuousRollouts`):
@@ -24,11 +24,13 @@ def to_arrays(
             Function that returns the index of a group's row in the dataset.
     """
     groups = continuous.groups.snapshot()
-    ended = [(place, row) for place, row in enumerate(row for group in groups for row in group.rollouts) if row]
-    rows = [row for _, row in ended]
+    found = [pair for group in groups for pair in zip(group.rollouts, group.begun_rows, strict=True)]
+    made = [(place, ended or begun, ended is not None) for place, (ended, begun) in enumerate(found) if ended or begun]
+    rows = [row for _, row, _ in made if row is not None]
     spans = [(span.update, span.step, span.end) for row in rows for span in row.versions]
     arrays = {
-        "places": np.asarray([place for place, _ in ended], np.int32),
+        "places": np.asarray([place for place, _, _ in made], np.int32),
+        "ended": np.asarray([ended for _, _, ended in made], np.int32),
         "lengths": np.asarray([len(row.tokens) for row in rows], np.int32),
         "tokens": np.concatenate([np.empty(0, np.int32), *(row.tokens for row in rows)]),
         "logprobs": np.concatenate([np.empty(0, np.float32), *(row.logprobs for row in rows)]),
@@ -65,7 +67,9 @@ def restore(
             Function that returns a row of the dataset by its index, and checks that it has these prompt ids.
     """
     last = max([update for update, *_ in notes["updates"]], default=0)
-    rollouts = dict(zip(arrays["places"].tolist(), _rollouts(arrays, last), strict=True))
+    rows = list(zip(arrays["places"].tolist(), arrays["ended"].tolist(), _rollouts(arrays, last), strict=True))
+    rollouts = {place: row for place, ended, row in rows if ended}
+    begun = {place: row for place, ended, row in rows if not ended}
     groups, start = [], 0
     for saved, prompt in zip(notes["groups"], _split(arrays["prompts"], arrays["prompt_lengths"]), strict=True):
         places, start = range(start, start + saved["size"]), start + saved["size"]
@@ -73,7 +77,9 @@ def restore(
         groups.append(
             Group(
                 saved["number"], saved["place"], [dict(row) for _ in places], [prompt.tolist() for _ in places],
-                saved["due"], saved["begun"], seeds=saved["seeds"], rollouts=[rollouts.get(place) for place in places],
+                saved["due"], saved["begun"], seeds=saved["seeds"],
+                rollouts=[rollouts.get(place) for place in places],
+                begun_rows=[begun.get(place) for place in places],
             )
         )  # fmt: skip
     updates = {update - last - 1: (number, step) for update, number, step in notes["updates"]}

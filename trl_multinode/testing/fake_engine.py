@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..engine_process.backend import Backend, CompletionBuffer, Refused
+from ..engine_process.backend import Backend, CompletionBuffer, Refused, show
 from ..engine_process.main import main
 from ..transports.base import SELF_TEST_S, call_with_timeout
 from ..transports.opening import open_slots
@@ -146,6 +146,7 @@ class FakeBackend(Backend):
         self._check_length(prompt)
         rows = [FakeRow(prompt) for _ in range(num)]
         self._running += rows
+        show(rows)
         try:
             await asyncio.sleep(self._delay_s)
             await asyncio.to_thread(self._complete, rows, max_tokens, sampling, seed)
