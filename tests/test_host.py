@@ -12,6 +12,7 @@ from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine import settings as engine_settings
 from trl_multinode.engine.process import engine_environment
 from trl_multinode.engine.settings import EngineSettings, check_vllm, engine_dtype
+from trl_multinode.engine_process.vllm_backend import batch_tokens
 from trl_multinode.errors import ConfigurationError, EngineError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_settings import NodeSettings
@@ -127,6 +128,28 @@ def test_rows_in_flight_count_all_ranks_of_the_node(tmp_path):
     two = EngineDevices((("6",), ("7",)), False)
     assert settings(tmp_path, two).arguments(tmp_path, 0)["max_num_seqs"] == 7 * 16
     assert settings(tmp_path, two).window == 12  # of 16 that are a rank's share of one engine
+
+
+def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_run_at_once(tmp_path):
+    assert settings(tmp_path, max_num_seqs=256).max_num_seqs == 1024  # of 7 x 256; vLLM did not start with 2048
+    assert settings(tmp_path, max_num_seqs=256, engine_kwargs={"max_num_seqs": 1792}).max_num_seqs == 1792
+    open_rounds = SimpleNamespace(in_flight=True, open_rounds=3, engine_kwargs={}, vllm_tensor_parallel_size=1)
+    rows = [EngineSettings(open_rounds, NODE_1, ONE_RESERVED, None, {"max_num_seqs": n}).max_num_seqs for n in (8, 64)]
+    assert rows == [4 * 7 * 8, 1024]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rows", "default", "expected"),
+    [
+        (None, 1024, 16384, None),  # an H100
+        (None, 1024, 2048, 8192),
+        (None, 64, 4096, 8192),  # a CPU
+        (None, 6000, 8192, 12000),  # rows from `engine_kwargs`
+        (512, 1024, 16384, 512),
+    ],
+)
+def test_an_engine_computes_prompts_while_all_its_rows_generate(chosen, rows, default, expected):
+    assert batch_tokens(SimpleNamespace(max_num_batched_tokens=chosen, max_num_seqs=rows), default) == expected
 
 
 def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):

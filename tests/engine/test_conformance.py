@@ -319,6 +319,7 @@ def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
 
 @pytest.mark.parametrize("recompute_kv", [False, True])
 def test_running_rows_continue_with_new_weights_and_every_token_has_the_log_prob_of_its_own(trainer, recompute_kv):
+    trainer.version = WeightVersion(20 + 5 * recompute_kv, 200)
     trainer.send()
     found = generate_while_sending(trainer, [[5, 6, 7 + i] for i in range(8)], 120, recompute_kv)
     assert found.mixed_share > 0.3

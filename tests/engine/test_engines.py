@@ -36,6 +36,8 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(modul
             check_log_probs(trainer, settings)
         trainer.perturb()
         assert worst_difference(trainer, generate(engines), PROMPTS) > 0.1
+    # vLLM's own for two CPU workers under the usage context; without one it is 2048
+    assert "max_num_batched_tokens=8192" in (tmp_path / "engine0.log").read_text()
 
 
 def test_two_engines_both_hold_the_weights_and_the_slow_one_gets_less(tmp_path):

@@ -37,11 +37,12 @@ NAMES = [
      "finish_weight_update"),
     ("v1/engine/async_llm.py", "AsyncLLM", "from_engine_args generate collective_rpc pause_generation "
      "resume_generation start_weight_update finish_weight_update reset_prefix_cache shutdown"),
+    ("usage/usage_lib.py", "UsageContext", "LLM_CLASS"),
     ("sampling_params.py", "SamplingParams", "n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind "
      "structured_outputs"),
     ("engine/arg_utils.py", "EngineArgs", "logprobs_mode weight_transfer_config worker_extension_cls load_format "
      "kv_cache_memory_bytes max_lora_rank create_model_config kv_transfer_config kv_offloading_size "
-     "kv_offloading_backend ec_transfer_config"),
+     "kv_offloading_backend ec_transfer_config get_batch_defaults"),
     (f"{RELOAD}/layerwise.py", "", "initialize_layerwise_reload finalize_layerwise_reload get_layerwise_info"),
     (f"{RELOAD}/meta.py", "", "SKIP_TENSORS"),
     ("model_executor/models/utils.py", "AutoWeightsLoader", "load_weights"),

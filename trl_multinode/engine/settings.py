@@ -16,6 +16,7 @@ from ..run.topology import EngineDevices, Topology
 VLLM_RANGE = ((0, 26), (0, 33))  # 0.26 (the last for torch 2.11) and 0.32 pass the engine tests (docs/versions.md)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts
 CPU_KV_CACHE_BYTES = 256 << 20
+MAX_ROWS = 1024  # of an engine at once; vLLM's own default on an H100
 # Engines on a CPU run eagerly, because torch.compile would take 17 s in the first request
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
 # Share of an engine's rows that ranks keep in flight if there are several; the rest goes to the first free engine
@@ -60,14 +61,19 @@ class EngineSettings:
 
     @property
     def max_num_seqs(self) -> int:
-        """Rows in flight per engine.
+        """Rows that an engine generates at once: those of the rounds that may be open, and at most 1024.
 
         TRL's keyword is the rows of one rank times the tensor parallel size; here a node's ranks share the engines.
+        vLLM gives a row only as much of the cache as it needs, and lets rows wait that the cache cannot hold.
         """
         if chosen := self._settings.engine_kwargs.get("max_num_seqs"):
             return chosen
         rows = (self._keywords.get("max_num_seqs") or 8) // self._settings.vllm_tensor_parallel_size
-        return max(8, -(-rows * self._topology.ranks_per_node // len(self._devices.per_engine)))
+        # one round is begun while `open_rounds` are; if an update waits for running rows, only one round is running
+        in_flight = getattr(self._settings, "in_flight", False)
+        rounds = getattr(self._settings, "open_rounds", 1) + 1 if in_flight else 1
+        per_engine = -(-rounds * rows * self._topology.ranks_per_node // len(self._devices.per_engine))
+        return min(max(8, per_engine), MAX_ROWS)
 
     @property
     def window(self) -> int:
