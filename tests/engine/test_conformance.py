@@ -298,6 +298,8 @@ def compare_like_a_round(trainer, groups) -> None:
 
 
 def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
+    trainer.version = WeightVersion(15, 150)
+    trainer.send()
     rank = trainer.engines.connect_again()
     stream = rank.open_stream(150, SAMPLING | {"ignore_eos": True})
     stream.add([RowRequest((0, 0), row, [5, 6, 7 + row], 40 + row, trainer.version.update) for row in range(4)])

@@ -93,6 +93,7 @@ class RowStream:
         self._num_added = self._num_ended = 0  # each is written by one thread
         self._asked: deque[Peeking] = deque()
         self._peeking: dict[tuple[int, int], Peeking] = {}  # by engine and request id
+        self._closed = False
         self._woken, self._waker = os.pipe()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -191,7 +192,10 @@ class RowStream:
         ]
 
     def close(self) -> None:
-        """Forget all rows, after a failure or at the end. Only call it when no thread polls."""
+        """Forget all rows, after a failure or at the end, when no thread polls. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self._selector.close()
         for (engine, request_id), request in self._open.items():
             self._load.give_back(engine, self._cost(request))
