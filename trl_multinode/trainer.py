@@ -84,7 +84,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return self.vllm_generation.take_groups(len(inputs), self.num_generations, partial(self._batch_ahead, inputs))
 
     def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
-        return self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
+        return self._monitor.check(output, stale=self.model.training and self.vllm_generation.stale)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:
         """Replace `None`, which TRL 1.16 returns for a prompt without images, with an empty list: processors reject

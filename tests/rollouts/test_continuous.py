@@ -164,6 +164,22 @@ def test_a_sync_does_not_wait_for_rows_under_way_and_they_carry_both_versions():
     assert (ages.rounds_max, ages.steps_max) == (2, 2)
 
 
+def test_a_row_that_was_begun_before_a_swap_is_stale_although_all_its_tokens_are_new():
+    """An evaluation has sent this round's weights. The prompt may have keys and values of older weights, so the check
+    scores the row again."""
+    run, asked = Run(rounds=3), []
+    run.generation.on_stale = asked.append
+    run.engines.held = {(1, 0), (1, 1), (2, 0), (2, 1)}
+    run.first()
+    run.generation.begin_round("eval", 0)
+    run.generation.sync_weights()
+    run.engines.running = [(request, updates[1:]) for request, updates in run.engines.running]  # nothing made before
+    run.engines.end((1, 0), (1, 1))
+    run.train(1)
+    assert run.generation.stale and len(asked) == 1 and run.generation.lag == (0.0, 0.0)
+    assert [span.update for row in run.generation.used.rows for span in row.versions] == [2] * 4
+
+
 def test_an_epoch_ends_with_its_last_groups_and_nothing_beyond_it_begins():
     run, trained = Run(rounds=5), []
     trained += run.first()
@@ -225,7 +241,8 @@ def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_th
     run.generation.take_groups(4, SIZE, lambda rounds: run.ahead(0, rounds))
     _, completions, _, _ = run.generation.generate([[9, 9]] * 4, None, SIZE)
     assert len(completions) == 4 and len(run.host.engines.calls) == 1 and "other prompts" in caplog.text
-    assert run.generation.lag == (0.0, 0.0) and run.continuous.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert run.generation.lag == (0.0, 0.0) and not run.generation.stale
+    assert run.continuous.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_a_prompt_that_fills_the_context_is_named_when_it_would_begin():

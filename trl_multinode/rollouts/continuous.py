@@ -132,9 +132,18 @@ class ContinuousRollouts:
                     "completions are generated again. Rounds in flight help only if prompts depend on nothing but the "
                     "dataset row."
                 )
+            self.taken = []
             return None
         rows = [row for group in self.taken for row in group.rows]
         return RoundRollouts(self._number, prompts, rows, min(row.version for row in rows))
+
+    def stale(self, version: WeightVersion) -> bool:
+        """Return whether weights before `version` took part in the taken rows: a row that had no token at a swap may
+        still use their keys and values of its prompt."""
+        return any(
+            group.min_update < version.update or any(row.version.update < version.update for row in group.rows)
+            for group in self.taken
+        )
 
     def ages(self, version: WeightVersion) -> TokenAges:
         """Return the ages of the tokens that this round trains, with the weights of `version`."""

@@ -170,6 +170,13 @@ class NodeGeneration:
         return int(version != self.version), self._host.step() - version.step
 
     @property
+    def stale(self) -> bool:
+        """Return whether older weights took part in the current round's completions, if only by their caches."""
+        if self.continuous is not None:
+            return self.continuous.stale(self.version)
+        return self.used.version != self.version
+
+    @property
     def must_sync(self) -> bool:
         """Return whether a sync is due for a reason other than an optimizer step, as before the first sync."""
         return self._weights_changed
@@ -257,7 +264,8 @@ class NodeGeneration:
             made = RoundRollouts(self._number, prompts, self._fresh(prompts, images), self.version)
         else:
             self.seeds.of_call(prompts)  # count the look-ahead as the round's first call
-            if made.version != self.version:  # they are equal if both rounds belong to one optimizer step
+            self.used = made
+            if self.stale:  # it is not if both rounds belong to one optimizer step
                 self.on_stale(made)
         self.used = made
         if self.continuous is not None:
