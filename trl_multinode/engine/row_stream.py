@@ -16,7 +16,7 @@ from .client import EngineClient, Rollout
 GroupId = tuple[int, int]  # chosen by the caller
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # by identity: rows may have equal prompts
 class RowRequest:
     """Request for one completion."""
 

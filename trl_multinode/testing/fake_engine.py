@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -108,6 +109,8 @@ class FakeBackend(Backend):
 
     async def start(self) -> None:
         torch.set_num_threads(1)
+        if self._token_delay_s:  # the rows' threads only wait, so all of them may run, as in vLLM
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))
         config = AutoConfig.from_pretrained(self._args["model"])
         torch.manual_seed(self._args["seed"])
         self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self._args["dtype"])).eval()
