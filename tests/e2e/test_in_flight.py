@@ -14,14 +14,17 @@ from trl_multinode.testing.nodes import Nodes
 SCRIPT = Path(__file__).parent / "scripts" / "in_flight.py"
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
 GROUP, WORLD = 4, 4
-SLOW = Faults().slow_tokens(0.05)  # generation takes longer than a step, whatever else the machine does
+SLOW = Faults().slow_tokens(0.1)  # generation takes longer than a step, whatever else the machine does
 
 # Four ranks x 8 rows = 8 prompts a round, two groups a rank
 RUN = {
     "prompts": 40, "per_device_train_batch_size": 8, "steps_per_generation": 1, "gradient_accumulation_steps": 1,
     "max_completion_length": 256, "weight_update": "in_flight", "open_rounds": 2,
 }  # fmt: skip
-WHOLE = {"name": "whole", "output": "whole", "prompts": 48, "num_train_epochs": 1, "compare": 3, "mean": 48}
+WHOLE = {
+    "name": "whole", "output": "whole", "prompts": 64, "num_train_epochs": 1, "open_rounds": 4, "compare": 3,
+    "mean": 24,
+}  # fmt: skip
 # 16 prompts a round, each trained twice in 4 optimizer steps; the run ends inside the second epoch, 24 rows unused
 FEATURES = {
     "name": "features", "output": "features", "prompts": 48, "max_steps": 14, "num_iterations": 2,
@@ -80,7 +83,7 @@ def test_every_id_of_every_epoch_is_trained_once_and_nothing_is_left_under_way(f
     runs = results(folder, "whole")
     assert trained(runs) == Counter({f"{i} + {i + 1} =": GROUP for i in range(WHOLE["prompts"])})
     assert [run["rows_left"] for run in runs] == [0] * WORLD
-    assert all(len(losses(run)) == 6 and all(map(isfinite, losses(run))) for run in runs)
+    assert all(len(losses(run)) == 8 and all(map(isfinite, losses(run))) for run in runs)
 
 
 def test_at_least_a_third_of_the_rows_hold_several_versions_and_the_reward_sees_the_rows_that_were_taken(folder):
@@ -91,7 +94,7 @@ def test_at_least_a_third_of_the_rows_hold_several_versions_and_the_reward_sees_
     assert max(lengths) > 20 * min(lengths)
     for run in runs:
         assert all(one["rows"] == one["made"] for one in run["rounds"])
-        assert [one["open"] for one in run["rounds"]] == [4, 4, 4, 4, 2, 0]
+        assert [one["open"] for one in run["rounds"]] == [8, 8, 8, 8, 6, 4, 2, 0]
 
 
 def test_scoring_is_trls_own_on_the_same_rows(folder):
@@ -106,7 +109,7 @@ def test_ages_are_logged_and_bounded_and_the_spot_check_runs_in_mixed_rounds(fol
     runs = results(folder, "whole")
     log = [entry for entry in runs[0]["log"] if "loss" in entry]
     assert log[0]["staleness/rounds_mean"] == 0.0
-    assert 0 < max(entry["staleness/rounds_max"] for entry in log) <= 6
+    assert 0 < max(entry["staleness/rounds_max"] for entry in log) <= 3 * WHOLE["open_rounds"]
     assert max(entry["in_flight/mixed_rows"] for entry in log) > 0.3
     assert max(entry["in_flight/swapped_rows"] for entry in log) > 4
     assert all(entry["staleness/effective_sample_size"] > 0 for entry in log)
