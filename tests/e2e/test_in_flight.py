@@ -23,7 +23,7 @@ RUN = {
 }  # fmt: skip
 WHOLE = {
     "name": "whole", "output": "whole", "prompts": 64, "num_train_epochs": 1, "open_rounds": 4, "compare": 3,
-    "mean": 24,
+    "mean": 36,
 }  # fmt: skip
 # 16 prompts a round, each trained twice in 4 optimizer steps; the run ends inside the second epoch, 24 rows unused
 FEATURES = {

@@ -15,7 +15,7 @@ import torch
 from swapping import LIMIT, generate_while_sending
 
 from trl_multinode.engine.dispatch import PromptRequest
-from trl_multinode.engine.row_stream import RowRequest
+from trl_multinode.engine.row_stream import Peeking, RowRequest
 from trl_multinode.errors import (
     EngineRefusedError,
     LogprobDivergenceError,
@@ -302,17 +302,17 @@ def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
     trainer.send()
     rank = trainer.engines.connect_again()
     stream = rank.open_stream(200, SAMPLING | {"ignore_eos": True})
-    for attempt in range(20):  # on a busy machine the rows may have ended before they are asked for
-        rows = [RowRequest((attempt, 0), row, [5, 6, 7 + row], 40 + row, trainer.version.update) for row in range(4)]
-        stream.add(rows)
-        ended = dict(stream.poll(0.05))
+    rows = [RowRequest((0, row), 0, [5, 6, 7 + row], 40 + row, trainer.version.update) for row in range(32)]
+    stream.add(rows)
+    so_far, ended = Peeking(), {}
+    while not so_far.rows and len(ended) < len(rows):
         so_far = stream.peek()
-        while len(ended) < len(rows):
+        while not so_far.complete.is_set():
             ended |= dict(stream.poll())
-        if so_far.rows:
-            break
+    while len(ended) < len(rows):
+        ended |= dict(stream.poll())
     rank.close()
-    assert so_far.rows and so_far.complete.is_set()
+    assert so_far.rows
     for request, row in so_far.rows:
         assert row.tokens.tolist() == ended[request].tokens.tolist()[: len(row.tokens)]
         assert row.logprobs.tolist() == ended[request].logprobs.tolist()[: len(row.tokens)]
