@@ -234,6 +234,16 @@ def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next
     assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
 
 
+def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
+    run = Run(rounds=4)
+    run.first()
+    open_before = run.continuous.groups.ids
+    _, completions, _, _ = run.generation.generate([[5, 0, 0, 9]], None, 1)
+    assert len(completions) == 1 and run.continuous.groups.ids == open_before
+    assert run.host.engines.calls[-1].min_update == run.generation.version.update
+    assert [row.tokens[0] for row in run.generation.used.rows] == [0, 0, 1, 1]  # still the first turn's
+
+
 def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_the_same(caplog):
     run = Run(rounds=3)
     run.generation.begin_round("train", 0)
