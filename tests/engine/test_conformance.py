@@ -302,10 +302,11 @@ def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
     trainer.send()
     rank = trainer.engines.connect_again()
     stream = rank.open_stream(200, SAMPLING | {"ignore_eos": True})
-    rows = [RowRequest((0, row), 0, [5, 6, 7 + row], 40 + row, trainer.version.update) for row in range(32)]
+    rows = [RowRequest((0, row), 0, [5, 6, 7 + row], 40 + row, trainer.version.update) for row in range(64)]
     stream.add(rows)
     so_far, ended = Peeking(), {}
     while not so_far.rows and len(ended) < len(rows):
+        time.sleep(0.01)  # an engine that must answer all the time has no time for its rows
         so_far = stream.peek()
         while not so_far.complete.is_set():
             ended |= dict(stream.poll())

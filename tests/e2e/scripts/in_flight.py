@@ -105,13 +105,24 @@ class Record(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(name: str, prompts: int, output: str, kill_at=None, resume=None, compare=None, mean=16, **settings) -> None:
+def run(
+    name: str,
+    prompts: int,
+    output: str,
+    kill_at=None,
+    resume=None,
+    compare=None,
+    mean=16,
+    ignore_eos=False,
+    **settings,
+) -> None:
     rounds = Rounds()
+    sampling = {"allowed_token_ids": [1, *range(100, 99 + mean)], "ignore_eos": ignore_eos}
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     trainer = make_trainer(
         tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
         eval_prompts=["1 + 1 =", "2 + 2 ="] if "eval_strategy" in settings else None,
-        rollout_seed=5, learning_rate=1e-2, generation_kwargs={"allowed_token_ids": [1, *range(100, 99 + mean)]},
+        rollout_seed=5, learning_rate=1e-2, generation_kwargs=sampling,
         vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0, **settings,
     )  # fmt: skip
     rounds.trainer, trainer.compares, trainer.found = trainer, False, None
