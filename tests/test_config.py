@@ -4,12 +4,13 @@ from dataclasses import FrozenInstanceError, fields, replace
 from unittest import mock
 
 import pytest
+from datasets import Dataset
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
 import trl_multinode
 from trl_multinode import node_settings
-from trl_multinode.call_checks import check_call, check_foreseeable
+from trl_multinode.call_checks import check_call, check_foreseeable, check_in_flight
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode, sampling_keys
@@ -226,6 +227,72 @@ def test_completions_that_need_more_than_the_dataset_row_are_not_made_ahead(tmp_
     check_foreseeable(ours(tmp_path, max_staleness=1), {name: None, "tools": [print]})
     check_foreseeable(ours(tmp_path), {name: print})
     check_foreseeable(plain(tmp_path, use_vllm=True, vllm_mode="node"), {name: print})
+
+
+# ---- rounds in flight
+
+IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate"}
+
+
+def test_rounds_in_flight_are_off_by_default_and_taken_as_given(tmp_path):
+    settings = NodeSettings.of(ours(tmp_path))
+    assert not settings.in_flight and (settings.open_rounds, settings.recompute_kv) == (1, False)
+    settings = NodeSettings.of(ours(tmp_path, **IN_FLIGHT))
+    assert settings.in_flight and settings.oldest_rounds == 6
+    assert NodeSettings.of(ours(tmp_path, **IN_FLIGHT, max_age=2, recompute_kv=True)).oldest_rounds == 2
+    assert NodeSettings.of(plain(tmp_path)).weight_update == "drain"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"weight_update": "swap"}, ["must be one of ('drain', 'in_flight'), got 'swap'"]),
+        ({"open_rounds": 1}, ["`open_rounds` must be 2 to 8", "got 1", "`max_staleness=1`"]),
+        ({"open_rounds": 9}, ["`open_rounds` must be 2 to 8", "got 9"]),
+        ({"max_age": 1}, ["`max_age` must be at least `open_rounds` (2), got 1"]),
+        ({"max_staleness": 1}, ["`max_staleness` must stay 0", "`open_rounds`"]),
+        ({"vllm_mode": "colocate"}, ["needs node mode"]),
+        ({"vllm_importance_sampling_correction": False}, ["`vllm_importance_sampling_correction=True`"]),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, ["'sequence_mask'", "the long ones", "'token_truncate'"]),
+        ({"vllm_importance_sampling_mode": "sequence_truncate"}, ["'sequence_truncate'", "'token_truncate'"]),
+    ],
+)
+def test_what_cannot_work_in_flight_is_refused_with_a_way_out(tmp_path, fields, words):
+    message = refusal(ours, tmp_path, **IN_FLIGHT | fields)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("fields", [{"open_rounds": 2}, {"max_age": 4}, {"recompute_kv": True}])
+def test_settings_of_rounds_in_flight_have_no_meaning_when_syncs_drain(tmp_path, fields):
+    assert "needs `weight_update='in_flight'`" in refusal(ours, tmp_path, **fields)
+
+
+def test_a_group_in_flight_may_not_straddle_ranks_and_the_nearest_batches_are_named(tmp_path):
+    """2 nodes x 7 ranks and groups of 8: TRL takes 4 rows a rank, and then every second group is on two ranks."""
+    with mock.patch.object(TrainingArguments, "world_size", 14):
+        sizes = {"num_generations": 8, "steps_per_generation": 1}
+        assert ours(tmp_path, per_device_train_batch_size=4, **sizes).generation_batch_size == 56
+        message = refusal(ours, tmp_path, per_device_train_batch_size=4, **sizes, **IN_FLIGHT)
+        assert "must be a multiple of `num_generations` (8), got 4 x 1 = 4. The nearest is 8" in message
+        assert "`steps_per_generation=2`" in message and "`per_device_train_batch_size=8`" in message
+        message = refusal(ours, tmp_path, per_device_train_batch_size=12, **sizes, **IN_FLIGHT)
+        assert "12 x 1 = 12. The nearest is 8 or 16" in message
+        assert ours(tmp_path, per_device_train_batch_size=8, **sizes, **IN_FLIGHT).open_rounds == 2
+
+
+@pytest.mark.parametrize("name", ["rollout_func", "environment_factory"])
+def test_completions_that_need_more_than_the_dataset_row_are_not_in_flight(tmp_path, name):
+    message = refusal(check_foreseeable, ours(tmp_path, **IN_FLIGHT), {name: print})
+    assert f"before `{name}` is called" in message and "Use `weight_update='drain'` with it" in message
+
+
+def test_streams_and_images_are_not_in_flight(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["a"], "images": [[]]})
+    args = ours(tmp_path, **IN_FLIGHT)
+    assert "got a stream (IterableDataset)" in refusal(check_in_flight, args, rows.to_iterable_dataset())
+    assert "(column 'images')" in refusal(check_in_flight, args, rows)
+    check_in_flight(args, rows.select_columns("prompt"))
+    check_in_flight(ours(tmp_path), rows.to_iterable_dataset())
 
 
 @pytest.mark.parametrize("given", [{"load_format": "auto"}, '{"tensor_parallel_size": 2}', {"dtype": "float16"}])

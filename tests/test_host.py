@@ -184,6 +184,13 @@ def test_engine_kwargs_win_also_as_json(tmp_path):
     assert made.arguments(tmp_path, 0)["max_num_seqs"] == 70 and made.window == 7
 
 
+def test_rows_of_open_rounds_leave_a_part_of_every_engine_free_for_evaluation(tmp_path):
+    in_flight = {"weight_update": "in_flight", "open_rounds": 3, "vllm_importance_sampling_mode": "token_truncate"}
+    made = settings(tmp_path, engine_kwargs='{"max_num_seqs": 112}', **in_flight)
+    assert made.open_window == 12  # of 16 that are a rank's share
+    assert settings(tmp_path, engine_kwargs='{"max_num_seqs": 7}', **in_flight).open_window == 1
+
+
 def test_the_engines_type_follows_training_and_can_be_set(tmp_path):
     model = SimpleNamespace(dtype=torch.float32)
     assert engine_dtype(NodeSettings.of(config(tmp_path)), model) == torch.float32

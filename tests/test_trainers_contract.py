@@ -164,7 +164,9 @@ def test_engine_kwargs_may_be_json_and_trls_own_dicts_too(name, tmp_path):
     assert args.engine_kwargs == {"a": 1} and args.model_init_kwargs == {"dtype": "float32"}
 
 
-REFUSED = {"max_staleness": 1, "micro_batch_tokens": 4096, "logprob_divergence_limit": 0.5}
+REFUSED = {
+    "max_staleness": 1, "weight_update": "in_flight", "micro_batch_tokens": 4096, "logprob_divergence_limit": 0.5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("field", REFUSED)

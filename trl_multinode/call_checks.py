@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import transformers
+from torch.utils.data import IterableDataset
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from .errors import ConfigurationError
@@ -40,6 +41,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_evaluation(args, call)
     check_rewards(call)
     check_foreseeable(args, call)
+    check_in_flight(args, call.get("train_dataset"))
     check_fsdp_version()
     check_own_folders(args, call, host.topology.num_nodes)
     check_push(args, call)
@@ -117,13 +119,31 @@ def parallel_loading(args: TrainingArguments) -> Iterator[str]:
 
 
 def check_foreseeable(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
-    """Raise `ConfigurationError` if `max_staleness=1` but completions depend on more than the dataset row."""
+    """Raise `ConfigurationError` if engines generate ahead but completions depend on more than the dataset row."""
+    settings = NodeSettings.of(args)
+    ahead = "weight_update='in_flight'" if settings.in_flight else "max_staleness=1"
+    instead = "weight_update='drain'" if settings.in_flight else "max_staleness=0"
     for name in ("rollout_func", "environment_factory"):
-        if kwargs.get(name) and NodeSettings.of(args).max_staleness:
+        if kwargs.get(name) and (settings.max_staleness or settings.in_flight):
             raise ConfigurationError(
-                f"`max_staleness=1` generates from the dataset's prompts before `{name}` is called. Use "
-                "`max_staleness=0` with it."
+                f"`{ahead}` generates from the dataset's prompts before `{name}` is called. Use `{instead}` with it."
             )
+
+
+def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
+    """Raise `ConfigurationError` if `weight_update='in_flight'` cannot work with the training dataset."""
+    if dataset is None or not NodeSettings.of(args).in_flight:
+        return
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ConfigurationError(
+            f"`weight_update='in_flight'` needs a dataset with an index, got a stream ({type(dataset).__name__}): a "
+            "resumed run must find the rows of its open groups again. Use a `Dataset`, or `weight_update='drain'`."
+        )
+    if images := {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
+        raise ConfigurationError(
+            f"`weight_update='in_flight'` generates from token ids, and TRL builds prompts with images (column "
+            f"{min(images)!r}) only while it scores them. Use `weight_update='drain'`."
+        )
 
 
 def check_dataset(dataset: Any, args: TrainingArguments) -> None:

@@ -16,6 +16,7 @@ else:
 
 GRPO_ONLY = {
     "max_staleness": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
+    "weight_update": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
     "micro_batch_tokens": "only GRPO's micro-batches can be regrouped. Leave it out, or use GRPO.",
     "rehearse_longest": "only GRPO's batches can be made up. Leave it out, or use GRPO.",
 }
@@ -75,6 +76,21 @@ class NodeFields(_Arguments):
             every round with the newest weights, while the ranks wait. `1`: while a round trains, the engines generate
             the next round's completions with the older weights; prompts, their order and the number of optimizer steps
             stay the same. `1` requires TRL's importance-sampling correction, which becomes the off-policy correction.
+        weight_update (`str`, *optional*, defaults to `"drain"`):
+            Way in which new weights reach engines that generate ahead. `"drain"`: a sync waits for all completions
+            under way. `"in_flight"`: completions continue across a sync, and engines never run empty, which pays off
+            when the lengths of completions differ much. Every step trains on the groups that are complete, so their
+            order differs from that of the dataset; every group is trained exactly once. See docs/long-tail.md.
+        open_rounds (`int`, *optional*, defaults to `1`):
+            With `weight_update="in_flight"`: generation rounds, 2 to 8, that are begun and not trained while a round
+            trains.
+        max_age (`int`, *optional*):
+            With `weight_update="in_flight"`: generation rounds after which a step waits for a group that was begun.
+            Default: 3 x `open_rounds`. `max_age=open_rounds` keeps the order of the dataset.
+        recompute_kv (`bool`, *optional*, defaults to `False`):
+            With `weight_update="in_flight"`: compute the cached keys and values of completions under way again with
+            the new weights. Otherwise their later tokens attend to those of the older weights, and the recorded
+            log-probs are those of this mixed computation.
         logprob_divergence_limit (`float`, *optional*):
             Limit for the mean |engine log-prob - trainer log-prob| per token of a rank's batch. Above it the run
             stops, because some weights of the engine must be stale. Default: 0.02 if both sides compute in float32,
@@ -169,6 +185,28 @@ class NodeFields(_Arguments):
         metadata={
             "help": "Generation rounds by which completions may lag behind the weights they train: 0 or 1. With 1 the "
             "engines generate the next round while the ranks train."
+        },
+    )
+    weight_update: str = field(
+        default=NodeSettings.weight_update,
+        metadata={
+            "help": "'drain': a weight sync waits for completions under way. 'in_flight': they continue across it."
+        },
+    )
+    open_rounds: int = field(
+        default=NodeSettings.open_rounds,
+        metadata={"help": "With weight_update='in_flight': rounds (2 to 8) begun and not trained."},
+    )
+    max_age: int | None = field(
+        default=None,
+        metadata={
+            "help": "With weight_update='in_flight': rounds until a step waits for a group. Default: 3 x open_rounds."
+        },
+    )
+    recompute_kv: bool = field(
+        default=NodeSettings.recompute_kv,
+        metadata={
+            "help": "With weight_update='in_flight': whether a sync computes the caches of running completions again."
         },
     )
     logprob_divergence_limit: float | None = field(

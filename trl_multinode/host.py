@@ -70,7 +70,7 @@ class NodeHost:
         self._trainer: weakref.ref | None = None
         self._sync: WeightSync | None = None
         self.engines: NodeEngines | None = None
-        self.ahead_engines: NodeEngines | None = None  # connections of the look-ahead thread, if `max_staleness=1`
+        self.ahead_engines: NodeEngines | None = None  # connections of the thread that generates ahead, if any
         self._ends = False
         # per engine, at the last sync: busy seconds, total seconds, and row-seconds over slots
         self.engine_clocks: list[tuple[float, float, float]] = []
@@ -237,7 +237,9 @@ class NodeHost:
                 self._fleet.start(settings, count, self._base, processing_class)
                 transport.folder = self._fleet.folder
             self.engines = self._fleet.connect(count, settings.window)
-            if self.settings.max_staleness:
+            if self.settings.in_flight:
+                self.ahead_engines = self._fleet.connect(count, settings.open_window)
+            elif self.settings.max_staleness:
                 self.ahead_engines = self._fleet.connect(count, settings.window)
             plan = checked_with_engines(plan, self._base, self.engines, lora_sync, gather)
             if plan.reason and self.topology.rank == 0:
@@ -245,6 +247,7 @@ class NodeHost:
             self._sync = build_sync(
                 plan, self._base, self.dtype, gather, self.engines, bucket_bytes, transport, self.topology
             )
+            self._sync.in_flight, self._sync.recompute_kv = self.settings.in_flight, self.settings.recompute_kv
         return self.engines
 
     def _transport(self) -> Transport:

@@ -65,6 +65,8 @@ IGNORED_IN_NODE_MODE = (
 )
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
 LORA_SYNCS = ("auto", "adapter", "merged")
+WEIGHT_UPDATES = ("drain", "in_flight")
+MOST_OPEN_ROUNDS = 8
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; also vLLM's default
 GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
@@ -93,6 +95,10 @@ class NodeSettings:
     lora_sync: str = "auto"
     rollout_seed: int | None = None
     max_staleness: int = 0  # generation rounds
+    weight_update: str = "drain"
+    open_rounds: int = 1  # generation rounds
+    max_age: int | None = None  # generation rounds
+    recompute_kv: bool = False
     logprob_divergence_limit: float | None = None  # mean per token; 0: no limit
     micro_batch_tokens: int | None = None  # rows x padded length
     balance_across: str = "node"
@@ -120,6 +126,16 @@ class NodeSettings:
         given["engine_kwargs"] = json.loads(further) if isinstance(further, str) else dict(further)
         return cls(**given)
 
+    @property
+    def in_flight(self) -> bool:
+        """Return whether completions continue across weight updates."""
+        return self.weight_update == "in_flight"
+
+    @property
+    def oldest_rounds(self) -> int:
+        """Age, in generation rounds, at which a step waits for a group that is still open."""
+        return 3 * self.open_rounds if self.max_age is None else self.max_age
+
 
 def is_node_mode(args: Any) -> bool:
     """Return whether a config selects node mode, in which this library runs the engines."""
@@ -144,6 +160,7 @@ def check_settings(args: Any) -> None:
     _check_numbers(settings)
     _check_choices(settings)
     _check_staleness(args, settings)
+    _check_in_flight(args, settings)
     _check_length(args, settings)
     if settings.save_minutes is not None and not is_node_mode(args):
         raise ConfigurationError(
@@ -235,6 +252,67 @@ def _check_staleness(args: Any, settings: NodeSettings) -> None:
             "`max_staleness=1` needs `vllm_importance_sampling_correction=True` (TRL's default): it corrects for "
             "completions that older weights made. Set it, or `max_staleness=0`."
         )
+
+
+def _check_in_flight(args: Any, settings: NodeSettings) -> None:
+    if settings.weight_update not in WEIGHT_UPDATES:
+        raise ConfigurationError(f"`weight_update` must be one of {WEIGHT_UPDATES}, got {settings.weight_update!r}.")
+    if not settings.in_flight:
+        for name in ("open_rounds", "max_age", "recompute_kv"):
+            if (value := getattr(settings, name)) != (default := getattr(NodeSettings, name)):
+                raise ConfigurationError(
+                    f"`{name}` needs `weight_update='in_flight'`, got {value}. Set that, or leave it at {default}."
+                )
+        return
+    if not is_node_mode(args):
+        raise ConfigurationError("`weight_update='in_flight'` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
+    if settings.max_staleness:
+        raise ConfigurationError(
+            f"`max_staleness` must stay 0 with `weight_update='in_flight'`, got {settings.max_staleness}: "
+            "`open_rounds` is the number of rounds ahead there."
+        )
+    if not 2 <= settings.open_rounds <= MOST_OPEN_ROUNDS:
+        raise ConfigurationError(
+            f"`open_rounds` must be 2 to {MOST_OPEN_ROUNDS} with `weight_update='in_flight'`, got "
+            f"{settings.open_rounds}. With one round, `max_staleness=1` without `weight_update` is as fast."
+        )
+    if settings.oldest_rounds < settings.open_rounds:
+        raise ConfigurationError(
+            f"`max_age` must be at least `open_rounds` ({settings.open_rounds}), got {settings.max_age}: a group "
+            "waits for so many rounds even in the dataset's order."
+        )
+    _check_correction_in_flight(args)
+    _check_whole_groups(args)
+
+
+def _check_correction_in_flight(args: Any) -> None:
+    if not args.vllm_importance_sampling_correction:
+        raise ConfigurationError(
+            "`weight_update='in_flight'` needs `vllm_importance_sampling_correction=True` (TRL's default): it "
+            "corrects for tokens that older weights made."
+        )
+    if args.vllm_importance_sampling_mode.startswith("sequence_"):
+        raise ConfigurationError(
+            f"`weight_update='in_flight'` cannot use {args.vllm_importance_sampling_mode!r} as "
+            "`vllm_importance_sampling_mode`: a long completion has many tokens of older weights, so it would "
+            "drop or cut exactly the long ones. Set 'token_truncate' with `vllm_importance_sampling_clip_max=2.0`."
+        )
+
+
+def _check_whole_groups(args: Any) -> None:
+    """Raise `ConfigurationError` if a group straddles ranks: each rank takes the groups that it completed itself."""
+    rows, size = args.per_device_train_batch_size * args.steps_per_generation, args.num_generations
+    if rows % size == 0:
+        return
+    below, above = rows - rows % size, rows - rows % size + size
+    nearest = f"{below} or {above}" if below else f"{above}"
+    raise ConfigurationError(
+        f"With `weight_update='in_flight'` a group may not straddle ranks: `per_device_train_batch_size` x "
+        f"`steps_per_generation` must be a multiple of `num_generations` ({size}), got "
+        f"{args.per_device_train_batch_size} x {args.steps_per_generation} = {rows}. The nearest is {nearest}: "
+        f"`steps_per_generation={-(-above // args.per_device_train_batch_size)}` or "
+        f"`per_device_train_batch_size={above}` with `steps_per_generation=1`, for example."
+    )
 
 
 def _check_length(args: Any, settings: NodeSettings) -> None:

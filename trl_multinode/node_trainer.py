@@ -154,6 +154,13 @@ class NodeTrainer(HubTrainer):
         if self.host is not None:
             self.vllm_generation.weights_changed()
 
+    @property
+    def rounds_ahead(self) -> int:
+        """Number of generation rounds whose prompts must be known while a round trains."""
+        if self.host is None:
+            return 0
+        return self.host.settings.open_rounds if self.host.settings.in_flight else self.max_staleness
+
     # ---- one generation round ---------------------------------------------------------------------------------------
 
     def _begin_round(self, following: Callable[[], Prompts | None] | None = None) -> None:

@@ -60,9 +60,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
-        if self.max_staleness:
+        if self.rounds_ahead:
             if self._upcoming is None or self._upcoming.source is not epoch_iterator:
-                self._upcoming = UpcomingBatches(epoch_iterator, self.steps_per_round)
+                self._upcoming = UpcomingBatches(epoch_iterator, self.rounds_ahead * self.steps_per_round)
             epoch_iterator = self._upcoming.open_window()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -71,15 +71,27 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             return super()._generate_and_score_completions(inputs)
         if self._is_vlm:
             check_images(self.accelerator, inputs)
-        make = partial(super()._generate_and_score_completions, with_lists_of_images(inputs))
+        score = super()._generate_and_score_completions
+
+        def make() -> dict[str, Any]:
+            return score(with_lists_of_images(self._rows_to_train(inputs)))
+
         self.vllm_generation.seeds.num_rows = len(inputs)  # a `rollout_func` may generate fewer in its first call
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
         if self.model.training:
             self._meter.add_weights(output)
+            if (continuous := self.vllm_generation.continuous) is not None:
+                self._meter.add_taken(continuous, self.vllm_generation.version)
         return output
 
+    def _rows_to_train(self, inputs: Batch) -> Batch:
+        """Return the rows that this round trains: those of the batch or, with rounds in flight, of complete groups."""
+        if self.vllm_generation.continuous is None or not self.model.training:
+            return inputs
+        return self.vllm_generation.take_groups(len(inputs), self.num_generations, partial(self._batch_ahead, inputs))
+
     def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
-        return self._monitor.check(output, stale=self.model.training and self.vllm_generation.lag[0] > 0)
+        return self._monitor.check(output, stale=self.model.training and self.vllm_generation.stale)
 
     def _tokenize_prompts(self, prompts: list) -> tuple[Prompts, list[list] | None, dict[str, Any]]:
         """Replace `None`, which TRL 1.16 returns for a prompt without images, with an empty list: processors reject
@@ -91,9 +103,14 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _prompts_after(self, inputs: Batch) -> Prompts | None:
         """Return the prompts of the next round as token ids; `None` if no round follows or its prompts are unknown."""
+        following = self._batch_ahead(inputs, 1)
+        return None if following is None else following[1]
+
+    def _batch_ahead(self, inputs: Batch, rounds: int) -> tuple[Batch, Prompts] | None:
+        """Return the batch that is `rounds` generation rounds ahead of `inputs`, and its prompts as token ids."""
         if self._upcoming is None:
             return None
-        ahead = self.steps_per_round - self._step % self.steps_per_round
+        ahead = rounds * self.steps_per_round - self._step % self.steps_per_round
         left = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
         batch = self._upcoming.after(inputs, ahead)
         if batch is None or ahead >= left - self._upcoming.place_in_window(inputs):
@@ -101,4 +118,4 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if "image" in batch[0] or "images" in batch[0]:  # TRL builds prompts with images only while it scores
             return None
         prompt_ids, images, _ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
-        return prompt_ids if images is None else None
+        return (batch, prompt_ids) if images is None else None

@@ -15,6 +15,7 @@ from swapping import LIMIT, differences_with_a_cached_prefix, generate_while_sen
 
 from trl_multinode import testing
 from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.row_stream import Peeking, RowRequest
 from trl_multinode.errors import (
     EngineRefusedError,
     LogprobDivergenceError,
@@ -331,6 +332,29 @@ def compare_like_a_round(trainer, groups) -> None:
     generation = SimpleNamespace(version=trainer.version, used=SimpleNamespace(version=trainer.version))
     args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
     DivergenceMonitor(host, args, generation).check(output)
+
+
+def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
+    trainer.version = WeightVersion(15, 150)
+    trainer.send()
+    rank = trainer.engines.connect_again()
+    stream = rank.open_stream(200, SAMPLING | {"ignore_eos": True})
+    rows = [RowRequest((0, row), 0, [5, 6, 7 + row], 40 + row, trainer.version.update) for row in range(64)]
+    stream.add(rows)
+    so_far, ended = Peeking(), {}
+    while not so_far.rows and len(ended) < len(rows):
+        time.sleep(0.01)  # an engine that must answer all the time has no time for its rows
+        so_far = stream.peek()
+        while not so_far.complete.is_set():
+            ended |= dict(stream.poll())
+    while len(ended) < len(rows):
+        ended |= dict(stream.poll())
+    rank.close()
+    assert so_far.rows
+    for request, row in so_far.rows:
+        assert row.tokens.tolist() == ended[request].tokens.tolist()[: len(row.tokens)]
+        assert row.logprobs.tolist() == ended[request].logprobs.tolist()[: len(row.tokens)]
+        assert [span.end for span in row.versions] == [len(row.tokens)] and row.version == ended[request].version
 
 
 @pytest.mark.parametrize("recompute_kv", [False, True])

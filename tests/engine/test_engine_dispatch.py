@@ -14,6 +14,7 @@ from forks import forked
 
 from trl_multinode.engine.dispatch import EngineLoad, PromptRequest
 from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.row_stream import RowRequest
 from trl_multinode.errors import EngineDiedError, EngineStalledError
 from trl_multinode.testing.engines import FAKE, SyncDriver, running_engines
 from trl_multinode.testing.faults import Faults
@@ -167,6 +168,59 @@ def test_a_long_generation_that_makes_tokens_is_no_stall(engines):
             start = time.monotonic()
             (group,) = rank.generate([PromptRequest([5] * 100, rows, 0)], 150, SAMPLING, 1)
         assert time.monotonic() - start > limit_s and len(group) == rows
+
+
+# ---- a stream of rows
+
+
+def collected(stream, count: int) -> list:
+    found = []
+    while len(found) < count:
+        found += stream.poll()
+    return found
+
+
+def rows_of(group: int, count: int, length: int = 3) -> list[RowRequest]:
+    return [RowRequest(group, row, [5 + group] * length, 10 * group + row, min_update=1) for row in range(count)]
+
+
+def test_a_stream_takes_rows_while_others_run_and_returns_those_of_a_request_of_the_group(engines):
+    with another_rank(engines, window=3) as rank:
+        stream = rank.open_stream(4, SAMPLING)
+        stream.add(rows_of(1, 4))
+        ended = collected(stream, 1)
+        stream.add(rows_of(2, 4))
+        ended += collected(stream, 8 - len(ended))
+        assert stream.rows_left == rank.rows_left == 0
+        stream.close()
+    with another_rank(engines) as rank:
+        together = rank.generate([PromptRequest([5 + group] * 3, 4, 10 * group) for group in (1, 2)], 4, SAMPLING, 1)
+    expected = {(g, i): row.tokens.tolist() for g, rows in enumerate(together, 1) for i, row in enumerate(rows)}
+    assert {(request.group, request.row): row.tokens.tolist() for request, row in ended} == expected
+    assert np.fromfile(board(engines), dtype=np.int64).tolist() == [0, 0]
+
+
+def test_a_stream_keeps_a_window_per_engine_and_the_rows_of_a_group_on_one_engine(engines):
+    with another_rank(engines, window=4) as rank:
+        stream = rank.open_stream(4, SAMPLING)
+        stream.add([*rows_of(1, 4), *rows_of(2, 4), *rows_of(3, 4)])
+        stream._send_waiting()
+        assert stream._in_flight == [4, 4] and stream.rows_left == 12
+        placed = collected(stream, 12)
+        for group in (1, 2):
+            assert len({row.engine for request, row in placed if request.group == group}) == 1
+        stream.close()
+
+
+def test_a_thread_that_polls_is_woken_by_new_rows(engines):
+    with another_rank(engines) as rank, ThreadPoolExecutor(1) as other:
+        stream = rank.open_stream(4, SAMPLING)
+        polled = other.submit(collected, stream, 1)
+        time.sleep(0.1)
+        start = time.monotonic()
+        stream.add(rows_of(1, 1))
+        assert len(polled.result(10)) == 1 and time.monotonic() - start < 0.9  # a poll waits for a second
+        stream.close()
 
 
 # ---- the end

@@ -34,6 +34,7 @@ from trl_multinode.wire.messages import (
     Image,
     LoadBucket,
     OpenSlots,
+    Peek,
     Progress,
     Ready,
     RequestRefused,
@@ -77,6 +78,7 @@ REQUESTS = [
     LoadBucket(request_id=8, bucket=2, slot=0),
     CommitUpdate(request_id=9),
     Digest(request_id=11),
+    Peek(request_id=15),
     Shutdown(request_id=10),
 ]  # fmt: skip
 REPLIES = [
@@ -85,7 +87,7 @@ REPLIES = [
     Completions(
         request_id=2, lengths=pack_ids([2, 0]), tokens=pack_ids([8, 9]),
         logprobs=np.array([-0.5, np.nan], dtype=np.float32).tobytes(), span_counts=pack_ids([2, 1]),
-        spans=pack_ids([[3, 21, 1], [4, 28, 2], [4, 28, 0]]), seconds=0.25,
+        spans=pack_ids([[3, 21, 1], [4, 28, 2], [4, 28, 0]]), seconds=0.25, request_ids=pack_ids([7, 9]),
     ),
     Done(request_id=3, version=VERSION, seconds=1.5, clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5),
     Digests(request_id=5, workers=("ab", "cd")),

@@ -193,7 +193,7 @@ def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
         topology=topology, devices=devices, settings=NodeSettings(**settings), phases=Phases(), step=lambda: host.at,
         engine_clocks=[(3.0, 4.0, 3.0), (1.0, 4.0, 1.0)], take_kv_use=lambda: 0.7, at=1, transport=("host", ""),
     )  # fmt: skip
-    generation = SimpleNamespace(look_ahead=SimpleNamespace(take_seconds=lambda: (0.0, 0.0)))
+    generation = SimpleNamespace(take_seconds_ahead=lambda: (0.0, 0.0))
     found = StepReport(host, accelerator, StalenessMeter(None), generation, Qwen2ForCausalLM(config(True)))
     found.host = host
     return found

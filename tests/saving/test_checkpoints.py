@@ -210,7 +210,7 @@ def test_a_checkpoint_names_its_format_and_one_without_is_taken(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": 9, "trl_multinode": "3.1"}', r"format 9 of trl_multinode 3\.1.*formats up to 1.*Upgrade it \(`"),
+        ('{"format": 9, "trl_multinode": "3.1"}', r"format 9 of trl_multinode 3\.1.*formats up to 2.*Upgrade it \(`"),
         ('{"form', "multinode.json cannot be read"),
         ("[1]", "multinode.json cannot be read"),
     ],

@@ -78,7 +78,7 @@ def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterati
         accelerator=accelerator or Accelerator(),
         state=SimpleNamespace(global_step=step),
         callback_handler=SimpleNamespace(train_dataloader=Loader() if loader is None else loader),
-        vllm_generation=SimpleNamespace(look_ahead=LookAhead("rank 0")),
+        vllm_generation=SimpleNamespace(look_ahead=LookAhead("rank 0"), continuous=None),
         num_iterations=num_iterations,
         steps_per_round=2 * num_iterations,
         max_staleness=getattr(args, "max_staleness", 0),
@@ -303,8 +303,8 @@ def test_the_number_of_ranks_is_known_without_rollouts_too(tmp_path):
 
 def test_a_checkpoint_of_a_newer_format_is_refused_at_the_resume(tmp_path):
     folder = saved_at(3, tmp_path)
-    (folder / "multinode.json").write_text('{"format": 2, "trl_multinode": "0.9", "ranks": 2}')
-    with pytest.raises(ConfigurationError, match="checkpoint format 2"):
+    (folder / "multinode.json").write_text('{"format": 3, "trl_multinode": "0.9", "ranks": 2}')
+    with pytest.raises(ConfigurationError, match="checkpoint format 3"):
         Resume(trainer_at(3, tmp_path)).choose(str(folder))
 
 

@@ -52,7 +52,7 @@ class Saving(NodeTrainer):
             check_before_save=lambda model: None,
             phases=Phases(),
         )
-        self.vllm_generation = SimpleNamespace(look_ahead=LookAhead("rank 0"))
+        self.vllm_generation = SimpleNamespace(look_ahead=LookAhead("rank 0"), continuous=None)
         self._step, self.num_iterations = 0, 1
         self._initial_global_step = 0  # transformers 5.23 reads it at the end of a training
         self.use(folder)

@@ -13,6 +13,7 @@ from ..wire.connection import Connection
 from ..wire.messages import Generate, Message, WeightVersion
 from .client import EngineClient, Rollout
 from .dispatch import Dispatch, EngineLoad, PromptRequest
+from .row_stream import RowStream
 
 
 class PendingReplies:
@@ -77,7 +78,7 @@ class NodeEngines(Sequence[EngineClient]):
         self._sent = {} if sent is None else sent
         self._window = window
         self._load = EngineLoad(load, len(sockets))
-        self._dispatch: Dispatch | None = None  # the running `generate`
+        self._dispatch: Dispatch | RowStream | None = None  # the running `generate`, or the open stream
         connections = [
             Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
             for i, path in enumerate(sockets)
@@ -117,7 +118,7 @@ class NodeEngines(Sequence[EngineClient]):
 
     @property
     def rows_left(self) -> int:
-        """Number of completions for which the running `generate` still waits. Any thread may read it."""
+        """Number of completions for which the running `generate` or the open stream waits. Any thread may read it."""
         dispatch = self._dispatch
         return 0 if dispatch is None else dispatch.rows_left
 
@@ -159,6 +160,19 @@ class NodeEngines(Sequence[EngineClient]):
             finally:
                 self._dispatch = None
 
+    def open_stream(self, max_tokens: int, sampling: dict) -> RowStream:
+        """Return a stream of single rows, which from now on is the only user of these connections.
+
+        Args:
+            max_tokens (`int`):
+                Limit for a completion, in tokens.
+            sampling (`dict`):
+                Keywords of vLLM's `SamplingParams`.
+        """
+        message = Generate(prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling)
+        self._dispatch = stream = RowStream(self, self._load, self._window, message)
+        return stream
+
     def shutdown(self, timeout_s: float) -> None:
         """Send `Shutdown` to every engine without waiting for the reply: its owner waits for the process."""
         for client in self:
@@ -166,6 +180,8 @@ class NodeEngines(Sequence[EngineClient]):
                 client.shutdown(timeout_s)
 
     def close(self) -> None:
+        if isinstance(self._dispatch, RowStream) and self._dispatch.rows_left == 0:  # otherwise a thread uses it
+            self._dispatch.close()
         for client in self:
             client.close()
         self._load.close()

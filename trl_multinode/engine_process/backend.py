@@ -3,6 +3,8 @@
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 from ..wire.messages import BeginUpdate, Failure, Image, OpenSlots, Ready, VersionSpan, WeightVersion
 
@@ -44,6 +46,30 @@ class CompletionBuffer:
             if start < end
         ]
         return tuple(found) or (VersionSpan(first.update, first.step, 0),)
+
+    def copy(self) -> "CompletionBuffer":
+        """Return a copy while another thread may append to this row: the log-prob of a token follows the token."""
+        count = len(self.logprobs)
+        found = CompletionBuffer(self.tokens[:count], self.logprobs[:count])
+        found._swaps = list(self._swaps)
+        return found
+
+
+@dataclass
+class Growing:
+    """Completions of one request while they grow."""
+
+    rows: Sequence[CompletionBuffer] = ()
+    first: WeightVersion = WeightVersion()  # weights of the first token
+
+
+GROWING: ContextVar[Growing] = ContextVar("growing")  # of the request that a task serves
+
+
+def show(rows: Sequence[CompletionBuffer]) -> None:
+    """Let the server read the completions of the current request while they grow."""
+    if (growing := GROWING.get(None)) is not None:
+        growing.rows = rows
 
 
 class Refused(Exception):

@@ -8,7 +8,9 @@ import asyncio
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 
 import msgspec
 
@@ -30,17 +32,19 @@ from ..wire.messages import (
     LoadBucket,
     Message,
     OpenSlots,
+    Peek,
     Progress,
     Request,
     Score,
     Shutdown,
     SyncFailed,
+    WeightVersion,
     WrongVersion,
     pack_ids,
     pack_spans,
     unpack_ids,
 )
-from .backend import Backend, CompletionBuffer, Refused
+from .backend import GROWING, Backend, CompletionBuffer, Growing, Refused
 from .gate import BusyClock, WeightGate
 
 CAUSE_S = 0.1  # an error of vLLM waits so long for the end of the process that may have caused it
@@ -83,13 +87,19 @@ class EngineServer:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one rank: its generation requests concurrently, messages of an update in order."""
         tasks: set[asyncio.Task] = set()
+        growing: dict[int, Growing] = {}  # by request id
         progress = asyncio.create_task(self._report_progress(writer, tasks))
         try:
             while (request := await read_request(reader)) is not None:
                 if isinstance(request, Generate | Score | Await):
+                    growing[request.request_id] = found = Growing()
+                    GROWING.set(found)  # the new task gets a copy of this context
                     task = asyncio.create_task(self._answer(request, writer))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
+                    task.add_done_callback(partial(_forget, growing, request.request_id))
+                elif isinstance(request, Peek):
+                    writer.write(frame(completions_so_far(request, growing)))
                 else:
                     await self._answer(request, writer)
         except asyncio.CancelledError:
@@ -202,6 +212,8 @@ class EngineServer:
         try:
             self._generating.add(task)
             first = self._weights.version
+            if (growing := GROWING.get(None)) is not None:
+                growing.first = first
             with self._clock.request(num_rows):
                 rows = await self._made(request)
         except asyncio.CancelledError:
@@ -212,16 +224,7 @@ class EngineServer:
         finally:
             self._generating.discard(task)
             await self._weights.release(scores)
-        span_counts, spans = pack_spans([row.spans(first) for row in rows])
-        return Completions(
-            request_id=request.request_id,
-            lengths=pack_ids([len(row.tokens) for row in rows]),
-            tokens=b"".join(row.tokens for row in rows),
-            logprobs=b"".join(row.logprobs for row in rows),
-            span_counts=span_counts,
-            spans=spans,
-            seconds=time.perf_counter() - start,
-        )
+        return _completions(request, [(row, first) for row in rows], time.perf_counter() - start)
 
     async def _made(self, request: Generate | Score) -> list[CompletionBuffer]:
         prompt = unpack_ids(request.prompt).tolist()
@@ -230,3 +233,29 @@ class EngineServer:
         return await self._backend.generate(
             prompt, request.num_completions, request.max_tokens, request.sampling, request.seed, request.images
         )
+
+
+def _forget(growing: dict[int, Growing], request_id: int, _: asyncio.Task) -> None:
+    growing.pop(request_id, None)
+
+
+def completions_so_far(request: Peek, growing: Mapping[int, Growing]) -> Completions:
+    """Return the tokens that the requests of one completion have made so far, by their ids."""
+    rows = {number: found.rows[0].copy() for number, found in growing.items() if len(found.rows) == 1}
+    made = {number: row for number, row in rows.items() if row.tokens}
+    reply = _completions(request, [(row, growing[number].first) for number, row in made.items()], 0.0)
+    return msgspec.structs.replace(reply, request_ids=pack_ids(list(made)))
+
+
+def _completions(request: Message, rows: list[tuple[CompletionBuffer, WeightVersion]], seconds: float) -> Completions:
+    """Pack completions, each with the weights of its first token."""
+    span_counts, spans = pack_spans([row.spans(first) for row, first in rows])
+    return Completions(
+        request_id=request.request_id,
+        lengths=pack_ids([len(row.tokens) for row, _ in rows]),
+        tokens=b"".join(row.tokens for row, _ in rows),
+        logprobs=b"".join(row.logprobs for row, _ in rows),
+        span_counts=span_counts,
+        spans=spans,
+        seconds=seconds,
+    )

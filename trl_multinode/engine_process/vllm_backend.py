@@ -14,7 +14,7 @@ from ..vllm_worker.quiet import quiet
 from ..wire.messages import BeginUpdate, EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
 from ..wire.messages import Image as WireImage
 from ..wire.supervisor import descendants, is_resource_tracker
-from .backend import Backend, CompletionBuffer, Refused
+from .backend import Backend, CompletionBuffer, Refused, show
 
 # Freeing vLLM's 8 Python objects per token took 31 ms for 224 rows of 1024 tokens, so the reply is sent first
 FREE_AFTER_S = 0.25
@@ -125,6 +125,7 @@ class VllmBackend(Backend):
         except (TypeError, ValueError, client_error()) as error:
             raise Refused(RequestRefused, f"vLLM refuses the sampling settings: {error}") from error
         request = RunningRequest(num)
+        show(request.rows)
         kept = {}  # vLLM's lists, freed after the reply is sent
         async for output in self._outputs(self._prompt(prompt, images), params, request):
             for row in output.outputs:

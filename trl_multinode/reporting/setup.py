@@ -66,5 +66,10 @@ def report_start(args: Any, host: Any) -> None:
                 "warning: vllm_importance_sampling_mode='sequence_mask' drops whole completions that older weights "
                 "made; recommended: 'token_truncate' with vllm_importance_sampling_clip_max=2.0"
             )
+    if host.settings.in_flight:
+        lines.append(
+            f"weight_update='in_flight': {host.settings.open_rounds} rounds are open while the ranks train; a round "
+            f"waits for groups that were begun {host.settings.oldest_rounds} rounds before"
+        )
     for line in lines:
         report(line)

@@ -89,7 +89,7 @@ class StepReport:
         """
         steps = max(1, self._host.step() - self._logged_step)
         mine = self._host.phases.take_sums() + sync.stages()
-        ahead, kv_use = self._generation.look_ahead.take_seconds(), self._host.take_kv_use()
+        ahead, kv_use = self._generation.take_seconds_ahead(), self._host.take_kv_use()
         mine += self._meter.take(ahead, self._host.engine_clocks, kv_use)
         mine += astuple(self._take_step())
         rows = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
@@ -138,7 +138,7 @@ class StepReport:
             return
         host, per_engine = self._host, self._host.devices.per_engine
         seconds = {name: max(rank.phases[i] for rank in ranks) / steps for i, name in enumerate(PHASES)}
-        overlapped = bool(host.settings.max_staleness)
+        overlapped = bool(host.settings.max_staleness) or host.settings.in_flight
         if overlapped:  # a rank measures only its waits; the engines' clocks measure all generation
             seconds["generate"] = max(rank.rounds.engine_busy_s for rank in ranks) / len(per_engine) / steps
         self._intervals.append(seconds)

@@ -16,10 +16,12 @@ from ..engine.client import Rollout
 from ..engine.dispatch import PromptRequest
 from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError, PromptTooLongError
+from ..run.reporter import report
 from ..weights.sync import SyncTimings
 from ..wire.messages import WeightVersion
 from ..wire.sampling import truncating
-from .look_ahead import LookAhead, RoundRollouts
+from .continuous import BatchAhead, ContinuousRollouts, settings_from_the_start
+from .look_ahead import Batch, LookAhead, RoundRollouts
 from .rows import FloatRow, TokenRow, raw_image
 from .seeds import RowSeeds
 
@@ -82,6 +84,7 @@ class NodeGeneration:
         self.max_tokens: int = self.engines.max_model_len if max_tokens is None else max_tokens
         self.last_sync = SyncTimings()
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
+        self.continuous = self._build_continuous() if host.settings.in_flight else None
         self._returns_logprobs = logprobs is not None
         if self._returns_logprobs:
             self._check_logprobs(str(host.topology))
@@ -91,6 +94,18 @@ class NodeGeneration:
         self.on_stale: Callable[[RoundRollouts], None] = lambda made: None
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
         self.begin_round("train", 0)
+
+    def _build_continuous(self) -> ContinuousRollouts:
+        settings = self._host.settings
+        stream = self._host.ahead_engines.open_stream(self.max_tokens, self.sampling)
+        return ContinuousRollouts(
+            f"Rank {self.accelerator.process_index}",
+            stream,
+            settings.open_rounds,
+            settings.oldest_rounds,
+            partial(self.seeds.of_round, "train"),
+            longest=0 if settings_from_the_start(self.sampling) else self.max_tokens,
+        )
 
     def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
         """Start the round of a new batch of prompts. Every rank calls it, with the same `mode` and `number`.
@@ -107,14 +122,59 @@ class NodeGeneration:
         self.seeds.begin_round(mode, number)
         self._number = number
         self._following = following
-        self._takes_ahead = mode == "train"
+        self._trains = self._takes_ahead = mode == "train"
         self.generated = False  # in this round; trainers that mix in other data may not generate
 
+    def take_groups(self, num_rows: int, group_size: int, batch_ahead: BatchAhead) -> Batch:
+        """Take the groups that this round trains, and return their rows of the dataset. Only for rounds in flight.
+
+        The first round of an epoch syncs first, which is a collective of all training ranks; a later sync of the same
+        round does nothing.
+
+        Args:
+            num_rows (`int`):
+                Rows that a round of this rank trains.
+            group_size (`int`):
+                Completions per prompt.
+            batch_ahead (`Callable`):
+                Function that returns the batch so many rounds ahead, and its prompts; `None` if none follows.
+        """
+        assert self.continuous is not None
+        self.continuous.begin_round(self._number, group_size, partial(self._checked_batch, batch_ahead))
+        if self.continuous.must_sync:
+            self.sync_weights()
+            self._begin_following()
+        with self._phases("generate"):
+            return self.continuous.take(num_rows)
+
+    def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
+        if (found := batch_ahead(rounds)) is not None:
+            self._check_lengths(found[1])
+        return found
+
+    def take_seconds_ahead(self) -> tuple[float, float]:
+        """Return the seconds of generating ahead since the last call, and those of them in which the rank waited."""
+        ahead = self.look_ahead if self.continuous is None else self.continuous.groups
+        return ahead.take_seconds()
+
     @property
-    def lag(self) -> tuple[int, int]:
-        """Return the age of the current round's completions, in generation rounds and in optimizer steps."""
+    def lag(self) -> tuple[float, float]:
+        """Return the age of the current round's completions, in generation rounds and in optimizer steps.
+
+        For rounds in flight it is the mean over their tokens.
+        """
+        if self.continuous is not None:
+            ages = self.continuous.ages(self.version)
+            return ages.rounds_mean, ages.steps_mean
         version = self.used.version
         return int(version != self.version), self._host.step() - version.step
+
+    @property
+    def stale(self) -> bool:
+        """Return whether older weights took part in the current round's completions, if only by their caches."""
+        if self.continuous is not None:
+            return self.continuous.stale(self.version)
+        return self.used.version != self.version
 
     @property
     def must_sync(self) -> bool:
@@ -137,13 +197,16 @@ class NodeGeneration:
         if self.version.step == self._host.step() and not self._weights_changed:
             return
         self._weights_changed = True  # until the sync has succeeded
-        with self._phases("generate"):
-            self.look_ahead.wait()  # before the barrier: an engine loads no weights while it generates
+        if self.continuous is None:
+            with self._phases("generate"):
+                self.look_ahead.wait()  # before the barrier: an engine loads no weights while it generates
         self._host.align()  # the barrier's limit is `ddp_timeout`, and a look-ahead may take longer
         with self._phases("wait"):
             self.accelerator.wait_for_everyone()  # then no rank generates, and all ranks start to gather together
         with self._phases("sync"):
             self.version = WeightVersion(self.version.update + 1, self._host.step())
+            if self.continuous is not None:
+                self.continuous.add_update(self.version, self._trains)
             self.last_sync = self._host.sync(self.version)
         self._weights_changed = False
 
@@ -204,17 +267,34 @@ class NodeGeneration:
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
         self._takes_ahead = False
-        made = self.look_ahead.take(self._number, prompts)
+        made = self._made_ahead(prompts)
         if made is None or images is not None:
             made = RoundRollouts(self._number, prompts, self._fresh(prompts, images), self.version)
         else:
             self.seeds.of_call(prompts)  # count the look-ahead as the round's first call
-            if made.version != self.version:  # they are equal if both rounds belong to one optimizer step
+            self.used = made
+            if self.stale:  # it is not if both rounds belong to one optimizer step
                 self.on_stale(made)
         self.used = made
-        if self._following is not None and (following := self._following()) is not None:
+        if self.continuous is not None:
+            self._begin_following()
+        elif self._following is not None and (following := self._following()) is not None:
             self._submit(self._number + 1, following)
         return made.rows
+
+    def _made_ahead(self, prompts: Prompts) -> RoundRollouts | None:
+        return (
+            self.look_ahead.take(self._number, prompts) if self.continuous is None else self.continuous.made(prompts)
+        )
+
+    def _begin_following(self) -> None:
+        assert self.continuous is not None
+        continued, again = self.continuous.begin_following(self.version)
+        if continued or again:
+            rank = self.accelerator.process_index
+            report(
+                f"rank {rank}: {continued} rows that were under way at the checkpoint continue, {again} begin again"
+            )
 
     def _submit(self, number: int, prompts: Prompts) -> None:
         if max(map(len, prompts)) >= self.engines.max_model_len:

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from ..wire.messages import WeightVersion
+from .continuous import ContinuousRollouts
+
 
 @dataclass
 class RoundSums:
@@ -26,6 +29,14 @@ class RoundSums:
     tokens: float = 0.0
     trained_tokens: float = 0.0
     nan_tokens: float = 0.0  # trained tokens whose log-prob is NaN, from the engine or from the trainer
+    # rounds in flight
+    taken_rows: float = 0.0  # rows that were trained
+    taken_tokens: float = 0.0
+    mixed_rows: float = 0.0  # trained rows with tokens of several updates
+    ended_rows: float = 0.0  # rows that ended, trained or not
+    ended_tokens: float = 0.0
+    swaps: float = 0.0
+    swapped_rows: float = 0.0  # rows under way at a swap, summed over swaps
     ahead_s: float = 0.0  # seconds of generating ahead
     waited_s: float = 0.0  # part of `ahead_s` in which the rank waited
     wall_s: float = 0.0
@@ -54,7 +65,7 @@ class StalenessMeter:
         self._since = time.monotonic()
         self._clocks: list[tuple[float, float, float]] = []
 
-    def add_round(self, lag_rounds: int, lag_steps: int) -> None:
+    def add_round(self, lag_rounds: float, lag_steps: float) -> None:
         """Add a training round whose completions are `lag_rounds` rounds and `lag_steps` optimizer steps old."""
         sums = self._sums
         sums.rounds += 1
@@ -62,6 +73,23 @@ class StalenessMeter:
         sums.lag_steps += lag_steps
         sums.lag_rounds_max = max(sums.lag_rounds_max, lag_rounds)
         sums.lag_steps_max = max(sums.lag_steps_max, lag_steps)
+
+    def add_taken(self, continuous: ContinuousRollouts, version: WeightVersion) -> None:
+        """Add the groups in flight that a round trains with the weights of `version`, after `add_round`."""
+        sums, rows, ages = (
+            self._sums,
+            [row for group in continuous.taken for row in group.rows],
+            continuous.ages(version),
+        )
+        sums.lag_rounds_max = max(sums.lag_rounds_max, ages.rounds_max)
+        sums.lag_steps_max = max(sums.lag_steps_max, ages.steps_max)
+        sums.taken_rows += len(rows)
+        sums.taken_tokens += sum(len(row.tokens) for row in rows)
+        sums.mixed_rows += sum(len(row.versions) > 1 for row in rows)
+        ended_rows, ended_tokens = continuous.groups.take_counts()
+        sums.ended_rows, sums.ended_tokens = sums.ended_rows + ended_rows, sums.ended_tokens + ended_tokens
+        swaps, swapped_rows = continuous.take_swaps()
+        sums.swaps, sums.swapped_rows = sums.swaps + swaps, sums.swapped_rows + swapped_rows
 
     def add_checked(self, trained_tokens: int, nan_tokens: int) -> None:
         """Add the tokens that the check of log-probs counted in a training round."""
@@ -138,6 +166,15 @@ def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[s
             "staleness/steps_mean": total.lag_steps / total.rounds,
             "staleness/steps_max": max(rank.lag_steps_max for rank in ranks),
         }
+    if total.taken_rows:
+        metrics |= {
+            "in_flight/mixed_rows": total.mixed_rows / total.taken_rows,
+            "in_flight/trained_length": total.taken_tokens / total.taken_rows,
+        }
+    if total.ended_rows:
+        metrics["in_flight/ended_length"] = total.ended_tokens / total.ended_rows
+    if total.swaps:  # every rank counts every swap
+        metrics["in_flight/swapped_rows"] = total.swapped_rows / max(rank.swaps for rank in ranks)
     if total.tokens and total.weights_squared:
         metrics["staleness/effective_sample_size"] = total.weights**2 / (total.tokens * total.weights_squared)
         metrics["staleness/clipped_share"] = total.clipped / total.tokens

@@ -10,8 +10,9 @@ from ..libraries import upgrade_command
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 METADATA_FILE = "multinode.json"
 # Format of the files that this library adds. A checkpoint without `METADATA_FILE` has format 0, which differs in
-# nothing else. Raise it with every change that a version without the change would misread.
+# nothing else. A change that a version without it would misread needs a new number, in the checkpoints that have it.
 FORMAT = 1
+FORMAT_IN_FLIGHT = 2  # groups of several rounds are open
 OWN = Path("_multinode")  # beside the checkpoints; Hub pushes exclude `_*`
 MARKERS = OWN / "saving"
 
@@ -60,11 +61,11 @@ def check_format(folder: Path) -> None:
             f"{folder}/{METADATA_FILE} cannot be read ({error}), so the checkpoint may be damaged. Name another one: "
             "`train(resume_from_checkpoint=PATH)`."
         ) from error
-    if number > FORMAT:
+    if number > FORMAT_IN_FLIGHT:
         writer = found.get("trl_multinode")
         raise ConfigurationError(
             f"{folder} has the checkpoint format {number} of trl_multinode {writer}; the installed version "
-            f"{_version()} knows formats up to {FORMAT}. Upgrade it ({upgrade_command()}), or "
+            f"{_version()} knows formats up to {FORMAT_IN_FLIGHT}. Upgrade it ({upgrade_command()}), or "
             f"begin anew from its weights: `model={str(folder)!r}` and no `resume_from_checkpoint`."
         )
 
@@ -77,10 +78,17 @@ def read_metadata(folder: Path) -> dict:
         return {}
 
 
-def write_metadata(folder: Path, rank: int, ranks: int) -> None:
+def was_in_flight(folder: Path) -> bool:
+    """Return whether groups of several rounds were open when a checkpoint was written."""
+    return read_metadata(folder).get("format") == FORMAT_IN_FLIGHT
+
+
+def write_metadata(folder: Path, rank: int, ranks: int, in_flight: bool) -> None:
     """Write format, version and number of ranks of this launch; nodes that share the folder write the same."""
     part = folder / f"{METADATA_FILE}.rank{rank}"
-    part.write_text(json.dumps({"format": FORMAT, "trl_multinode": _version(), "ranks": ranks}))
+    part.write_text(
+        json.dumps({"format": FORMAT_IN_FLIGHT if in_flight else FORMAT, "trl_multinode": _version(), "ranks": ranks})
+    )
     part.replace(folder / METADATA_FILE)
 
 

@@ -84,8 +84,10 @@ class CheckpointLog:
         self._markers = output_dir / MARKERS
 
     @contextmanager
-    def saving(self, step: int) -> Iterator[Path]:
+    def saving(self, step: int, in_flight: bool = False) -> Iterator[Path]:
         """Create the checkpoint folder of `step`, and mark it as finished on exit.
+
+        With `in_flight` the metadata record that groups of several rounds are open.
 
         The exit is a collective of all training ranks. If a rank fails inside, the folder stays marked as unfinished.
         """
@@ -96,7 +98,7 @@ class CheckpointLog:
         folder = self._output_dir / f"{PREFIX}{step}"
         folder.mkdir(parents=True, exist_ok=True)
         if self._accelerator.is_local_main_process:
-            self._begin(folder)
+            self._begin(folder, in_flight)
         yield folder
         if self._accelerator.is_local_main_process:
             self._write_latest(folder)
@@ -106,11 +108,11 @@ class CheckpointLog:
             marker.unlink(missing_ok=True)
         sync(self._markers)
 
-    def _begin(self, folder: Path) -> None:
+    def _begin(self, folder: Path, in_flight: bool) -> None:
         """Remove what an earlier launch left in the folder, and write the metadata, the same on every node."""
         ranks = self._accelerator.num_processes
         delete_files_of_other_launches(folder, ranks, self._accelerator.distributed_type == "DEEPSPEED")
-        write_metadata(folder, self._accelerator.process_index, ranks)
+        write_metadata(folder, self._accelerator.process_index, ranks, in_flight)
 
     def rotate(self, step: int, limit: int, best: str | None, deletes: bool) -> None:
         """Delete checkpoints beyond `save_total_limit`, after every rank has finished that of `step`. A collective.

@@ -10,8 +10,9 @@ import torch
 from ..errors import ConfigurationError
 from ..rollouts.look_ahead import from_arrays, to_arrays
 from ..run.reporter import report, warn
-from .checkpoint_files import check_finished, check_format, epochs_behind
+from .checkpoint_files import check_finished, check_format, epochs_behind, was_in_flight
 from .checkpoints import CheckpointLog, check_zero_ranks, micro_steps_done
+from .open_groups import OpenGroupsFile, check_same_way
 from .rotation import total_limit
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
 
@@ -91,6 +92,8 @@ class Resume:
         )
         trainer._buffered_inputs = None
         trainer.vllm_generation.look_ahead.drop()
+        if self._in_flight:
+            trainer.vllm_generation.continuous.drop()
         if self._folder is not None:
             self._restore(self._folder)
 
@@ -102,7 +105,9 @@ class Resume:
         inside, rank, staleness = self._inside_block(), self._accelerator.process_index, self._trainer.max_staleness
         saved = load_rollouts(folder, rank, self._accelerator.device)
         usable = saved is not None and saved.notes.get("layout") == self._layout()
-        if not self._log.all_have(usable):
+        all_usable = self._log.all_have(usable)
+        check_same_way(folder, was_in_flight(folder), self._in_flight, all_usable)
+        if not all_usable:
             if inside or staleness:
                 why = "has rollouts" if usable else "has no rollouts, or those of another layout"
                 warn(
@@ -113,6 +118,8 @@ class Resume:
         assert saved is not None
         if inside:
             self._trainer._buffered_inputs = unpack_block(saved)
+        if "open" in saved.notes:
+            OpenGroupsFile(self._trainer).restore_from(saved)
         if "ahead" in saved.notes and staleness:
             arrays = {name: saved.tensors[f"ahead/{name}"].cpu().numpy() for name in saved.notes["ahead"]["arrays"]}
             self._trainer.vllm_generation.look_ahead.restore(from_arrays(arrays, saved.notes["ahead"]))
@@ -127,7 +134,8 @@ class Resume:
         """
         args = self._trainer.args
         self._limit = args.save_total_limit
-        with self._log.saving(self._trainer.state.global_step) as folder, total_limit(args, None):
+        step = self._trainer.state.global_step
+        with self._log.saving(step, self._in_flight) as folder, total_limit(args, None):
             if not args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
             yield
@@ -169,7 +177,13 @@ class Resume:
             arrays, notes = to_arrays(look_ahead.made)
             saved.tensors.update({f"ahead/{name}": torch.from_numpy(array) for name, array in arrays.items()})
             saved.notes["ahead"] = notes | {"arrays": sorted(arrays)}
+        if self._in_flight:
+            OpenGroupsFile(trainer).add_to(saved)
         return saved
+
+    @property
+    def _in_flight(self) -> bool:
+        return self._trainer.vllm_generation.continuous is not None
 
     def _inside_block(self) -> bool:
         return self._trainer._step % self._trainer.steps_per_round != 0

@@ -10,14 +10,16 @@ import asyncio
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..engine_process.backend import Backend, CompletionBuffer, Refused
+from ..engine_process.backend import Backend, CompletionBuffer, Refused, show
 from ..engine_process.main import main
 from ..transports.base import SELF_TEST_S, call_with_timeout
 from ..transports.opening import open_slots
@@ -96,6 +98,7 @@ class FakeBackend(Backend):
         self._args = spec.engine_args
         self._faults = Faults.from_command_line()
         self._delay_s = self._faults.delay_s(spec.index)
+        self._token_delay_s = self._faults.token_delay_s()
         self._tokens = 0
         self._version = WeightVersion()
         self._committed = WeightVersion()
@@ -106,6 +109,8 @@ class FakeBackend(Backend):
 
     async def start(self) -> None:
         torch.set_num_threads(1)
+        if self._token_delay_s:  # the rows' threads only wait, so all of them may run, as in vLLM
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))
         config = AutoConfig.from_pretrained(self._args["model"])
         torch.manual_seed(self._args["seed"])
         self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self._args["dtype"])).eval()
@@ -144,6 +149,7 @@ class FakeBackend(Backend):
         self._check_length(prompt)
         rows = [FakeRow(prompt) for _ in range(num)]
         self._running += rows
+        show(rows)
         try:
             await asyncio.sleep(self._delay_s)
             await asyncio.to_thread(self._complete, rows, max_tokens, sampling, seed)
@@ -168,6 +174,8 @@ class FakeBackend(Backend):
                     token = self._sample(row, sampling, random)
                 if token in self._eos and not sampling.get("ignore_eos"):
                     break
+                if self._token_delay_s:
+                    time.sleep(self._token_delay_s)
 
     @torch.no_grad()
     def _sample(self, row: FakeRow, sampling: dict, random: torch.Generator) -> int:

@@ -6,7 +6,8 @@ A fault is a word on the command line of an engine of the test kit, before the p
 - `skip_load_silently@2-3`: it loads nothing but commits the version, a bug that only log-probs reveal;
 - `stale_head@2-3`: it keeps the old packed copy of a tied head (a real bug of vLLM on a CPU);
 - `late_outputs@2-3`: it reads outputs from vLLM late, as a process under load does;
-- `slow=1:0.5`: engine 1 of every node delays each generation request by 0.5 s.
+- `slow=1:0.5`: engine 1 of every node delays each generation request by 0.5 s;
+- `slow_tokens=0.02`: a fake engine waits 0.02 s after every token of a completion.
 """
 
 import sys
@@ -54,6 +55,10 @@ class Faults:
         """Delay every request to engine `index` of every node by `seconds`."""
         return Faults((*self.words, f"slow={index}:{seconds}"))
 
+    def slow_tokens(self, seconds: float) -> "Faults":
+        """Make a fake engine wait after every token of a completion, so that generation takes longer than training."""
+        return Faults((*self.words, f"slow_tokens={seconds}"))
+
     def engine(self, module: str = REAL) -> str:
         """Return the value of `HOOK`: `module` with these faults; `running_engines(module=...)` takes it too."""
         return " ".join((FAULTY_REAL if module == REAL else module, *self.words))
@@ -85,7 +90,13 @@ class Faults:
 
     def delay_s(self, index: int) -> float:
         """Return the seconds by which engine `index` delays each generation request."""
-        start = f"slow={index}:"
+        return self._seconds(f"slow={index}:")
+
+    def token_delay_s(self) -> float:
+        """Return the seconds for which a fake engine waits after every token."""
+        return self._seconds("slow_tokens=")
+
+    def _seconds(self, start: str) -> float:
         return sum(float(word.removeprefix(start)) for word in self.words if word.startswith(start))
 
     def _affects(self, name: str, update: int) -> bool:

@@ -100,6 +100,11 @@ class Generate(Message, frozen=True):
     min_update: int = 0  # generation starts once this weight update has been attempted
 
 
+class Peek(Message, frozen=True):
+    """Request for the tokens that this connection's open `Generate` requests of one completion have made so far;
+    answered by `Completions` with their `request_ids`."""
+
+
 class Await(Message, frozen=True):
     """Request for a `Done` as soon as weight update `min_update` has been attempted."""
 
@@ -192,6 +197,7 @@ class Completions(Message, frozen=True):
     span_counts: bytes  # int32 (n,), number of version spans of each completion
     spans: bytes  # int32 (sum of span_counts, 3): update, step and end of each span, one completion after the other
     seconds: float  # from the request's arrival to its last token, by the engine's clock
+    request_ids: bytes = b""  # int32 (n,), of the completions under way in an answer to `Peek`
 
 
 class Done(Message, frozen=True):
@@ -250,6 +256,7 @@ class WrongVersion(Failure, frozen=True):
 Request = (
     Hello
     | Await
+    | Peek
     | Generate
     | Score
     | OpenSlots

@@ -1,0 +1,145 @@
+"""Rounds in flight with completions of very different lengths. Usage: in_flight.py FOLDER JOBS_JSON
+
+A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill_at` (optimizer
+step) ends every rank by SIGKILL right after that step's checkpoint; `resume` goes to `train()`; `compare` is a round
+whose tensors are compared with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`.
+"""
+
+import json
+import os
+import signal
+import sys
+
+os.environ.setdefault("RANK", "0")
+os.environ.setdefault("WORLD_SIZE", "1")
+
+import torch
+import trl
+from common import RANK, make_trainer, write_result
+from transformers import TrainerCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from trl_multinode.testing.models import tiny_qwen2
+
+folder, jobs_json = sys.argv[1:]
+
+
+class Rounds:
+    """Rows that a reward function was given, and how old their tokens were."""
+
+    __name__ = "rounds"
+
+    def __init__(self):
+        self.rounds: list[dict] = []
+
+    def __call__(self, prompts, completion_ids, **_):
+        generation = self.trainer.vllm_generation
+        if self.trainer.model.training and not self.trainer.compares:
+            rows = generation.used.rows
+            self.rounds.append({
+                "step": self.trainer.state.global_step,
+                "prompts": list(prompts),
+                "rows": [list(row) for row in completion_ids],
+                "made": [row.tokens.tolist() for row in rows],
+                "versions": [[[s.update, s.step, s.end] for s in row.versions] for row in rows],
+                "lag": generation.lag,
+                "current": generation.version.update,
+                "open": len(generation.continuous.groups.ids) if generation.continuous else 0,
+            })  # fmt: skip
+        return [sum(token > 108 for token in ids) / len(ids) for ids in completion_ids]
+
+
+class Replayed:
+    """Stands for the generation object in TRL's own method: it returns the rows of a round."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def sync_weights(self):
+        raise AssertionError("the weights of this round were sent")
+
+    def generate(self, prompts, **_):
+        logprobs = [[[value] for value in row.logprobs.tolist()] for row in self.rows]
+        return prompts, [row.tokens.tolist() for row in self.rows], logprobs, None
+
+
+def compared(trainer, output: dict) -> list:
+    """Names of the tensors that differ from those of TRL's own method on the rows that were taken, and both losses."""
+    generation, trainer.compares = trainer.vllm_generation, True
+    rows = [row for group in generation.continuous.taken for row in group.inputs]
+    trainer.vllm_generation = Replayed(generation.used.rows)
+    expected = trl.GRPOTrainer._generate_and_score_completions(trainer, rows)
+    trainer.vllm_generation, trainer.compares = generation, False
+    assert expected.keys() == output.keys()
+    different = [
+        name for name, value in expected.items() if isinstance(value, torch.Tensor) and not value.equal(output[name])
+    ]
+    losses = []
+    for tensors in (expected, output):
+        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        with torch.no_grad():
+            losses.append(trainer.compute_loss(trainer.model, dict(tensors)).item())
+    return [different, losses, len(expected)]
+
+
+class Record(TrainerCallback):
+    """Written at every log, because a killed run cannot write at its end."""
+
+    def __init__(self, name: str, rounds: Rounds, kill_at: int | None):
+        self.name, self.rounds, self.kill_at = name, rounds, kill_at
+
+    def on_log(self, args, state, control, **_):
+        trainer = self.rounds.trainer
+        write_result(
+            folder,
+            self.name,
+            rounds=self.rounds.rounds,
+            log=state.log_history,
+            compared=trainer.found,
+            spot_check=trainer._monitor.last,
+            rows_left=trainer.host.ahead_engines.rows_left if trainer.host.ahead_engines else 0,
+        )
+
+    def on_save(self, args, state, control, **_):
+        if state.global_step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(
+    name: str,
+    prompts: int,
+    output: str,
+    kill_at=None,
+    resume=None,
+    compare=None,
+    mean=16,
+    ignore_eos=False,
+    **settings,
+) -> None:
+    rounds = Rounds()
+    sampling = {"allowed_token_ids": [1, *range(100, 99 + mean)], "ignore_eos": ignore_eos}
+    unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
+    trainer = make_trainer(
+        tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
+        eval_prompts=["1 + 1 =", "2 + 2 ="] if "eval_strategy" in settings else None,
+        rollout_seed=5, learning_rate=1e-2, generation_kwargs=sampling,
+        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0, **settings,
+    )  # fmt: skip
+    rounds.trainer, trainer.compares, trainer.found = trainer, False, None
+    trainer.add_callback(Record(name, rounds, kill_at))
+    score = trainer._generate_and_score_completions
+
+    def scored(inputs):
+        made = score(inputs)
+        if trainer.model.training and len(rounds.rounds) - 1 == compare:
+            trainer.found = compared(trainer, made)
+        return made
+
+    trainer._generate_and_score_completions = scored
+    print(f"JOB {name} on rank {RANK}", flush=True)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.host.close()
+
+
+for job in json.loads(jobs_json):
+    run(**job)

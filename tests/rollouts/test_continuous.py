@@ -1,0 +1,338 @@
+"""Rounds in flight as the seam keeps order: what begins when, what is taken, how old, what a checkpoint keeps."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from stubs import StubEngines, StubHost
+
+from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.row_stream import Peeking
+from trl_multinode.errors import PromptTooLongError, WeightVersionError
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.rollouts.continuous import settings_from_the_start
+from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.rollouts.saved_groups import restore, to_arrays
+from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
+from trl_multinode.rollouts.updates import UpdateLog
+from trl_multinode.wire.messages import VersionSpan, WeightVersion
+
+SIZE, QUOTA, OPEN = 2, 2, 2  # rows of a group, groups of a round, open rounds
+
+
+class Engines(StubEngines):
+    """Rows end when the test says so. Row i of a group has i + 1 tokens for each update that was current for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.running, self.ended, self.changed = [], [], threading.Condition()
+        self.rows_left, self.held = 0, set()
+
+    def open_stream(self, max_tokens, sampling):
+        return self
+
+    def add(self, requests):
+        with self.changed:
+            self.rows_left += len(requests)
+            self.running += [(request, [(request.min_update, self.step)]) for request in requests]
+
+    def swap(self, version: WeightVersion):
+        self.step = version.step
+        with self.changed:
+            for _, updates in self.running:
+                updates.append((version.update, version.step))
+
+    step = 17
+
+    def end(self, *groups):
+        """End all rows of `groups`; without any, all that run and are not held."""
+        with self.changed:
+            chosen = [
+                one for one in self.running if one[0].group in groups or (not groups and one[0].group not in self.held)
+            ]
+            for request, updates in chosen:
+                self.running.remove((request, updates))
+                count = request.row + 1
+                versions = tuple(VersionSpan(u, s, count * (i + 1)) for i, (u, s) in enumerate(updates))
+                tokens = np.full(versions[-1].end, 10 * request.group[0] + request.group[1], np.int32)
+                first = WeightVersion(*updates[0])
+                self.ended.append((request, Rollout(tokens, -np.ones(len(tokens), np.float32), first, 0, versions)))
+            self.changed.notify_all()
+
+    def end_row(self, group, row: int):
+        with self.changed:
+            others = [one for one in self.running if (one[0].group, one[0].row) != (group, row)]
+            self.running = [one for one in self.running if one not in others]
+        self.end(group)
+        with self.changed:
+            self.running += others
+
+    def peek(self):
+        """Rows under way have one token each."""
+        peeking = Peeking()
+        with self.changed:
+            for request, updates in self.running:
+                first = WeightVersion(*updates[0])
+                tokens = np.full(1, 10 * request.group[0] + request.group[1], np.int32)
+                peeking.rows.append((request, Rollout(tokens, -np.ones(1, np.float32), first, 0)))
+        peeking.complete.set()
+        return peeking
+
+    def poll(self):
+        with self.changed:
+            self.changed.wait_for(lambda: self.ended, 0.01)
+            found, self.ended = self.ended, []
+            self.rows_left -= len(found)
+            return found
+
+
+class Run:
+    """A rank's rounds as the trainer and TRL run them: `rounds` batches of 2 groups of 2 rows."""
+
+    def __init__(self, rounds: int, **settings):
+        fields = {"weight_update": "in_flight", "open_rounds": OPEN, "rollout_seed": 3} | settings
+        self.host = StubHost(NodeSettings(**fields))
+        self.host.ahead_engines = self.engines = Engines()
+        sync = self.host.sync
+        self.host.sync = lambda version: (self.engines.swap(version), sync(version))[1]
+        self.host.step = lambda: self.step
+        self.events, self.step, self.rounds = [], 0, rounds
+        accelerator = SimpleNamespace(process_index=1, wait_for_everyone=lambda: self.events.append("barrier"))
+        self.generation = NodeGeneration(host=self.host, model=None, accelerator=accelerator, processing_class=None)
+        self.continuous = self.generation.continuous
+
+    def batch(self, number: int):
+        rows = [[number, place] for place in range(QUOTA) for _ in range(SIZE)]
+        return [{"prompt": f"{number}/{place}"} for number, place in rows], [
+            [5, number, place] for number, place in rows
+        ]
+
+    def ahead(self, number: int, rounds: int):
+        return self.batch(number + rounds) if number + rounds < self.rounds else None
+
+    def train(self, number: int) -> list[str]:
+        """One round; returns the prompts that it trains."""
+        self.generation.begin_round("train", number)
+        rows = self.generation.take_groups(QUOTA * SIZE, SIZE, lambda rounds: self.ahead(number, rounds))
+        self.generation.sync_weights()
+        prompts = [[5, *map(int, row["prompt"].split("/"))] for row in rows]
+        _, self.completions, _, _ = self.generation.generate(prompts, None, SIZE)
+        self.step += 1
+        return [row["prompt"] for row in rows[::SIZE]]
+
+    def first(self) -> list[str]:
+        """The first round, which waits for engines."""
+        threading.Timer(0.05, self.engines.end).start()
+        return self.train(0)
+
+    def begun(self) -> list[tuple[int, int]]:
+        return sorted({request.group for request, _ in self.engines.running})
+
+    def wait_for_rows(self, left: int):
+        deadline = time.monotonic() + 5
+        while self.engines.rows_left > left and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+
+def test_the_first_round_syncs_begins_the_open_rounds_too_and_every_later_round_begins_one_more():
+    run = Run(rounds=6)
+    run.engines.held = {(number, place) for number in (1, 2) for place in range(QUOTA)}
+    assert run.first() == ["0/0", "0/1"]
+    assert run.events == ["barrier"] and len(run.host.synced) == 1  # TRL's own sync found the engines up to date
+    assert run.begun() == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    run.engines.end((1, 1), (2, 0))
+    assert run.train(1) == ["1/1", "2/0"]  # complete first, in the order of the dataset
+    assert run.begun() == [(1, 0), (2, 1), (3, 0), (3, 1)] and len(run.host.synced) == 2
+    assert len(run.continuous.groups.ids) == OPEN * QUOTA
+
+
+def test_a_sync_does_not_wait_for_rows_under_way_and_they_carry_both_versions():
+    run = Run(rounds=3)
+    run.engines.held = {(2, 0)}
+    run.first()
+    run.train(1)
+    run.engines.end((2, 0), (2, 1))
+    assert run.train(2) == ["2/0", "2/1"]
+    mixed, whole = run.generation.used.rows[:SIZE], run.generation.used.rows[SIZE:]
+    assert [[span.update for span in row.versions] for row in mixed] == [[1, 2]] * SIZE
+    assert [[span.update for span in row.versions] for row in whole] == [[1]] * SIZE
+    # round 2 has update 3: tokens of update 2 are one round and one step old, those of update 1 two
+    assert run.generation.lag == (pytest.approx(7 / 4.5 * 1.0, rel=0.2), pytest.approx(7 / 4.5, rel=0.2))
+    ages = run.continuous.ages(run.generation.version)
+    assert (ages.rounds_max, ages.steps_max) == (2, 2)
+
+
+def test_a_row_that_was_begun_before_a_swap_is_stale_although_all_its_tokens_are_new():
+    """An evaluation has sent this round's weights. The prompt may have keys and values of older weights, so the check
+    scores the row again."""
+    run, asked = Run(rounds=3), []
+    run.generation.on_stale = asked.append
+    run.engines.held = {(1, 0), (1, 1), (2, 0), (2, 1)}
+    run.first()
+    run.generation.begin_round("eval", 0)
+    run.generation.sync_weights()
+    run.engines.running = [(request, updates[1:]) for request, updates in run.engines.running]  # nothing made before
+    run.engines.end((1, 0), (1, 1))
+    run.train(1)
+    assert run.generation.stale and len(asked) == 1 and run.generation.lag == (0.0, 0.0)
+    assert [span.update for row in run.generation.used.rows for span in row.versions] == [2] * 4
+
+
+def test_an_epoch_ends_with_its_last_groups_and_nothing_beyond_it_begins():
+    run, trained = Run(rounds=5), []
+    trained += run.first()
+    for number in range(1, 5):
+        threading.Timer(0.02, run.engines.end).start()
+        trained += run.train(number)
+    assert sorted(trained) == [f"{number}/{place}" for number in range(5) for place in range(QUOTA)]
+    assert run.begun() == [] and run.engines.rows_left == 0 and run.continuous.groups.ids == []
+    run.rounds = 7  # the next epoch
+    threading.Timer(0.05, run.engines.end).start()
+    assert run.train(5) == ["5/0", "5/1"] and run.generation.lag == (0.0, 0.0)
+
+
+def test_a_group_older_than_max_age_is_waited_for():
+    run = Run(rounds=8, max_age=OPEN)
+    run.engines.held = {(1, 0)}
+    run.first()
+    run.wait_for_rows(SIZE)
+    threading.Timer(0.1, lambda: run.engines.end((1, 0))).start()
+    start = time.monotonic()
+    assert run.train(1) == ["1/0", "1/1"] and time.monotonic() - start > 0.05  # the order of the dataset
+
+
+def test_seeds_of_a_row_do_not_depend_on_the_round_that_begins_it():
+    run, strict = Run(rounds=4), Run(rounds=4, open_rounds=3)
+    seeds = []
+    for one in (run, strict):
+        found = {}
+        add = one.engines.add
+        one.engines.add = lambda requests, add=add, found=found: (
+            found.update({(r.group, r.row): r.seed for r in requests}), add(requests)
+        )  # fmt: skip
+        one.first()
+        one.engines.end()
+        one.train(1)
+        seeds.append(found)
+    shared = seeds[0].keys() & seeds[1].keys()
+    assert len(shared) == 4 * QUOTA * SIZE and all(seeds[0][key] == seeds[1][key] for key in shared)
+    assert len(set(seeds[0].values())) == len(seeds[0])
+
+
+def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next_round():
+    run = Run(rounds=4)
+    run.first()
+    open_before = run.continuous.groups.ids
+    run.generation.begin_round("eval", 0)
+    run.generation.sync_weights()
+    run.generation.generate([[5, 1, 0]], None, 1)
+    assert run.continuous.groups.ids == open_before and len(run.host.engines.calls) == 1
+    run.engines.end()
+    run.train(1)
+    assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
+
+
+def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
+    run = Run(rounds=4)
+    run.first()
+    open_before = run.continuous.groups.ids
+    _, completions, _, _ = run.generation.generate([[5, 0, 0, 9]], None, 1)
+    assert len(completions) == 1 and run.continuous.groups.ids == open_before
+    assert run.host.engines.calls[-1].min_update == run.generation.version.update
+    assert [row.tokens[0] for row in run.generation.used.rows] == [0, 0, 1, 1]  # still the first turn's
+
+
+def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_the_same(caplog):
+    run = Run(rounds=3)
+    run.generation.begin_round("train", 0)
+    threading.Timer(0.05, run.engines.end).start()
+    run.generation.take_groups(4, SIZE, lambda rounds: run.ahead(0, rounds))
+    _, completions, _, _ = run.generation.generate([[9, 9]] * 4, None, SIZE)
+    assert len(completions) == 4 and len(run.host.engines.calls) == 1 and "other prompts" in caplog.text
+    assert run.generation.lag == (0.0, 0.0) and not run.generation.stale
+    assert run.continuous.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_a_prompt_that_fills_the_context_is_named_when_it_would_begin():
+    run = Run(rounds=1)
+    run.batch = lambda number: ([{"prompt": "x"}] * 2, [[1] * 8] * 2)
+    run.generation.begin_round("train", 0)
+    with pytest.raises(PromptTooLongError, match="Row 0 of rank 1"):
+        run.generation.take_groups(2, SIZE, lambda rounds: run.ahead(0, rounds))
+
+
+def test_a_row_of_weights_before_its_request_ends_the_run():
+    log = UpdateLog("Rank 1")
+    row = Rollout(np.zeros(2, np.int32), np.zeros(2, np.float32), WeightVersion(3, 9), 0)
+    log.check(row, 3)
+    with pytest.raises(WeightVersionError, match=r"Rank 1: .* weights of update 3 \(step 9\), expected update 4"):
+        log.check(row, 4)
+
+
+def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_is_trained_once():
+    run = Run(rounds=6)
+    run.engines.held = {(2, 0)}
+    trained = [*run.first(), *run.train(1)]
+    run.engines.end((3, 1))
+    run.engines.end_row((2, 0), 1)
+    run.wait_for_rows(SIZE + 1)  # 3/0, and a row of 2/0
+    indices = {(number, place): 10 * number + place for number in range(6) for place in range(QUOTA)}
+    arrays, notes = to_arrays(run.continuous, lambda group: indices[group.id])
+    assert [group["index"] for group in notes["groups"]] == [20, 21, 30, 31] and notes["last_begun"] == 3
+
+    again = Run(rounds=6)
+    rows = {index: {"prompt": f"{number}/{place}"} for (number, place), index in indices.items()}
+    restore(again.continuous, arrays, notes, lambda index, prompt: rows[index])
+    assert again.continuous.must_sync and again.engines.running == []
+    again.step = run.step
+    assert [row and len(row.tokens) for row in again.continuous.groups.snapshot()[0].begun_rows] == [1, None]
+    trained += again.train(2)
+    assert trained[-2:] == ["2/1", "3/1"]  # the two that were complete
+    assert {(request.group, request.row) for request, _ in again.engines.running} == {
+        ((2, 0), 0), *(((number, place), row) for number, place in [(3, 0), (4, 0), (4, 1)] for row in range(SIZE))
+    }  # fmt: skip
+    for number in range(3, 6):
+        again.engines.end()
+        trained += again.train(number)
+    assert sorted(trained) == [f"{number}/{place}" for number in range(6) for place in range(QUOTA)]
+
+
+def test_restored_tokens_keep_their_age():
+    run = Run(rounds=4)
+    run.first()
+    run.wait_for_rows(0)
+    arrays, notes = to_arrays(run.continuous, lambda group: 0)
+    again = Run(rounds=4)
+    restore(again.continuous, arrays, notes, lambda index, prompt: {"prompt": "/".join(map(str, prompt[1:]))})
+    again.step = 1
+    again.train(1)
+    assert again.generation.version.update == 1 and again.generation.lag == (1.0, 1.0)
+    for row, was in zip(again.generation.used.rows, range(4), strict=True):
+        assert row.versions[0].update < 0 and row.versions[0].step == 0, was
+
+
+def test_the_log_has_ages_mixed_rows_and_lengths():
+    args = SimpleNamespace(vllm_importance_sampling_mode="token_truncate")
+    run, meter = Run(rounds=3), StalenessMeter(args)
+    run.engines.held = {(1, 0)}
+    run.first()
+    meter.take((0.0, 0.0), [])
+    run.train(1)
+    run.engines.end()
+    run.engines.end((1, 0))
+    run.train(2)
+    meter.add_round(*run.generation.lag)
+    meter.add_taken(run.continuous, run.generation.version)
+    found = summarize_rounds([meter.take((0.0, 0.0), [])], [0.0])
+    assert found["in_flight/mixed_rows"] == 0.5 and found["in_flight/swapped_rows"] > 0
+    assert found["staleness/rounds_max"] == 2 and 1 < found["staleness/rounds_mean"] < 2
+    assert found["in_flight/trained_length"] > found["in_flight/ended_length"] > 0
+
+
+def test_settings_that_depend_on_the_start_of_a_completion_keep_rows_from_being_continued():
+    neutral = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.0, "presence_penalty": 0.0, "min_tokens": 0}
+    assert settings_from_the_start(neutral) == []
+    strict = {"structured_outputs": {"regex": "a+"}, "stop": ["x"], "min_tokens": 2, "repetition_penalty": 1.1}
+    assert sorted(settings_from_the_start(neutral | strict)) == sorted(strict)

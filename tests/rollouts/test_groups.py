@@ -1,0 +1,279 @@
+"""Groups that stay open across weight updates: whatever the order in which rows end, every id is taken once."""
+
+import random
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import pytest
+
+from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.row_stream import Peeking
+from trl_multinode.errors import EngineStalledError, WeightVersionError
+from trl_multinode.rollouts.groups import SEED_BITS, Group, OpenGroups
+from trl_multinode.wire.messages import WeightVersion
+
+SIZE = 4  # rows of a group
+
+
+def rollout(length: int = 3) -> Rollout:
+    return Rollout(np.arange(length, dtype=np.int32), np.zeros(length, np.float32), WeightVersion(1, 0), 0)
+
+
+class Rows:
+    """A stream whose rows end when the test says so."""
+
+    def __init__(self):
+        self.open, self.ended, self.log = [], deque(), []
+        self._left, self._changed = 0, threading.Condition()
+        self.error: BaseException | None = None
+
+    @property
+    def rows_left(self) -> int:
+        return self._left
+
+    def add(self, requests):
+        with self._changed:
+            self.open += requests
+            self.log += requests
+            self._left += len(requests)
+
+    def end(self, *which, length: int = 3):
+        with self._changed:
+            for request in which:
+                self.open.remove(request)
+                self.ended.append((request, rollout(length)))
+            self._changed.notify_all()
+
+    def peek(self):
+        peeking = Peeking()
+        with self._changed:
+            peeking.rows = [(request, self.so_far) for request in self.open] if self.so_far else []
+        peeking.complete.set()
+        return peeking
+
+    so_far: Rollout | None = None
+
+    def poll(self):
+        with self._changed:
+            self._changed.wait_for(lambda: self.ended or self.error, 0.01)
+            if self.error:
+                raise self.error
+            found = list(self.ended)
+            self.ended.clear()
+            self._left -= len(found)
+            return found
+
+
+def group(number: int, place: int = 0, due: int | None = None, size: int = SIZE) -> Group:
+    prompts = [[number, place]] * size
+    return Group(number, place, [{"prompt": f"{number}/{place}"}] * size, prompts, number if due is None else due)
+
+
+def ids(groups) -> list[tuple[int, int]]:
+    return [one.id for one in groups]
+
+
+def of_group(rows: Rows, one: Group) -> list:
+    return [request for request in rows.open if request.group == one.id]
+
+
+def blocked(groups: OpenGroups, count: int, number: int) -> threading.Thread:
+    """A `take` that must still wait after a moment."""
+    thread = threading.Thread(target=groups.take, args=(count, number), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert thread.is_alive()
+    return thread
+
+
+def test_the_oldest_complete_groups_are_taken_and_the_others_stay():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    first, second, third = (group(i, due=9) for i in range(3))
+    groups.submit([first, second, third])
+    rows.end(*of_group(rows, third), *of_group(rows, second), *of_group(rows, first)[:-1])
+    assert ids(groups.take(1, 0)) == [(1, 0)]
+    rows.end(*rows.open)
+    assert ids(groups.take(2, 1)) == [(0, 0), (2, 0)] and groups.ids == []
+
+
+def test_a_group_that_is_due_is_waited_for_although_enough_others_are_complete():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    groups.submit([group(0, due=2), group(1, due=3), group(2, due=4)])
+    rows.end(*of_group(rows, group(1)), *of_group(rows, group(2)))
+    assert ids(groups.take(1, 1)) == [(1, 0)]
+    waiting = blocked(groups, 1, 2)
+    rows.end(*rows.open)
+    waiting.join(5)
+    assert not waiting.is_alive() and groups.ids == [(2, 0)]
+
+
+def test_a_row_keeps_its_place_in_its_group_whatever_ends_first():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    groups.submit([group(0)])
+    for length, request in enumerate(reversed(list(rows.open)), start=1):
+        rows.end(request, length=length)
+    (taken,) = groups.take(1, 0)
+    assert [len(row.tokens) for row in taken.rows] == [4, 3, 2, 1]
+    assert groups.take_counts() == (4, 10) and groups.take_counts() == (0, 0)
+
+
+def run(seed: int, open_rounds: int, max_age: int, rounds: int, quota: int) -> list[tuple[int, list[Group]]]:
+    """A whole epoch in which rows end in random order, a random number at a time, as the trainer asks for groups."""
+    chance = random.Random(seed)
+    rows = Rows()
+    groups, begun, found = OpenGroups(rows), 0, []
+    stop = threading.Event()
+
+    def engines():
+        while not stop.is_set():
+            with rows._changed:
+                some = chance.sample(rows.open, chance.randint(0, len(rows.open)))
+            rows.end(*some)
+            time.sleep(0.0005)
+
+    threading.Thread(target=engines, daemon=True).start()
+    for number in range(rounds):
+        if begun == number:
+            begun = begin(groups, begun, number, open_rounds, max_age, rounds, quota)
+        found.append((number, groups.take(quota, number)))
+        assert len(groups.ids) <= open_rounds * quota
+        begun = begin(groups, begun, number, open_rounds, max_age, rounds, quota)
+    stop.set()
+    assert groups.ids == [] and rows.rows_left == 0 and len(rows.log) == rounds * quota * SIZE
+    return found
+
+
+def begin(groups, begun, number, open_rounds, max_age, rounds, quota) -> int:
+    for new in range(begun, min(rounds, number + open_rounds + 1)):
+        due = new + max_age - open_rounds
+        groups.submit(
+            Group(new, place, [{}] * SIZE, [[new, place]] * SIZE, due, begun=number) for place in range(quota)
+        )
+        begun = new + 1
+    return begun
+
+
+@pytest.mark.parametrize(("open_rounds", "max_age"), [(2, 2), (2, 6), (3, 4), (8, 24), (1, 1)])
+def test_every_id_is_taken_exactly_once_in_an_epoch_and_none_is_older_than_allowed(open_rounds, max_age):
+    for seed in range(3):
+        found = run(seed, open_rounds, max_age, rounds=12, quota=3)
+        taken = [one.id for _, groups in found for one in groups]
+        assert sorted(taken) == [(number, place) for number in range(12) for place in range(3)]
+        assert max(number - one.begun for number, groups in found for one in groups) <= max_age
+        if max_age == open_rounds:
+            assert taken == sorted(taken), "the strict order"
+
+
+def test_an_error_of_the_engines_reaches_the_rank_that_waits_and_everyone_after_it():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    groups.submit([group(0)])
+    rows.error = EngineStalledError("engine 0 of node 1 made no token")
+    for _ in range(2):
+        with pytest.raises(EngineStalledError, match="engine 0 of node 1"):
+            groups.take(1, 0)
+
+
+def test_a_row_that_must_not_be_used_ends_the_run():
+    def refuse(row, first):
+        raise WeightVersionError(f"not from update {first} on")
+
+    rows = Rows()
+    groups = OpenGroups(rows, refuse)
+    groups.submit([group(0)])
+    rows.end(rows.open[0])
+    with pytest.raises(WeightVersionError, match="not from update 0 on"):
+        groups.take(1, 0)
+
+
+def test_the_thread_ends_with_the_last_row_and_another_one_begins_with_the_next():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    for number in range(2):
+        groups.submit([group(number)])
+        rows.end(*rows.open)
+        groups.take(1, number)
+        deadline = time.monotonic() + 5
+        while groups._thread is not None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert groups._thread is None
+
+
+def test_a_snapshot_has_the_rows_that_ended_and_restored_groups_begin_the_others():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    groups.submit([group(0, due=9), group(1, due=9)])
+    rows.end(*of_group(rows, group(0)), of_group(rows, group(1))[2])
+    while groups.ended_rows < SIZE + 1:
+        time.sleep(0.001)
+    saved = groups.snapshot()
+    rows.end(*rows.open)
+    groups.take(2, 0)
+    assert [sum(row is not None for row in one.rollouts) for one in saved] == [SIZE, 1]  # it is a copy
+
+    again = Rows()
+    resumed = OpenGroups(again)
+    resumed.restore(saved)
+    assert again.open == [] and resumed.go_on(min_update=5, longest=0) == (0, SIZE - 1)
+    assert {(request.group, request.row, request.min_update) for request in again.open} == {
+        ((1, 0), row, 5) for row in (0, 1, 3)
+    }
+    again.end(*again.open)
+    assert ids(resumed.take(2, 0)) == [(0, 0), (1, 0)]
+
+
+def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_rest_of_its_budget():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    groups.submit([group(0, due=9)])
+    rows.so_far = rollout(2)
+    for request in rows.open[:2]:
+        rows.end(request)
+    while groups.ended_rows < 2:
+        time.sleep(0.001)
+    saved = groups.snapshot()
+    (copy,) = saved
+    assert [row is None for row in copy.rollouts] == [False, False, True, True]
+    assert [row and len(row.tokens) for row in copy.begun_rows] == [None, None, 2, 2]
+    copy.seeds = [7, 8, 9, 10]
+
+    again = Rows()
+    resumed = OpenGroups(again)
+    resumed.restore(saved)
+    assert resumed.go_on(min_update=5, longest=100) == (2, 0)
+    third = again.open[0]
+    assert (third.prompt, third.num_made, third.row) == ([0, 0, 0, 1], 2, 2)
+    assert third.seed == 9 + (2 << SEED_BITS)  # another draw than that of its first tokens
+    again.end(*again.open, length=4)
+    (taken,) = resumed.take(1, 0)
+    assert [len(row.tokens) for row in taken.rows] == [3, 3, 6, 6]
+    assert [[(span.update, span.end) for span in row.versions] for row in taken.rows[1:3]] == [
+        [(1, 3)],
+        [(1, 2), (1, 6)],
+    ]
+
+
+def test_a_row_that_was_begun_with_too_many_tokens_begins_again():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    one = group(0)
+    one.begun_rows = [rollout(2), rollout(3), None, None]
+    groups.restore([one])
+    assert groups.go_on(min_update=5, longest=3) == (1, SIZE - 1)
+
+
+def test_dropped_groups_are_forgotten_when_their_rows_have_ended():
+    rows = Rows()
+    groups = OpenGroups(rows)
+    groups.submit([group(0)])
+    threading.Timer(0.05, lambda: rows.end(*list(rows.open))).start()
+    groups.drop()
+    assert groups.ids == [] and groups.rows_under_way == 0
+    groups.submit([group(0)])
+    rows.end(*list(rows.open))
+    assert ids(groups.take(1, 0)) == [(0, 0)]

@@ -1,0 +1,206 @@
+"""Requests for single rows that come while earlier ones run, on one rank's connections to its node's engines."""
+
+import os
+import selectors
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from ..wire.messages import Completions, Generate, Message, Peek, pack_ids, unpack_ids
+from .client import EngineClient, Rollout
+
+GroupId = tuple[int, int]  # chosen by the caller
+
+
+@dataclass(frozen=True, eq=False)  # by identity: rows may have equal prompts
+class RowRequest:
+    """Request for one completion."""
+
+    group: GroupId  # the rows of a group follow each other, so that one engine computes their prompt once
+    row: int  # place in the group
+    prompt: Sequence[int]  # (P,) token ids, with those of the completion that exist
+    seed: int | None
+    min_update: int  # number of the weight update that must have been attempted before the row starts
+    num_made: int = 0  # tokens of the completion that `prompt` ends with
+
+
+class Peeking:
+    """Rows under way, which the thread that polls collects for another one.
+
+    Attributes:
+        rows (`list[tuple[RowRequest, Rollout]]`):
+            Rows with at least one token.
+        complete (`threading.Event`):
+            Set when all engines have answered.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[RowRequest, Rollout]] = []
+        self.complete = threading.Event()
+        self.num_open = 0  # engines that have not answered
+
+    def add(self, rows: list[tuple[RowRequest, Rollout]]) -> None:
+        self.rows += rows
+        self.num_open -= 1
+        self.end_if_complete()
+
+    def end_if_complete(self) -> None:
+        if self.num_open == 0:
+            self.complete.set()
+
+
+class Load(Protocol):
+    """Methods of [`~trl_multinode.engine.dispatch.EngineLoad`] that a stream needs."""
+
+    def take(self, tokens: int, candidates: Sequence[int]) -> int: ...
+
+    def give_back(self, engine: int, tokens: int) -> None: ...
+
+
+class RowStream:
+    """Rows under way on the engines of a node. One thread calls `poll`; any other thread may call `add`.
+
+    ```python
+    stream.add(requests)                     # returns at once
+    for request, rollout in stream.poll():   # waits up to a second for rows that have ended
+        ...
+    ```
+
+    Args:
+        clients (`Sequence[EngineClient]`):
+            Clients for the engines of the node; only the thread that polls uses them.
+        load (`Load`):
+            Outstanding tokens of all ranks of the node.
+        window (`int`):
+            Rows that this rank keeps in flight per engine. Further rows wait in the rank, oldest first.
+        message (`Generate`):
+            Message with the settings that all rows share.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], load: Load, window: int, message: Generate):
+        self._clients = clients
+        self._load = load
+        self._window = window
+        self._message = message
+        self._waiting: deque[RowRequest] = deque()
+        self._open: dict[tuple[int, int], RowRequest] = {}  # by engine and request id
+        self._in_flight = [0] * len(clients)
+        self._last: tuple[GroupId, int] | None = None  # group and engine of the last row that was sent
+        self._num_added = self._num_ended = 0  # each is written by one thread
+        self._asked: deque[Peeking] = deque()
+        self._peeking: dict[tuple[int, int], Peeking] = {}  # by engine and request id
+        self._closed = False
+        self._woken, self._waker = os.pipe()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        for client in clients:
+            self._selector.register(client, selectors.EVENT_READ, client)
+
+    @property
+    def rows_left(self) -> int:
+        """Number of rows that were added and have not ended. Any thread may read it."""
+        return self._num_added - self._num_ended
+
+    def add(self, requests: Sequence[RowRequest]) -> None:
+        """Queue rows, and wake the thread that polls."""
+        self._num_added += len(requests)
+        self._waiting.extend(requests)
+        os.write(self._waker, b"x")
+
+    def peek(self) -> "Peeking":
+        """Ask for the rows under way as far as they are made; the thread that polls collects the answers."""
+        peeking = Peeking()
+        self._asked.append(peeking)
+        os.write(self._waker, b"x")
+        return peeking
+
+    def poll(self, timeout_s: float = 1.0) -> list[tuple[RowRequest, Rollout]]:
+        """Send the rows for which there is room, wait for rows that end, and return these.
+
+        Raises:
+            `EngineError`: if an engine failed, or made no token for `engine_stall_timeout` seconds.
+        """
+        self._send_waiting()
+        self._send_peeks()
+        ended = []
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                os.read(self._woken, 4096)
+            elif (found := self._receive(key.data)) is not None:
+                ended.append(found)
+        for client in self._clients:
+            client.check_stall()
+        self._num_ended += len(ended)
+        return ended
+
+    def _send_waiting(self) -> None:
+        while self._waiting and (room := self._engines_with_room()):
+            request = self._waiting.popleft()
+            engine = self._load.take(self._cost(request), self._candidates(request, room))
+            self._last = request.group, engine
+            message = replace(
+                self._message, prompt=pack_ids(request.prompt), seed=request.seed, min_update=request.min_update,
+                max_tokens=self._message.max_tokens - request.num_made,
+            )  # fmt: skip
+            self._open[engine, self._clients[engine].post(message)] = request
+            self._in_flight[engine] += 1
+
+    def _send_peeks(self) -> None:
+        while self._asked:
+            peeking = self._asked.popleft()
+            for engine, rows in enumerate(self._in_flight):
+                if rows:
+                    self._peeking[engine, self._clients[engine].post(Peek())] = peeking
+                    peeking.num_open += 1
+            peeking.end_if_complete()
+
+    def _engines_with_room(self) -> list[int]:
+        return [engine for engine, rows in enumerate(self._in_flight) if rows < self._window]
+
+    def _candidates(self, request: RowRequest, room: list[int]) -> list[int]:
+        """Return the engine of the group's row before, which has computed its prompt, if it has room."""
+        if self._last is not None and self._last[0] == request.group and self._last[1] in room:
+            return [self._last[1]]
+        return room
+
+    def _cost(self, request: RowRequest) -> int:
+        return len(request.prompt) + self._message.max_tokens - request.num_made
+
+    def _receive(self, client: EngineClient) -> tuple[RowRequest, Rollout] | None:
+        reply = client.receive()
+        if reply is None:
+            return None
+        if (peeking := self._peeking.pop((client.index, reply.request_id), None)) is not None:
+            peeking.add(self._rows_so_far(client, client.checked(reply)))
+            return None
+        request = self._open.pop((client.index, reply.request_id))
+        self._in_flight[client.index] -= 1
+        self._load.give_back(client.index, self._cost(request))
+        (rollout,) = client.rows(client.checked(reply))
+        return request, rollout
+
+    def _rows_so_far(self, client: EngineClient, reply: Message) -> list[tuple[RowRequest, Rollout]]:
+        """Return the rows in an answer to `Peek`; those that ended before it are no longer open."""
+        assert isinstance(reply, Completions), reply
+        rows = zip(unpack_ids(reply.request_ids).tolist(), client.rows(reply), strict=True)
+        return [
+            (self._open[client.index, number], row) for number, row in rows if (client.index, number) in self._open
+        ]
+
+    def close(self) -> None:
+        """Forget all rows, after a failure or at the end, when no thread polls. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._selector.close()
+        for (engine, request_id), request in self._open.items():
+            self._load.give_back(engine, self._cost(request))
+            self._clients[engine].unanswered.pop(request_id, None)
+        self._open.clear()
+        self._waiting.clear()
+        os.close(self._woken)
+        os.close(self._waker)

@@ -1,0 +1,175 @@
+"""Continuous rollouts: which groups a rank begins and takes in each round, while engines swap weights in flight.
+
+One round of `weight_update="in_flight"`, on every rank:
+
+```python
+rows = continuous.take(...)   # the oldest complete groups; they replace the rows of the dataloader
+sync_weights()                # TRL's barrier, then the swap; rows under way continue with the new weights
+continuous.begin_following()  # the groups of the batch that is `open_rounds` ahead
+score(rows); train(rows)      # meanwhile the engines generate
+```
+
+The first round of an epoch has nothing to take: it syncs, begins its own groups and those of the following rounds, and
+waits for as many as it trains. Near the end of an epoch or of the run no batch follows, so the last rounds take the
+groups that are open, and every group that was begun is trained exactly once.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..run.reporter import warn
+from ..wire.messages import WeightVersion
+from .groups import Group, OpenGroups, Stream
+from .look_ahead import Batch, RoundRollouts
+from .updates import TokenAges, UpdateLog
+
+# returns the batch that is so many rounds ahead and its prompts as token ids; `None` if none follows
+BatchAhead = Callable[[int], tuple[Batch, list[list[int]]] | None]
+
+
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+class ContinuousRollouts:
+    """Rounds of one rank on [`OpenGroups`].
+
+    Args:
+        where (`str`):
+            Name of the rank, for messages.
+        stream (`Stream`):
+            Requests for single rows, on connections that nothing else uses.
+        open_rounds (`int`):
+            Rounds that are begun and not taken after a round has taken its groups.
+        max_age (`int`):
+            Rounds after which a round waits for a group.
+        seeds (`Callable[[int, int], list[int] | None]`):
+            Function that returns the seeds of a round's rows, from the round and their number.
+        longest (`int`, *optional*, defaults to 0):
+            After a resume, rows that were begun with fewer tokens are continued; the others begin again.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        stream: Stream,
+        open_rounds: int,
+        max_age: int,
+        seeds: Callable[[int, int], list[int] | None],
+        longest: int = 0,
+    ):
+        self._where = where
+        self._warned = False
+        self.updates = UpdateLog(where)
+        self.groups = OpenGroups(stream, self.updates.check)
+        self.taken: list[Group] = []  # groups of the current round
+        self.swapped_rows = self.swaps = 0  # since the last `take_swaps`
+        self._open_rounds = open_rounds
+        self._max_age = max_age
+        self._seeds = seeds
+        self._longest = longest
+        self._number = -1  # current round
+        self.last_begun = -1  # last round whose groups were begun
+        self._restored = False  # groups of a checkpoint are open, and their missing rows are not under way
+        self._batch_ahead: BatchAhead = lambda rounds: None
+        self._size = 1
+
+    def begin_round(self, number: int, size: int, batch_ahead: BatchAhead) -> None:
+        """Start training round `number` with groups of `size` rows. `batch_ahead(0)` is the batch of this round."""
+        self._number, self._size, self._batch_ahead = number, size, batch_ahead
+        self.taken = []
+
+    @property
+    def must_sync(self) -> bool:
+        """Return whether rows have to begin before this round can take its groups. The same on every rank."""
+        return self.last_begun < self._number or self._restored
+
+    def add_update(self, version: WeightVersion, trains: bool) -> None:
+        """Record an update before it is sent, for the current round or, from an evaluation, for the next one."""
+        self.updates.add(version, self._number if trains else self._number + 1)
+        self.swaps += 1
+        self.swapped_rows += self.groups.rows_under_way
+
+    def begin_following(self, version: WeightVersion) -> tuple[int, int]:
+        """Begin the groups of the batches up to `open_rounds` ahead, and the missing rows of a checkpoint.
+
+        Returns:
+            Number of rows of a checkpoint that continue, and of rows that begin again.
+        """
+        resumed = self.groups.go_on(version.update, self._longest) if self._restored else (0, 0)
+        self._restored = False
+        for number in range(max(self.last_begun + 1, self._number), self._number + self._open_rounds + 1):
+            found = self._batch_ahead(number - self._number)
+            if found is None:
+                break
+            self.groups.submit(self._groups_of(number, *found, version))
+            self.last_begun = number
+        return resumed
+
+    def _groups_of(self, number: int, batch: Batch, prompts: list[list[int]], version: WeightVersion) -> list[Group]:
+        seeds = self._seeds(number, len(batch))
+        due = number + self._max_age - self._open_rounds
+        rows = [slice(start, start + self._size) for start in range(0, len(batch), self._size)]
+        return [
+            Group(
+                number, place, batch[part], prompts[part], due, self._number, version.update,
+                seeds=None if seeds is None else seeds[part],
+            )
+            for place, part in enumerate(rows)
+        ]  # fmt: skip
+
+    def take(self, num_rows: int) -> Batch:
+        """Take the groups of this round, with `num_rows` rows together, and return their rows of the dataset."""
+        self.taken = self.groups.take(num_rows // self._size, self._number)
+        return [row for group in self.taken for row in group.inputs]
+
+    def made(self, prompts: list[list[int]]) -> RoundRollouts | None:
+        """Return the completions of the taken groups; `None` if `prompts` are not theirs."""
+        if [prompt for group in self.taken for prompt in group.prompts] != prompts:
+            if not self._warned:
+                self._warned = True
+                warn(
+                    f"{self._where}: round {self._number} has other prompts than those generated ahead, so its "
+                    "completions are generated again. Rounds in flight help only if prompts depend on nothing but the "
+                    "dataset row."
+                )
+            self.taken = []
+            return None
+        rows = [row for group in self.taken for row in group.rows]
+        return RoundRollouts(self._number, prompts, rows, min(row.version for row in rows))
+
+    def stale(self, version: WeightVersion) -> bool:
+        """Return whether weights before `version` took part in the taken rows: a row that had no token at a swap may
+        still use their keys and values of its prompt."""
+        return any(
+            group.min_update < version.update or any(row.version.update < version.update for row in group.rows)
+            for group in self.taken
+        )
+
+    def ages(self, version: WeightVersion) -> TokenAges:
+        """Return the ages of the tokens that this round trains, with the weights of `version`."""
+        return self.updates.ages((row for group in self.taken for row in group.rows), self._number, version)
+
+    def take_swaps(self) -> tuple[int, int]:
+        """Return the number of updates since the last call, and of the rows that were under way then, summed."""
+        swaps = self.swaps, self.swapped_rows
+        self.swaps = self.swapped_rows = 0
+        return swaps
+
+    # ---- a run that ended early, and checkpoints --------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Forget the groups of a run that ended early."""
+        self.groups.drop()
+        self.last_begun, self._restored = -1, False
+
+    def restore(self, groups: list[Group], last_begun: int, updates: dict[int, tuple[int, int]]) -> None:
+        """Restore the open groups of a checkpoint. Their missing rows begin in the next round, after its sync."""
+        self.updates.add_earlier(updates)
+        self.groups.restore(groups)
+        self.last_begun, self._restored = last_begun, True
+
+
+def settings_from_the_start(sampling: Mapping[str, Any]) -> list[str]:
+    """Return the names of sampling settings that depend on where a completion began: a continued row would lose it."""
+    names = ("structured_outputs", "stop", "min_tokens", "bad_words", *NEUTRAL)
+    return [name for name in names if sampling.get(name) not in (None, 0, [], NEUTRAL.get(name))]

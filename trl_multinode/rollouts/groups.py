@@ -1,0 +1,286 @@
+"""Groups of rows that engines generate across weight updates: which are open, which are complete, which are due.
+
+```python
+groups.submit([Group(...), ...])       # their rows start; a thread collects the completions
+rows = groups.take(count, number)      # waits for `count` complete groups, the oldest first
+```
+
+Nothing in here is a collective, and nothing depends on a trainer: a rank's groups stay on that rank.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..engine.client import Rollout
+from ..engine.row_stream import GroupId, Peeking, RowRequest
+from ..wire.messages import VersionSpan
+
+SEED_BITS = 41  # a row's own seed is below 2**40 plus the number of its row
+
+
+@dataclass
+class Group:
+    """Completions of one prompt, which are trained together.
+
+    Args:
+        number (`int`), place (`int`):
+            Generation round of the batch that holds the group, and its place in this rank's part of the batch.
+        inputs (`list[dict]`):
+            Rows of the dataset, one per completion.
+        prompts (`list[list[int]]`):
+            Token ids, one row per completion.
+        due (`int`):
+            Last round that may train the group; that round waits for it.
+        begun (`int`), min_update (`int`):
+            Round in which the rows were submitted, and the newest weight update at that time.
+        seeds (`list[int]`, *optional*):
+            Seed of each row.
+        rollouts (`list[Rollout | None]`):
+            Completion of each row; `None` for a row under way.
+        begun_rows (`list[Rollout | None]`):
+            Beginning of each row that a checkpoint found under way; the row continues it.
+    """
+
+    number: int
+    place: int
+    inputs: list[dict[str, Any]]
+    prompts: list[list[int]]
+    due: int
+    begun: int = 0
+    min_update: int = 0
+    seeds: list[int] | None = None
+    rollouts: list[Rollout | None] = field(default_factory=list)
+    begun_rows: list[Rollout | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rollouts = self.rollouts or [None] * len(self.prompts)
+        self.begun_rows = self.begun_rows or [None] * len(self.prompts)
+
+    @property
+    def id(self) -> GroupId:
+        """Round of the batch that holds the group, and place in this rank's part of it."""
+        return self.number, self.place
+
+    @property
+    def rows(self) -> list[Rollout]:
+        """Completions of a complete group."""
+        rows = [row for row in self.rollouts if row is not None]
+        assert len(rows) == len(self.rollouts), f"group {self.id} is not complete"
+        return rows
+
+    def missing(self) -> list[RowRequest]:
+        """Return requests for the rows that have no completion."""
+        return [self._request(row) for row, rollout in enumerate(self.rollouts) if rollout is None]
+
+    def _request(self, row: int) -> RowRequest:
+        seed = None if self.seeds is None else self.seeds[row]
+        if (begun := self.begun_rows[row]) is None:
+            return RowRequest(self.id, row, self.prompts[row], seed, self.min_update)
+        num_made = len(begun.tokens)
+        if seed is not None:  # with its own seed, the row would draw the noise of its first tokens again
+            seed += num_made << SEED_BITS
+        return RowRequest(self.id, row, [*self.prompts[row], *begun.tokens.tolist()], seed, self.min_update, num_made)
+
+    def end_row(self, row: int, rollout: Rollout) -> None:
+        """Store a completion, or the rest of one that was begun."""
+        self.rollouts[row] = joined(self.begun_rows[row], rollout)
+
+
+def joined(begun: Rollout | None, rest: Rollout) -> Rollout:
+    """Return a completion from its beginning and its rest."""
+    if begun is None:
+        return rest
+    start = len(begun.tokens)
+    return Rollout(
+        np.concatenate([begun.tokens, rest.tokens]),
+        np.concatenate([begun.logprobs, rest.logprobs]),
+        begun.version,
+        rest.engine,
+        begun.versions + tuple(VersionSpan(span.update, span.step, start + span.end) for span in rest.versions),
+    )
+
+
+class Stream(Protocol):
+    """Methods of [`~trl_multinode.engine.row_stream.RowStream`] that the groups need."""
+
+    @property
+    def rows_left(self) -> int: ...
+
+    def add(self, requests: list[RowRequest]) -> None: ...
+
+    def poll(self) -> list[tuple[RowRequest, Rollout]]: ...
+
+    def peek(self) -> Peeking: ...
+
+
+class OpenGroups:
+    """Groups of one rank that were begun and not taken. One thread collects their rows as long as any is under way.
+
+    Args:
+        stream (`Stream`):
+            Requests for single rows, on connections that nothing else uses.
+        check (`Callable[[Rollout, int], None]`, *optional*):
+            Function that raises if a row must not be used. It gets the row and the update of its submission.
+    """
+
+    def __init__(self, stream: Stream, check: Callable[[Rollout, int], None] = lambda row, first: None):
+        self._stream = stream
+        self._check = check
+        self._open: dict[GroupId, Group] = {}  # oldest first
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.ended_rows = self.ended_tokens = 0  # since the last `take_counts`
+        self._generated_s = self._waited_s = 0.0
+
+    @property
+    def rows_under_way(self) -> int:
+        """Number of rows that were submitted and have not ended."""
+        return self._stream.rows_left
+
+    @property
+    def ids(self) -> list[GroupId]:
+        """Ids of the open groups, the oldest first."""
+        return list(self._open)
+
+    def submit(self, groups: Iterable[Group]) -> None:
+        """Begin the missing rows of `groups`, which must be newer than the open ones, and return at once."""
+        self.restore(groups := list(groups))
+        self._begin(groups)
+
+    def restore(self, groups: Iterable[Group]) -> None:
+        """Add the groups of a checkpoint. Their missing rows begin with `go_on`."""
+        with self._changed:
+            for group in groups:
+                assert group.id not in self._open, f"group {group.id} was begun twice"
+                self._open[group.id] = group
+
+    def go_on(self, min_update: int, longest: int) -> tuple[int, int]:
+        """Begin the missing rows of restored groups, with weight update `min_update` or later.
+
+        A row that was begun with fewer than `longest` tokens is continued.
+
+        Returns:
+            Number of rows that continue, and of rows that begin again.
+        """
+        num_continued = 0
+        for group in self._open.values():
+            group.min_update = min_update
+            group.begun_rows = [row if row and len(row.tokens) < longest else None for row in group.begun_rows]
+            num_continued += sum(row is not None for row in group.begun_rows)
+        return num_continued, self._begin(list(self._open.values())) - num_continued
+
+    def _begin(self, groups: list[Group]) -> int:
+        requests = [request for group in groups for request in group.missing()]
+        with self._changed:
+            self._stream.add(requests)
+            if self._thread is None and self._error is None and self._stream.rows_left:
+                # A daemon thread, so that a rank that exits early does not wait for completions it will not use
+                self._thread = threading.Thread(target=self._collect, name="open-groups", daemon=True)
+                self._thread.start()
+        return len(requests)
+
+    def take(self, count: int, number: int) -> list[Group]:
+        """Remove and return the `count` oldest complete groups, in the order of their ids; wait for them.
+
+        Groups that are due in round `number` or earlier are waited for. The wait fails when an engine makes no token
+        for `engine_stall_timeout` seconds.
+
+        Raises:
+            `EngineError` or `WeightVersionError`: the error that stopped the thread.
+        """
+        start = time.monotonic()
+        with self._changed:
+            assert count <= len(self._open), f"{count} groups to take, {len(self._open)} open"
+            self._changed.wait_for(lambda: self._error is not None or self._may_take(count, number))
+            self._waited_s += time.monotonic() - start
+            if self._error is not None:
+                raise self._error
+            return [self._open.pop(group.id) for group in self._complete()[:count]]
+
+    def _may_take(self, count: int, number: int) -> bool:
+        due = [group for group in self._open.values() if group.due <= number][:count]
+        return len(self._complete()) >= count and all(None not in group.rollouts for group in due)
+
+    def _complete(self) -> list[Group]:
+        return [group for group in self._open.values() if None not in group.rollouts]
+
+    def _collect(self) -> None:
+        try:
+            while self._goes_on():
+                start = time.monotonic()
+                for request, rollout in self._stream.poll():
+                    self._add(request, rollout)
+                self._generated_s += time.monotonic() - start
+        except BaseException as error:  # the main thread raises it in `take`
+            with self._changed:
+                self._error, self._thread = error, None
+                self._changed.notify_all()
+
+    def _goes_on(self) -> bool:
+        """Return whether rows are under way. Otherwise the thread ends, and the next `submit` starts another one."""
+        with self._changed:
+            if self._stream.rows_left == 0:
+                self._thread = None
+            return self._thread is not None
+
+    def _add(self, request: RowRequest, rollout: Rollout) -> None:
+        self._check(rollout, request.min_update)
+        with self._changed:
+            if (group := self._open.get(request.group)) is not None:  # `None` if it was dropped
+                group.end_row(request.row, rollout)
+            self.ended_rows += 1
+            self.ended_tokens += len(rollout.tokens)
+            self._changed.notify_all()
+
+    def snapshot(self) -> list[Group]:
+        """Return copies of the open groups with all rows as far as they are made, without waiting for their ends."""
+        so_far = {(request.group, request.row): rollout for request, rollout in self._rows_so_far()}
+        with self._changed:
+            return [_copy(group, so_far) for group in self._open.values()]
+
+    def _rows_so_far(self) -> list[tuple[RowRequest, Rollout]]:
+        if self._thread is None:
+            return []
+        peeking = self._stream.peek()
+        while not peeking.complete.wait(0.1):
+            if self._error is not None:
+                raise self._error
+            if self._thread is None:  # the last row has just ended
+                return []
+        return peeking.rows
+
+    def drop(self) -> None:
+        """Forget the groups of a run that ended early, and wait for its rows, because engines cannot abort them."""
+        with self._changed:
+            self._open.clear()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._error = None
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return the number of rows that ended since the last call, and of their tokens."""
+        with self._changed:
+            counts = self.ended_rows, self.ended_tokens
+            self.ended_rows = self.ended_tokens = 0
+        return counts
+
+    def take_seconds(self) -> tuple[float, float]:
+        """Return the seconds with rows under way and those in which `take` waited, since the last call."""
+        seconds = self._generated_s, self._waited_s
+        self._generated_s = self._waited_s = 0.0
+        return seconds
+
+
+def _copy(group: Group, so_far: Mapping[tuple[GroupId, int], Rollout]) -> Group:
+    begun = list(group.begun_rows)
+    for row, rollout in enumerate(group.rollouts):
+        if rollout is None and (more := so_far.get((group.id, row))) is not None:
+            begun[row] = joined(begun[row], more)
+    return replace(group, rollouts=list(group.rollouts), begun_rows=begun)

@@ -1,0 +1,109 @@
+"""Groups of rounds in flight in a checkpoint: their rows are saved as indices of the dataset."""
+
+import copy
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError
+from ..rollouts.groups import Group
+from ..rollouts.saved_groups import restore, to_arrays
+from .saved_rollouts import SavedRollouts
+
+NAME = "open"  # of the tensors and of the notes
+
+
+class OpenGroupsFile:
+    """Part of a rank's rollouts file that holds its open groups.
+
+    Args:
+        trainer ([`NodeTrainer`]):
+            Trainer with rounds in flight.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._continuous = trainer.vllm_generation.continuous
+        self._where = str(trainer.host.topology)
+
+    def add_to(self, saved: SavedRollouts) -> None:
+        """Add a snapshot of the open groups; rows under way are not waited for.
+
+        Raises:
+            `ConfigurationError`: if a group's row is not where TRL's sampler puts it in the dataset.
+        """
+        arrays, notes = to_arrays(self._continuous, self._index_of)
+        saved.tensors.update({f"{NAME}/{name}": torch.from_numpy(array) for name, array in arrays.items()})
+        saved.notes[NAME] = notes | {"arrays": sorted(arrays)}
+
+    def restore_from(self, saved: SavedRollouts) -> None:
+        """Restore the open groups; rows that were under way begin again after the next sync.
+
+        Raises:
+            `ConfigurationError`: if the dataset has other prompts at the saved indices, or groups have another size.
+        """
+        notes, size = saved.notes[NAME], self._trainer.num_generations
+        if others := {group["size"] for group in notes["groups"]} - {size}:
+            raise ConfigurationError(
+                f"{self._where}: the checkpoint has open groups of {min(others)} rows, `num_generations` is {size}. "
+                "Resume with the same number."
+            )
+        arrays = {name: saved.tensors[f"{NAME}/{name}"].cpu().numpy() for name in notes["arrays"]}
+        restore(self._continuous, arrays, notes, self._row_of)
+
+    def _index_of(self, group: Group) -> int:
+        """Compute the index of a group's row as TRL's `RepeatSampler` does: one permutation per epoch."""
+        args, dataset = self._trainer.args, self._trainer.train_dataset
+        per_round = args.generation_batch_size // self._trainer.num_generations
+        epoch, number = divmod(group.number, len(dataset) // per_round)
+        first = self._trainer.accelerator.process_index * per_round // self._trainer.accelerator.num_processes
+        position = number * per_round + first + group.place
+        shuffled = self._trainer.shuffle_dataset
+        index = permutation(len(dataset), args.seed, epoch)[position] if shuffled else position
+        if dataset[index]["prompt"] != group.inputs[0]["prompt"]:
+            raise ConfigurationError(
+                f"{self._where}: row {index} of the training dataset is not that of the open group {group.id}, so a "
+                "checkpoint cannot record it. Rounds in flight need TRL's own order of the dataset: leave out a "
+                "sampler of your own, or use `weight_update='drain'`."
+            )
+        return index
+
+    def _row_of(self, index: int, prompt: list[int]) -> dict[str, Any]:
+        dataset = self._trainer.train_dataset
+        row = dataset[index] if index < len(dataset) else {}
+        if not row or self._trainer._tokenize_prompts([copy.deepcopy(row["prompt"])])[0][0] != prompt:
+            raise ConfigurationError(
+                f"{self._where}: row {index} of the training dataset has another prompt than when the checkpoint was "
+                "written, so its open groups cannot be trained. Resume with the same dataset, tokenizer and chat "
+                "template."
+            )
+        return row
+
+
+@cache
+def permutation(num_rows: int, seed: int, epoch: int) -> list[int]:
+    """Return the order of the dataset in an epoch (0 for the first), as TRL's `RepeatSampler` draws it."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epoch):
+        torch.randperm(num_rows, generator=generator)
+    return torch.randperm(num_rows, generator=generator).tolist()
+
+
+def check_same_way(folder: Any, was_in_flight: bool, in_flight: bool, all_usable: bool) -> None:
+    """Check that a run can go on from a checkpoint with open groups.
+
+    Raises:
+        `ConfigurationError`: on every rank, if it cannot: ids would be trained twice, and others never.
+    """
+    if was_in_flight and not in_flight:
+        raise ConfigurationError(
+            f"{folder} was written with `weight_update='in_flight'`: groups of several rounds were open, so a run "
+            "that drains would train some prompts twice and others never. Resume with `weight_update='in_flight'`."
+        )
+    if was_in_flight and not all_usable:
+        raise ConfigurationError(
+            f"{folder} was written with `weight_update='in_flight'`, and not all ranks can use their file "
+            "`rollouts_rank<r>.safetensors` with the open groups: it is missing (`save_only_model=True` leaves it "
+            "out), or the numbers of ranks or rows have changed. Resume with the same launch and batch sizes."
+        )
