@@ -14,7 +14,7 @@ from trl_multinode.testing.nodes import Nodes
 SCRIPT = Path(__file__).parent / "scripts" / "in_flight.py"
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
 GROUP, WORLD = 4, 4
-SLOW = Faults().slow_tokens(0.1)  # generation takes longer than a step, whatever else the machine does
+SLOW = Faults().slow_tokens(0.06)  # generation takes longer than a step, whatever else the machine does
 
 # Four ranks x 8 rows = 8 prompts a round, two groups a rank
 RUN = {
@@ -23,7 +23,7 @@ RUN = {
 }  # fmt: skip
 WHOLE = {
     "name": "whole", "output": "whole", "prompts": 64, "num_train_epochs": 1, "open_rounds": 4, "compare": 3,
-    "mean": 36,
+    "mean": 20, "min_tokens": 16,
 }  # fmt: skip
 # 16 prompts a round, each trained twice in 4 optimizer steps; the run ends inside the second epoch, 24 rows unused
 FEATURES = {
@@ -91,7 +91,7 @@ def test_at_least_a_third_of_the_rows_hold_several_versions_and_the_reward_sees_
     rows = versions(runs)
     assert sum(len(row) > 1 for row in rows) > 0.3 * len(rows)
     lengths = [row[-1][2] for row in rows]
-    assert max(lengths) > 20 * min(lengths)
+    assert max(lengths) > 4 * min(lengths)
     for run in runs:
         assert all(one["rows"] == one["made"] for one in run["rounds"])
         assert [one["open"] for one in run["rounds"]] == [8, 8, 8, 8, 6, 4, 2, 0]

@@ -114,10 +114,11 @@ def run(
     compare=None,
     mean=16,
     ignore_eos=False,
+    min_tokens=0,
     **settings,
 ) -> None:
     rounds = Rounds()
-    sampling = {"allowed_token_ids": [1, *range(100, 99 + mean)], "ignore_eos": ignore_eos}
+    sampling = {"allowed_token_ids": [1, *range(100, 99 + mean)], "ignore_eos": ignore_eos, "min_tokens": min_tokens}
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     trainer = make_trainer(
         tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
