@@ -13,7 +13,7 @@ from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.testing.engines import SyncDriver, worst_difference
 
 LIMIT = 1e-5  # mean difference of log-probs in fp32
-NUM_TOKENS = 120
+NUM_TOKENS = (240, 900)  # of a row; the second number after a try in which no row saw an update
 
 
 @dataclass
@@ -57,12 +57,17 @@ def generate_while_sending(
 ) -> MixedRows:
     """Send three updates in flight, each with changed weights, while eight rows run: one request per row.
 
-    Try again if a busy machine lets the rows end before the first update, or begin after the last one.
+    The models are made before, because a busy machine would let the rows end meanwhile. Try again if it lets them end
+    before the first update, or begin after the last one.
     """
+    models = [copy.deepcopy(trainer.model)]
+    for _ in range(3):  # more perturbations would make logits, and their rounding errors, large
+        (change or trainer.perturb)()
+        models.append(copy.deepcopy(trainer.model))
     trainer.sync.in_flight, trainer.sync.recompute_kv = True, recompute_kv
     try:
-        for _ in range(4):
-            found = _generate(trainer, seeded, change or trainer.perturb)
+        for num_tokens, held in zip(NUM_TOKENS, (models[0], models[-1]), strict=True):
+            found = _generate(trainer, seeded, num_tokens, held, models[1:])
             if found.mixed_share > 0.3:
                 break
         return found
@@ -70,24 +75,26 @@ def generate_while_sending(
         trainer.sync.in_flight = trainer.sync.recompute_kv = False
 
 
-def _generate(trainer: SyncDriver, seeded: bool, change: Callable[[], None]) -> MixedRows:
+def _generate(
+    trainer: SyncDriver, seeded: bool, num_tokens: int, held: torch.nn.Module, models: list[torch.nn.Module]
+) -> MixedRows:
+    """Send `models` while rows run, to an engine that holds `held`."""
     prompts = [[5, 6, 7 + row] for row in range(8)]
     requests = [PromptRequest(prompt, 1, 7 * i if seeded else None) for i, prompt in enumerate(prompts)]
-    models = {trainer.version.update: copy.deepcopy(trainer.model)}
     sampling = {"temperature": 1.0, "ignore_eos": True}
+    sent = {trainer.version.update: held}
     other = trainer.engines.connect_again()
     try:
         with ThreadPoolExecutor(1) as thread:
-            rows = thread.submit(other.generate, requests, NUM_TOKENS, sampling, trainer.version.update)
+            rows = thread.submit(other.generate, requests, num_tokens, sampling, trainer.version.update)
             try:
-                for _ in range(3):  # more perturbations would make logits, and their rounding errors, large
-                    change()
-                    models[trainer.version.update + 1] = copy.deepcopy(trainer.model)
-                    trainer.send()
+                for model in models:
+                    trainer.model.load_state_dict(model.state_dict())
+                    sent[trainer.send().update] = model
                     time.sleep(0.03)
             finally:
                 groups = rows.result()
-        return MixedRows(prompts, [row for (row,) in groups], models)
+        return MixedRows(prompts, [row for (row,) in groups], sent)
     finally:
         other.close()
 
