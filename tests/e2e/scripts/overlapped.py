@@ -24,7 +24,7 @@ from common import make_trainer, write_result
 
 from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.host import NodeHost
-from trl_multinode.testing.fake_engine import FakeBackend
+from trl_multinode.testing.fake_engine import FakeBackend, FakeRow, Freezer
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weights.sync import SyncTimings
 from trl_multinode.wire.messages import WeightVersion
@@ -40,6 +40,7 @@ class Engine(FakeBackend):
         self._model = tiny_qwen2(tied=False).eval()
         self._eos, self._context, self._tokens = {1}, 2048, 0
         self._random = torch.Generator().manual_seed(0)
+        self._freezer, self._token_delay_s = Freezer(), 0.0
         self._trainer = model
         self._running: list[str] = []
         self.version = WeightVersion()
@@ -51,6 +52,11 @@ class Engine(FakeBackend):
         self._running.append(who)
         yield
         self._running.remove(who)
+
+    def rows(self, request, max_tokens: int, sampling: dict) -> list[FakeRow]:
+        rows = [FakeRow(request.prompt) for _ in range(request.num_completions)]
+        self._complete(rows, max_tokens, sampling, request.seed)
+        return rows
 
     def update(self, version: WeightVersion) -> None:
         if self._running:
@@ -88,7 +94,7 @@ class Connection:
             version = engine.version
             if self._who == "ahead":
                 time.sleep(0.02)  # so that a rank which does not wait is seen
-            groups = [engine._rows(r.prompt, r.num_completions, max_tokens, sampling, r.seed) for r in requests]
+            groups = [engine.rows(request, max_tokens, sampling) for request in requests]
         return [[self._rollout(row, version) for row in rows] for rows in groups]
 
     @staticmethod
