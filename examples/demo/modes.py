@@ -40,5 +40,5 @@ REAL = Demo("train_real.py", num_ranks=2, steps=24, minutes=15, timeout_s=7200.0
 FAKE = Demo("train.py", num_ranks=4, steps=30, minutes=0.5, timeout_s=300.0, learned=0.1, constant=0.2, forked=True,
             environment={HOOK: FAKE_ENGINE})  # fmt: skip
 # The gradient of an answer has the noise of all tokens after it, so this mode learns later
-LONG = Demo("train.py", num_ranks=4, steps=120, minutes=7, timeout_s=1800.0, learned=0.2, constant=0.2)
+LONG = Demo("train.py", num_ranks=4, steps=120, minutes=10, timeout_s=1800.0, learned=0.3, constant=0.2)
 DEMOS: dict[str, Demo] = {**dict.fromkeys(MODES, SMALL), "continuous": LONG, "fake": FAKE, "real": REAL}

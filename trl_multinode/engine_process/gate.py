@@ -116,14 +116,16 @@ class BusyClock:
 
         def end_row() -> None:
             nonlocal running
-            running -= 1
-            self._add(0, -1)
+            if running:  # a cancelled request has left already
+                running -= 1
+                self._add(0, -1)
 
         self._add(1, rows)
         try:
             yield end_row
         finally:
-            self._add(-1, -running)
+            left, running = running, 0
+            self._add(-1, -left)
 
     def freeze(self, frozen: bool) -> None:
         """Stop the time of running requests, or let it go on."""
