@@ -34,7 +34,6 @@ def test_a_completion_that_does_not_end_scores_nothing():
 def test_every_row_is_recorded_and_the_picture_has_the_rows_of_some_steps(tmp_path, monkeypatch):
     import rows
 
-    monkeypatch.setattr(rows, "FIRST_STEP", 1)
     requests = [RowRequest((number, 0), 0, [5], None, 1) for number in range(2)]
     rollout = SimpleNamespace(tokens=[5, 1], versions=(1, 2))
     stream = SimpleNamespace(added=[], rows_left=2)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 RANK = 0
-FIRST_STEP, NUM_STEPS = 20, 6
+FIRST_STEP, NUM_STEPS = 1, 5
 
 
 class RecordedStream:
