@@ -9,7 +9,7 @@ import pytest
 from trl_multinode.run import phase_file
 from trl_multinode.run import phases as phases_module
 from trl_multinode.run.phase_file import PhaseFile
-from trl_multinode.run.phases import PHASES, Phases, split_advice
+from trl_multinode.run.phases import PHASES, Phases
 
 
 @pytest.fixture
@@ -179,43 +179,3 @@ def test_the_current_phase_is_the_innermost():
         assert phases.current == "generate"
     phases.step = 1
     assert phases.current == "between steps"
-
-
-def test_advice_moves_gpus_to_the_side_that_needs_them():
-    # g = 30 s x 1 GPU, t = 10 s x 7 GPUs; R=3 of 8: 30/3 + 70/5 = 24 s, the least; colocated (30 + 70) / 8 = 12.5 s
-    advice = split_advice(generate_s=30.0, train_s=10.0, training=7, reserved=1)
-    assert "7+1 takes 40.0 s" in advice
-    assert "5+3 would take about 24.0 s (num_processes = 5 per node)" in advice
-    assert "colocation on all 8 would take about 12.5 s" in advice
-
-
-def test_advice_moves_gpus_back_to_training():
-    # g = 2 x 4, t = 20 x 4: R=1: 8/1 + 80/7 = 19.4; R=2: 8/2 + 80/6 = 17.3, the least; R=4: 22
-    assert "4+4 takes 22.0 s of generation and training per step; 6+2 would take about 17.3 s" in split_advice(
-        generate_s=2.0, train_s=20.0, training=4, reserved=4
-    )
-
-
-def test_advice_leaves_a_split_that_is_within_five_percent_of_the_best():
-    # g = 10 x 3, t = 14 x 5 as above: 5+3 is the best
-    advice = split_advice(generate_s=10.0, train_s=14.0, training=5, reserved=3)
-    assert "5+3 takes 24.0 s" in advice and "the best or within 5 %" in advice and "num_processes" not in advice
-
-
-def test_advice_on_the_smallest_node_has_no_other_split():
-    assert "1+1 takes 3.0 s" in split_advice(generate_s=2.0, train_s=1.0, training=1, reserved=1)
-
-
-def test_advice_for_an_overlapped_run_takes_the_longer_side():
-    # g = 12 x 2, t = 4 x 6: max(24/R, 24/(8-R)): 12 s now, least at R=4: 6 s; one after the other 24/2 + 24/6 = 16 s
-    advice = split_advice(generate_s=12.0, train_s=4.0, training=6, reserved=2, overlapped=True)
-    assert "6+2 takes 12.0 s of generation beside training per step" in advice
-    assert "4+4 would take about 6.0 s (num_processes = 4 per node)" in advice
-    assert "colocation on all 8 would take about 6.0 s" in advice
-    assert "6+2 takes 16.0 s of generation and training" in split_advice(12.0, 4.0, 6, 2)
-
-
-def test_advice_differs_where_only_the_overlap_makes_a_split_good():
-    # g = 5 x 1, t = 5 x 7: 7+1 hides all of the generation; alternating, 6+2 takes 2.5 + 5.8 = 8.3 s instead of 10
-    assert "the best or within 5 %" in split_advice(5.0, 5.0, 7, 1, overlapped=True)
-    assert "6+2 would take about 8.3 s" in split_advice(5.0, 5.0, 7, 1)

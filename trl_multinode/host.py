@@ -73,7 +73,7 @@ class NodeHost:
         self.ahead_engines: NodeEngines | None = None  # connections of the thread that generates ahead, if any
         self._ends = False
         # per engine, at the last sync: busy seconds, total seconds, and row-seconds over slots
-        self.engine_clocks: list[tuple[float, float, float]] = []
+        self.engine_clocks: list[tuple[float, float, float, float]] = []
         self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
         with self.watch.guard():
             store = connect_store(self.topology, self.watch.run)
@@ -288,7 +288,9 @@ class NodeHost:
             connections.expect(version)
         timings = self._sync.run(version)
         done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
-        self.engine_clocks = [(reply.busy_s, reply.clock_s, reply.slot_s) for reply in done if isinstance(reply, Done)]
+        self.engine_clocks = [
+            (reply.busy_s, reply.clock_s, reply.slot_s, reply.tail_s) for reply in done if isinstance(reply, Done)
+        ]
         self._kv_use = max([self._kv_use, *(reply.kv_use for reply in done if isinstance(reply, Done))])
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None

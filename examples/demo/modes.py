@@ -11,6 +11,8 @@ MODES: dict[str, dict] = {  # added to the config of `train.py`
     "overlap-only": {"max_staleness": 1},
     "balance-only": {"micro_batch_tokens": 1024},
     "overlap": {"max_staleness": 1, "micro_batch_tokens": 1024},  # both
+    # the completion goes on after the answer until it ends, after 1 to 64 tokens
+    "continuous": {"weight_update": "in_flight", "open_rounds": 3, "max_completion_length": 64},
     # 16 prompts a step instead of 32, because the fake engine generates one row after the other
     "fake": {"per_device_train_batch_size": 32, "learning_rate": 5e-3, "num_generations_eval": 4},
 }
@@ -37,4 +39,6 @@ REAL = Demo("train_real.py", num_ranks=2, steps=24, minutes=15, timeout_s=7200.0
             own_cores=True)  # fmt: skip
 FAKE = Demo("train.py", num_ranks=4, steps=30, minutes=0.5, timeout_s=300.0, learned=0.1, constant=0.2, forked=True,
             environment={HOOK: FAKE_ENGINE})  # fmt: skip
-DEMOS: dict[str, Demo] = {**dict.fromkeys(MODES, SMALL), "fake": FAKE, "real": REAL}
+# The gradient of an answer has the noise of all tokens after it, so this mode learns later
+LONG = Demo("train.py", num_ranks=4, steps=120, minutes=10, timeout_s=1800.0, learned=0.3, constant=0.2)
+DEMOS: dict[str, Demo] = {**dict.fromkeys(MODES, SMALL), "continuous": LONG, "fake": FAKE, "real": REAL}

@@ -152,12 +152,14 @@ def announce(demo: Demo) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--steps", type=int, help="default: 80, in mode real 24, in mode fake 30")
+    parser.add_argument(
+        "--steps", type=int, help="default: 80, in mode continuous 120, in mode real 24, in mode fake 30"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="default: 900, in mode real 7200, in mode fake 300"
+        "--timeout", type=float, metavar="SECONDS", help="default: 900, continuous 1800, real 7200, fake 300"
     )
     return parser.parse_args()
 

@@ -20,6 +20,7 @@ SYMBOLS = "abcdefghij"
 NUM_NOISE = 3  # 10^4 possible prompts, so thousands remain for the held-out set
 ANSWER_LENGTH = 2
 PAD, EOS = "<pad>", "<eos>"
+EOS_ID = 1
 
 
 def answer(prompt: str) -> list[str]:
@@ -37,6 +38,12 @@ def score(completion: str, expected: list[str]) -> float:
 def successor_reward(prompts: list[str], completions: list[str], **_) -> list[float]:
     """Score completions, as a reward function of TRL."""
     return [score(completion, answer(prompt)) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def ended_reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_) -> list[float]:
+    """Score completions that go on after the answer; one that did not end scores 0."""
+    scores = successor_reward(prompts, completions)
+    return [score * (ids[-1] == EOS_ID) for score, ids in zip(scores, completion_ids, strict=True)]
 
 
 def best_constant_score(dataset: Dataset) -> float:
@@ -84,11 +91,11 @@ def make_model(seed: int) -> PreTrainedModel:
         num_hidden_layers=2,
         num_attention_heads=hidden // 32,  # head_dim 32 is the smallest for vLLM's CPU attention
         num_key_value_heads=hidden // 32,
-        max_position_embeddings=64,
+        max_position_embeddings=128,
         initializer_range=0.04,  # twice the default: a model this small finds its first right answers sooner
         tie_word_embeddings=False,
         pad_token_id=0,
-        eos_token_id=1,
+        eos_token_id=EOS_ID,
         bos_token_id=None,
     )
     torch.manual_seed(seed)

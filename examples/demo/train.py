@@ -14,7 +14,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from modes import MODES
-from task import ANSWER_LENGTH, best_constant_score, make_datasets, make_model, make_tokenizer, successor_reward
+from rows import RecordedStream
+from task import (
+    ANSWER_LENGTH,
+    best_constant_score,
+    ended_reward,
+    make_datasets,
+    make_model,
+    make_tokenizer,
+    successor_reward,
+)
 from transformers import TrainerCallback
 
 from trl_multinode import GRPOConfig, GRPOTrainer
@@ -40,7 +49,9 @@ def suppress_sync() -> None:
 
 
 def make_config(options: argparse.Namespace) -> GRPOConfig:
-    by_mode = {"per_device_train_batch_size": ROWS_PER_RANK, "learning_rate": 2e-3} | MODES[options.mode]
+    by_mode = {
+        "per_device_train_batch_size": ROWS_PER_RANK, "learning_rate": 2e-3, "max_completion_length": ANSWER_LENGTH,
+    } | MODES[options.mode]  # fmt: skip
     return GRPOConfig(
         output_dir=str(options.output_dir),
         use_cpu=True,
@@ -49,7 +60,6 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         max_steps=options.steps,
         per_device_eval_batch_size=ROWS_PER_RANK,
         num_generations=NUM_GENERATIONS,
-        max_completion_length=ANSWER_LENGTH,
         lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,
@@ -121,6 +131,9 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
 
 def train_and_record(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
     trainer.add_callback(Recorder(folder, trainer.accelerator.process_index))
+    if (continuous := trainer.vllm_generation.continuous) is not None:
+        path = folder / "rows" / f"rank{trainer.accelerator.process_index}.jsonl"
+        continuous.groups._stream = RecordedStream(continuous.groups._stream, path)
     trainer.train()
     if trainer.accelerator.is_main_process:
         write_run(trainer, folder, best_constant)  # first: a run that ends in the evaluation still has a report
@@ -135,9 +148,10 @@ def main() -> None:
     model = make_model(options.seed)
     config = make_config(options)
     shard_every_parameter(config)
+    ends = config.max_completion_length > ANSWER_LENGTH
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=successor_reward,
+        reward_funcs=ended_reward if ends else successor_reward,
         args=config,
         train_dataset=train_set,
         eval_dataset=held_out,

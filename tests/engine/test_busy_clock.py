@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from trl_multinode.engine_process import gate
-from trl_multinode.engine_process.backend import CompletionBuffer
+from trl_multinode.engine_process.backend import GROWING, CompletionBuffer, Growing, end_row
 from trl_multinode.engine_process.gate import BusyClock
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.messages import Await, Generate, WeightVersion, pack_ids
@@ -69,6 +69,49 @@ def test_slot_seconds_are_row_seconds_over_slots_and_a_pause_is_not_busy(clock):
     times = busy.read()
     assert times.slot_s == 3 / 4 * 2 + 1 + 3 / 4 * 2
     assert (times.busy_s, times.frozen_s, times.clock_s) == (5.0, 8.0, 29.0)
+
+
+def test_a_tail_is_the_time_with_fewer_than_a_tenth_of_the_rows_that_ran_at_once(clock):
+    busy = BusyClock()
+    busy.slots = 40
+    with busy.request(rows=30) as end_row:
+        clock.now += 4
+        for _ in range(27):
+            end_row()
+        clock.now += 2  # three of 30 rows are a tenth
+        end_row()
+        clock.now += 8
+        busy.freeze(True)
+        clock.now += 1
+        busy.freeze(False)
+    clock.now += 16
+    with busy.request(rows=2):  # the engine was idle, so these are all rows, and no tail
+        clock.now += 32
+    times = busy.read()
+    assert times.tail_s == 8.0 and times.busy_s == 46.0
+    assert times.slot_s == (30 * 4 + 3 * 2 + 2 * 8 + 2 * 32) / 40
+
+
+def test_a_completion_that_ends_before_the_others_of_its_request_frees_its_slot(clock):
+    class Backend:
+        async def generate(self, *_):
+            clock.now += 3
+            end_row()
+            clock.now += 2
+            return [CompletionBuffer([1], [-0.5])] * 2
+
+    async def story():
+        server = EngineServer(SimpleNamespace(), Backend())
+        server._clock.slots = 2
+        GROWING.set(Growing())
+        await server._weights.begin(0)
+        await server._weights.end(1, WeightVersion(1, 0))
+        request = Generate(prompt=pack_ids([5]), num_completions=2, max_tokens=1, sampling={}, min_update=1)
+        await server._serve_one(request, clock.now)
+        return await server._serve_one(Await(min_update=1), clock.now)
+
+    done = asyncio.run(asyncio.wait_for(story(), 10))
+    assert (done.busy_s, done.slot_s) == (5.0, 4.0)
 
 
 def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_is_not_work(clock):

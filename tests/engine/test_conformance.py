@@ -269,6 +269,20 @@ def test_an_engine_says_how_busy_it_was_and_idle_seconds_are_not_busy_ones(train
     assert idle[0] == worked[0] and idle[1] - worked[1] >= 0.2
 
 
+def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
+    def row_seconds() -> tuple[float, float]:
+        done = trainer.engines[0].ask(Await(min_update=trainer.version.update))
+        return done.busy_s, done.slot_s * trainer.engines[0].ready.slots
+
+    before = row_seconds()
+    sampling = SAMPLING | {"allowed_token_ids": [EOS, *range(100, 140, 2)]}
+    (rows,) = trainer.engines.generate([PromptRequest([5, 6, 7], 4, 2)], 60, sampling, trainer.version.update)
+    after = row_seconds()
+    lengths = [len(row.tokens) for row in rows]
+    assert min(lengths) < max(lengths)
+    assert 0.0 < after[1] - before[1] < 0.95 * 4 * (after[0] - before[0])
+
+
 def test_the_environment_of_every_process_can_be_read(trainer):
     """The titles of vLLM's processes would overwrite it."""
     ready = trainer.engines[0].ready

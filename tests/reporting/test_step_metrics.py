@@ -191,7 +191,8 @@ def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
     devices = SimpleNamespace(per_engine=per_engine, shared_with_training=False)
     host = SimpleNamespace(
         topology=topology, devices=devices, settings=NodeSettings(**settings), phases=Phases(), step=lambda: host.at,
-        engine_clocks=[(3.0, 4.0, 3.0), (1.0, 4.0, 1.0)], take_kv_use=lambda: 0.7, at=1, transport=("host", ""),
+        engine_clocks=[(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)], take_kv_use=lambda: 0.7, at=1,
+        transport=("host", ""),
     )  # fmt: skip
     generation = SimpleNamespace(take_seconds_ahead=lambda: (0.0, 0.0))
     found = StepReport(host, accelerator, StalenessMeter(None), generation, Qwen2ForCausalLM(config(True)))
@@ -222,6 +223,22 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
         accelerator.gathers == 2 and found["perf/step_s"] == 2.0 and found["perf/eta_s"] == 14.0
     )  # without the first interval
     assert "perf/tokens_per_s" not in found  # taken
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_the_advice_has_the_tail_that_the_engines_measured(capsys, in_flight):
+    one = report(OneRank(), weight_update="in_flight" if in_flight else "drain", max_staleness=int(not in_flight))
+    one.host.topology.rank, one.host.devices.per_engine = 0, (("6",), ("7",))
+    for step in (4, 5):
+        one.host.engine_clocks = [(20.0 * step, 30.0 * step, 9.0, 10.0 * step)] * 2
+        one.host.at = step
+        one.metrics(SyncTimings(), 0)
+    said = capsys.readouterr().out
+    if in_flight:  # 10 s with all rows, and a tenth of the tail
+        assert "Split: 2+2 takes 11.0 s of generation beside training" in said and "fewer than" not in said
+    else:
+        assert "Split: 2+2 takes 20.0 s of generation beside training" in said
+        assert "In 10.0 of 20.0 s of generation fewer than 10 % of the rows run" in said
 
 
 def test_a_sync_through_host_memory_crosses_the_bus_once_out_and_once_into_every_worker():

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -61,6 +61,7 @@ class Growing:
 
     rows: Sequence[CompletionBuffer] = ()
     first: WeightVersion = WeightVersion()  # weights of the first token
+    end_row: Callable[[], None] = lambda: None  # counts a completion as complete
 
 
 GROWING: ContextVar[Growing] = ContextVar("growing")  # of the request that a task serves
@@ -70,6 +71,12 @@ def show(rows: Sequence[CompletionBuffer]) -> None:
     """Let the server read the completions of the current request while they grow."""
     if (growing := GROWING.get(None)) is not None:
         growing.rows = rows
+
+
+def end_row() -> None:
+    """Report that a completion of the current request is complete; the server counts the others on its return."""
+    if (growing := GROWING.get(None)) is not None:
+        growing.end_row()
 
 
 class Refused(Exception):

@@ -2,12 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..wire.messages import SyncFailed, WeightVersion
 from .backend import Refused
+
+TAIL = 0.1  # fewer rows than this share of a round's are the tail of its generation
 
 
 class WeightGate:
@@ -87,6 +89,7 @@ class EngineTimes:
     clock_s: float = 0.0
     busy_s: float = 0.0
     slot_s: float = 0.0
+    tail_s: float = 0.0
     frozen_s: float = 0.0
 
 
@@ -102,17 +105,27 @@ class BusyClock:
         self.slots = 1
         self._since = time.perf_counter()
         self._requests = self._rows = 0
+        self._most_rows = 0  # since a request arrived at the idle engine
         self._frozen = False
         self._times = EngineTimes()
 
     @contextmanager
-    def request(self, rows: int = 1) -> Iterator[None]:
-        """Count a request of `rows` completions, which all count until the last one is complete."""
+    def request(self, rows: int = 1) -> Iterator[Callable[[], None]]:
+        """Count a request of `rows` completions, and yield the function to call when one of them is complete."""
+        running = rows
+
+        def end_row() -> None:
+            nonlocal running
+            if running:  # a cancelled request has left already
+                running -= 1
+                self._add(0, -1)
+
         self._add(1, rows)
         try:
-            yield
+            yield end_row
         finally:
-            self._add(-1, -rows)
+            left, running = running, 0
+            self._add(-1, -left)
 
     def freeze(self, frozen: bool) -> None:
         """Stop the time of running requests, or let it go on."""
@@ -122,6 +135,7 @@ class BusyClock:
     def _add(self, requests: int, rows: int) -> None:
         self.read()
         self._requests, self._rows = self._requests + requests, self._rows + rows
+        self._most_rows = max(self._most_rows, self._rows) if self._requests else 0
 
     def read(self) -> EngineTimes:
         """Return the seconds up to now."""
@@ -129,10 +143,12 @@ class BusyClock:
         passed, self._since = now - self._since, now
         running = passed if self._requests else 0.0
         used = 0.0 if self._frozen else running
+        at_once = min(self._rows, self.slots)
         self._times = EngineTimes(
             clock_s=times.clock_s + passed,
             busy_s=times.busy_s + used,
-            slot_s=times.slot_s + used * min(self._rows, self.slots) / self.slots,
+            slot_s=times.slot_s + used * at_once / self.slots,
+            tail_s=times.tail_s + (used if at_once < TAIL * min(self._most_rows, self.slots) else 0.0),
             frozen_s=times.frozen_s + (running if self._frozen else 0.0),
         )
         return self._times

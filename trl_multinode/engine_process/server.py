@@ -212,9 +212,9 @@ class EngineServer:
         try:
             self._generating.add(task)
             first = self._weights.version
-            if (growing := GROWING.get(None)) is not None:
-                growing.first = first
-            with self._clock.request(num_rows):
+            with self._clock.request(num_rows) as end_row:
+                if (growing := GROWING.get(None)) is not None:
+                    growing.first, growing.end_row = first, end_row
                 rows = await self._made(request)
         except asyncio.CancelledError:
             if task not in self._aborted:  # the rank has left, or this process ends

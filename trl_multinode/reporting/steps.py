@@ -9,8 +9,9 @@ import torch
 
 from ..rollouts.generation import NodeGeneration
 from ..rollouts.staleness import StalenessMeter, summarize_rounds
-from ..run.phases import PHASES, split_advice
+from ..run.phases import PHASES
 from ..run.reporter import report
+from ..run.splits import StepTimes, split_advice
 from ..weights.sync import SyncTimings, sync_metrics
 from .flops import model_flops, peak_flops
 from .metrics import RankNumbers, RunShape, StepSums, step_metrics
@@ -139,15 +140,19 @@ class StepReport:
         host, per_engine = self._host, self._host.devices.per_engine
         seconds = {name: max(rank.phases[i] for rank in ranks) / steps for i, name in enumerate(PHASES)}
         overlapped = bool(host.settings.max_staleness) or host.settings.in_flight
+        slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds.engine_busy_s)
         if overlapped:  # a rank measures only its waits; the engines' clocks measure all generation
-            seconds["generate"] = max(rank.rounds.engine_busy_s for rank in ranks) / len(per_engine) / steps
+            seconds["generate"] = slowest.engine_busy_s / len(per_engine) / steps
+        seconds["tail"] = min(seconds["generate"], slowest.engine_tail_s / len(per_engine) / steps)
         self._intervals.append(seconds)
         if host.step() < ADVICE_AT_STEP or len(self._intervals) < 2 or host.devices.shared_with_training:
             return
         rows, self._intervals = self._intervals[1:], None
-        generate_s, train_s = (sum(row[name] for row in rows) / len(rows) for name in ("generate", "train"))
+        mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("generate", "tail", "train")}
+        times = StepTimes(mean["generate"], mean["train"], mean["tail"])
         if host.topology.rank == 0:
-            report(split_advice(generate_s, train_s, host.topology.ranks_per_node, self._reserved, overlapped))
+            in_flight = host.settings.in_flight
+            report(split_advice(times, host.topology.ranks_per_node, self._reserved, overlapped, in_flight))
 
 
 def count_tokens(inputs: dict[str, Any]) -> torch.Tensor | None:

@@ -44,6 +44,7 @@ class RoundSums:
     engine_clock_s: float = 0.0
     engine_kv_use: float = 0.0  # greatest share of an engine's key-value cache in use
     engine_slot_s: float = 0.0  # row-seconds over the engine's slots
+    engine_tail_s: float = 0.0  # part of `engine_busy_s` with fewer than 10 % of the rows running
 
 
 NUM_SUMS = len(fields(RoundSums))
@@ -63,7 +64,7 @@ class StalenessMeter:
         self._high = getattr(args, "vllm_importance_sampling_clip_max", None)
         self._sums = RoundSums()
         self._since = time.monotonic()
-        self._clocks: list[tuple[float, float, float]] = []
+        self._clocks: list[tuple[float, float, float, float]] = []
 
     def add_round(self, lag_rounds: float, lag_steps: float) -> None:
         """Add a training round whose completions are `lag_rounds` rounds and `lag_steps` optimizer steps old."""
@@ -112,15 +113,16 @@ class StalenessMeter:
         sums.clipped, sums.tokens = sums.clipped + clipped, sums.tokens + weights.numel()
 
     def take(
-        self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float, float]], kv_use: float = 0.0
+        self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float, float, float]], kv_use: float = 0.0
     ) -> list[float]:
         """Return the `NUM_SUMS` numbers since the last call, for [`summarize_rounds`], and reset them.
 
         Args:
             ahead (`tuple[float, float]`):
                 Seconds of generating ahead, and the part of them in which the rank waited.
-            engine_clocks (`list[tuple[float, float, float]]`):
-                Busy seconds, total seconds and row-seconds over slots of every engine of the node, since its start.
+            engine_clocks (`list[tuple[float, float, float, float]]`):
+                Busy seconds, total seconds, row-seconds over slots and seconds with fewer than 10 % of the rows, of
+                every engine of the node, since its start.
             kv_use (`float`, *optional*, defaults to 0):
                 Greatest share of an engine's key-value cache that was in use on this node; 0: unknown.
         """
@@ -128,11 +130,11 @@ class StalenessMeter:
         sums.engine_kv_use = kv_use
         now, (sums.ahead_s, sums.waited_s) = time.monotonic(), ahead
         sums.wall_s, self._since = now - self._since, now
-        before = self._clocks or [(0.0, 0.0, 0.0)] * len(engine_clocks)
+        before = self._clocks or [(0.0, 0.0, 0.0, 0.0)] * len(engine_clocks)
         for now_at, before_at in zip(engine_clocks, before, strict=True):
-            busy, clock, slot = (later - earlier for later, earlier in zip(now_at, before_at, strict=True))
+            busy, clock, slot, tail = (later - earlier for later, earlier in zip(now_at, before_at, strict=True))
             sums.engine_busy_s, sums.engine_clock_s = sums.engine_busy_s + busy, sums.engine_clock_s + clock
-            sums.engine_slot_s += slot
+            sums.engine_slot_s, sums.engine_tail_s = sums.engine_slot_s + slot, sums.engine_tail_s + tail
         self._clocks = engine_clocks
         return list(astuple(sums))
 
@@ -155,6 +157,7 @@ def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[s
     }
     if total.engine_clock_s:
         metrics["engine/busy"] = total.engine_slot_s / total.engine_clock_s
+        metrics["engine/tail_share"] = total.engine_tail_s / total.engine_clock_s
     if kv_use := max(rank.engine_kv_use for rank in ranks):
         metrics["engine/kv_use"] = kv_use
     if total.trained_tokens:

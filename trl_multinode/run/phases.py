@@ -80,33 +80,3 @@ class Phases:
         sums = [self._sums[name] for name in PHASES]
         self._sums.clear()
         return sums
-
-
-def split_advice(generate_s: float, train_s: float, training: int, reserved: int, overlapped: bool = False) -> str:
-    """Recommend a split of a node's GPUs, from its measured seconds.
-
-    Let g and t be the GPU-seconds of generation and training per step. With R of M GPUs reserved, a step takes
-    g/R + t/(M-R), or max(g/R, t/(M-R)) if overlapped; colocation on all M would take about (g+t)/M.
-
-    Args:
-        generate_s (`float`), train_s (`float`):
-            Measured seconds per step.
-        training (`int`), reserved (`int`):
-            Current number of training and of reserved GPUs per node.
-        overlapped (`bool`, *optional*, defaults to `False`):
-            `True` if the engines generate while the ranks train (`max_staleness=1`).
-    """
-    total = training + reserved
-    g, t = generate_s * reserved, train_s * training
-    combine = max if overlapped else sum
-    times = {r: combine((g / r, t / (total - r))) for r in range(1, total)}
-    best = min(times, key=lambda r: times[r])
-    how = "beside" if overlapped else "and"
-    now = f"{training}+{reserved} takes {times[reserved]:.1f} s of generation {how} training per step"
-    colocated = f"colocation on all {total} would take about {(g + t) / total:.1f} s if it fits in memory"
-    if times[best] > 0.95 * times[reserved]:
-        return f"Split: {now}, which is the best or within 5 % of it; {colocated}."
-    return (
-        f"Split: {now}; {total - best}+{best} would take about {times[best]:.1f} s "
-        f"(num_processes = {total - best} per node); {colocated}."
-    )

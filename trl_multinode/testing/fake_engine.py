@@ -11,15 +11,16 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..engine_process.backend import Backend, CompletionBuffer, Refused, show
+from ..engine_process.backend import Backend, CompletionBuffer, Refused, end_row, show
 from ..engine_process.main import main
 from ..transports.base import SELF_TEST_S, call_with_timeout
 from ..transports.opening import open_slots
@@ -152,7 +153,8 @@ class FakeBackend(Backend):
         show(rows)
         try:
             await asyncio.sleep(self._delay_s)
-            await asyncio.to_thread(self._complete, rows, max_tokens, sampling, seed)
+            ended = partial(asyncio.get_running_loop().call_soon_threadsafe, end_row)
+            await asyncio.to_thread(self._complete, rows, max_tokens, sampling, seed, ended)
         finally:
             for row in rows:
                 self._running.remove(row)
@@ -164,7 +166,9 @@ class FakeBackend(Backend):
         if len(prompt) >= self._context:
             raise Refused(RequestRefused, f"the prompt has {len(prompt)} tokens, the context is {self._context}")
 
-    def _complete(self, rows: list[FakeRow], max_tokens: int, sampling: dict, seed: int | None) -> None:
+    def _complete(
+        self, rows: list[FakeRow], max_tokens: int, sampling: dict, seed: int | None, ended: Callable[[], object]
+    ) -> None:
         for index, row in enumerate(rows):
             random = self._random if seed is None else torch.Generator().manual_seed(seed + index)
             for _ in range(min(max_tokens, self._context - len(row.prompt))):
@@ -176,6 +180,7 @@ class FakeBackend(Backend):
                     break
                 if self._token_delay_s:
                     time.sleep(self._token_delay_s)
+            ended()
 
     @torch.no_grad()
     def _sample(self, row: FakeRow, sampling: dict, random: torch.Generator) -> int:

@@ -209,6 +209,7 @@ class Done(Message, frozen=True):
     clock_s: float = 0.0  # all seconds
     busy_s: float = 0.0  # seconds with at least one `Generate` or `Score` running and not frozen
     slot_s: float = 0.0  # seconds that each completion ran, not frozen, divided by the engine's slots
+    tail_s: float = 0.0  # part of `busy_s` with fewer than 10 % of the completions that ran at once since it was idle
     frozen_s: float = 0.0  # seconds in which weight updates froze running completions
     kv_use: float = 0.0  # greatest share of the key-value cache in use between the last two weight updates
 

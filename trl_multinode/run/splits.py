@@ -1,0 +1,82 @@
+"""Advice on the split of a node's GPUs between training and engines, from measured seconds."""
+
+from dataclasses import dataclass
+
+TAIL_ROWS = 0.1  # an engine generates a tail with fewer than this share of its rows
+SMALL_TAIL = 0.05  # of the step; the advice does not mention a shorter tail
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Measured seconds of one step.
+
+    Args:
+        generate_s (`float`), train_s (`float`):
+            Seconds in which engines generate, and in which ranks train.
+        tail_s (`float`, *optional*, defaults to 0):
+            Part of `generate_s` in which an engine has fewer than 10 % of its rows.
+    """
+
+    generate_s: float
+    train_s: float
+    tail_s: float = 0.0
+
+    def drained(self, gpus: float) -> float:
+        """Return the seconds of generation with `gpus` times the present GPUs, if a round waits for all of its rows.
+
+        More engines share the rows, but the longest rows end no sooner.
+        """
+        return self.tail_s + (self.generate_s - self.tail_s) / gpus
+
+    def in_flight(self, gpus: float) -> float:
+        """Return the same if rows of other rounds take the place of those that ended: a row of the tail then takes at
+        most 10 % of an engine."""
+        return (self.generate_s - self.tail_s + TAIL_ROWS * self.tail_s) / gpus
+
+
+def split_advice(
+    times: StepTimes, training: int, reserved: int, overlapped: bool = False, in_flight: bool = False
+) -> str:
+    """Recommend a split of a node's GPUs, from its measured seconds.
+
+    With g seconds of generation on the engines of a split and t seconds of training, a step takes g + t, or the longer
+    of both if overlapped.
+
+    Args:
+        times ([`StepTimes`]):
+            Measured seconds with the present split.
+        training (`int`), reserved (`int`):
+            Current number of training and of reserved GPUs per node.
+        overlapped (`bool`, *optional*, defaults to `False`):
+            `True` if the engines generate while the ranks train (`max_staleness=1`, or rounds in flight).
+        in_flight (`bool`, *optional*, defaults to `False`):
+            `True` if completions continue across weight syncs (`weight_update="in_flight"`).
+    """
+    total = training + reserved
+
+    def step_s(engines: int, overlapped: bool, in_flight: bool) -> float:
+        generate = times.in_flight if in_flight else times.drained
+        parts = generate(engines / reserved), times.train_s * training / (total - engines)
+        return max(parts) if overlapped else sum(parts)
+
+    splits = range(1, total)
+    at = {engines: step_s(engines, overlapped, in_flight) for engines in splits}
+    best = min(splits, key=lambda engines: at[engines])
+    how = "beside" if overlapped else "and"
+    line = f"Split: {training}+{reserved} takes {at[reserved]:.1f} s of generation {how} training per step"
+    if at[best] > 0.95 * at[reserved]:
+        line += ", which is the best or within 5 % of it"
+    else:
+        line += f"; {total - best}+{best} would take about {at[best]:.1f} s (num_processes = {total - best} per node)"
+    colocated = times.drained(total / reserved) + times.train_s * training / total
+    line += f"; colocation on all {total} would take about {colocated:.1f} s if it fits in memory."
+    if in_flight or times.tail_s <= SMALL_TAIL * at[reserved]:
+        return line
+    in_flight_at = {engines: step_s(engines, True, True) for engines in splits}
+    best = min(splits, key=lambda engines: in_flight_at[engines])
+    return (
+        f"{line} In {times.tail_s:.1f} of {times.generate_s:.1f} s of generation fewer than {100 * TAIL_ROWS:.0f} % "
+        'of the rows run, and no split shortens this. weight_update="in_flight" fills it with rows of later rounds: '
+        f"{training}+{reserved} would take about {in_flight_at[reserved]:.1f} s, {total - best}+{best} about "
+        f"{in_flight_at[best]:.1f} s."
+    )
