@@ -19,10 +19,10 @@ g/t. g is the time of a round's tokens at the engine's best rate, t the time of 
 Every arm begins with an idle engine. `step_s` leaves out the first rounds of an arm and, in flight, the last ones, for
 which no further rows are begun; `whole_s` has all rounds. `ratio_to_ideal` divides `step_s` by max(generation,
 training): training as it took in the arm, generation as the engine generates the same tokens when the arm's mean
-number of running rows runs all the time, measured beside the same training; `ratio_to_full` takes the rate at the
-number of rows that the arm may have open. `row_seconds_share` is the share of the time of those rows in which they
-ran. `trained_share` compares the tokens that were trained in the measured rounds with the mean of all rounds: below 1,
-an arm would be fast because it leaves long rows for later.
+number of running rows runs all the time, measured beside training right after the arm; `ratio_to_full` takes the rate
+at the number of rows that the arm may have open. `row_seconds_share` is the share of the time of those rows in which
+they ran. `trained_share` compares the tokens that were trained in the measured rounds with the mean of all rounds:
+below 1, an arm would be fast because it leaves long rows for later.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import numpy as np
 import psutil
@@ -68,7 +68,7 @@ class Arm:
     ahead: int = 0
     max_age: int = 0
     first: int = 1
-    measured: int = 5
+    measured: int = 4
 
     @property
     def rounds(self) -> int:
@@ -76,7 +76,7 @@ class Arm:
 
 
 def in_flight(rounds: int, max_age: int | None = None) -> Arm:
-    return Arm(rounds, 0, max_age or 3 * rounds, first=8, measured=12)
+    return Arm(rounds, 0, max_age or 3 * rounds, first=6, measured=10)
 
 
 ARMS = {
@@ -187,8 +187,11 @@ class Rank:
         (done,) = self.engines.ask_all(Await(min_update=self.trainer.version.update))
         return done.slot_s, done.clock_s
 
-    def seconds_per_token(self, rows: int, tokens: int = 64) -> float:
-        """Seconds of one token of each of `rows` rows, all running, beside training."""
+    def seconds_per_step(self, rows: int) -> float:
+        """Seconds of one token of each of `rows` rows, all running, beside training: the median of three times."""
+        return median(self._seconds_per_step(rows) for _ in range(3))
+
+    def _seconds_per_step(self, rows: int, tokens: int = 48) -> float:
         self.lengths = None
         with ThreadPoolExecutor(1) as thread:
             start = time.perf_counter()
@@ -256,22 +259,24 @@ class Rank:
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def figures(arm: Arm, turn: Turn, rows: int, slots: int, mean_tokens: float, speed: dict[int, float]) -> dict:
-    """Figures of one turn. `speed`: seconds per token of so many running rows."""
+def figures(
+    arm: Arm, turn: Turn, rows: int, slots: int, mean_tokens: float, seconds_per_step: Callable[[int], float]
+) -> dict:
+    """Figures of one turn. `seconds_per_step` measures an engine that generates one token of each of so many rows."""
     first, last = arm.first, arm.first + arm.measured
     step_s = (turn.ends[last] - turn.ends[first]) / arm.measured
     slot_s, clock_s = (b - a for a, b in zip(turn.clocks[first], turn.clocks[last], strict=True))
     running, open_rows = slots * slot_s / clock_s, rows * max(1, arm.open_rounds)
     train_s, tokens = mean(turn.train_s[first:last]), mean(turn.tokens[first:last])
 
-    def ideal(at_once: float) -> float:
-        return max(train_s, tokens * seconds_of_a_token(at_once, speed))
+    def ideal(at_once: int) -> float:
+        return max(train_s, tokens / at_once * seconds_per_step(at_once))
 
     return {
         "step_s": step_s,
         "whole_s": (turn.ends[-1] - turn.ends[0]) / arm.rounds,
         "train_s": train_s,
-        "ratio_to_ideal": step_s / ideal(running),
+        "ratio_to_ideal": step_s / ideal(max(1, round(running))),
         "ratio_to_full": step_s / ideal(open_rows),
         "running_rows": running,
         "row_seconds_share": running / open_rows,
@@ -280,12 +285,6 @@ def figures(arm: Arm, turn: Turn, rows: int, slots: int, mean_tokens: float, spe
         "max_age": max(oldest for _, oldest in turn.ages[first:last]),
         "mixed_rows": mean(turn.mixed[first:last]),
     }
-
-
-def seconds_of_a_token(rows: float, speed: dict[int, float]) -> float:
-    """Seconds of one token when `rows` rows run at once: an engine step between the measured ones, over its rows."""
-    known = sorted(speed)
-    return float(np.interp(rows, known, [speed[count] for count in known])) / max(1.0, rows)
 
 
 def summarize(repeats: list[dict[str, dict]]) -> dict:
@@ -316,14 +315,13 @@ def measure(rank: Rank, mix: str, repeats: int, slots: int) -> dict:
     turn = 0
     for repeat in range(repeats):
         lengths = Lengths(rank.rows, max(arm.rounds for arm in ARMS.values()) + 1, seed=repeat)
-        speed = {rows: rank.seconds_per_token(rows) for rows in (1, rank.rows // 4, rank.rows, 2 * rank.rows, most)}
-        g = lengths.mean_tokens() * seconds_of_a_token(most, speed)
+        g = lengths.mean_tokens() / most * rank.seconds_per_step(most)
         calibrations.append({"g_s": g, "t_s": g / float(mix)})
         names = list(ARMS) if repeat % 2 == 0 else list(ARMS)[::-1]
         one = {}
         for name in names:
             done = rank.turn(ARMS[name], lengths, turn := turn + 1, g / float(mix))
-            one[name] = figures(ARMS[name], done, rank.rows, slots, lengths.mean_tokens(), speed)
+            one[name] = figures(ARMS[name], done, rank.rows, slots, lengths.mean_tokens(), rank.seconds_per_step)
             print(mix, name, json.dumps({key: round(value, 3) for key, value in one[name].items()}), flush=True)
         found.append({name: one[name] for name in ARMS})
     times = {key: spread([each[key] for each in calibrations]) for key in ("g_s", "t_s")}
@@ -346,7 +344,7 @@ def run(options: argparse.Namespace) -> None:
             pin(process.pid, options.cores[1])
         pin(os.getpid(), options.cores[0])
         rank = Rank(engines, options.rows)
-        rank.seconds_per_token(options.rows)  # warms up
+        rank.seconds_per_step(options.rows)  # warms up
         for mix in options.mixes:
             cell = measure(rank, mix, options.repeats, slots)
             cell["aim"] = reached(cell)

@@ -121,13 +121,13 @@ def a_turn(arm: "long_tail.Arm", step_s: float, share: float) -> "long_tail.Turn
 
 def test_figures_of_the_long_tail_leave_out_the_ends_and_know_the_ideal():
     arm = long_tail.ARMS["in_flight_3"]
-    speed = {48: 0.006, 96: 0.008, 192: 0.012}  # seconds of one token of each of so many rows
-    found = long_tail.figures(arm, a_turn(arm, 0.6, 0.4), 48, 240, 4800, speed)
+    step = {24: 0.006, 96: 0.008, 144: 0.01}.__getitem__  # seconds of one token of each of so many rows
+    found = long_tail.figures(arm, a_turn(arm, 0.6, 0.4), 48, 240, 4800, step)
     assert found["step_s"] == pytest.approx(0.6) and found["whole_s"] > 1
     assert found["running_rows"] == pytest.approx(96) and found["row_seconds_share"] == pytest.approx(96 / 144)
     # 96 rows at once: 4800 tokens in 50 engine steps of 8 ms are less than the training
     assert found["ratio_to_ideal"] == pytest.approx(0.6 / 0.5)
-    slower = long_tail.figures(arm, a_turn(arm, 0.6, 0.1), 48, 240, 4800, speed)  # 24 rows, 200 steps of 6 ms
+    slower = long_tail.figures(arm, a_turn(arm, 0.6, 0.1), 48, 240, 4800, step)  # 24 rows, 200 steps of 6 ms
     assert slower["ratio_to_ideal"] == pytest.approx(0.6 / 1.2)
     assert (found["mean_age"], found["max_age"], found["trained_share"]) == (1.5, 4, 1.0)
 
