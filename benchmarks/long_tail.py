@@ -334,6 +334,8 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     slots = (MOST_OPEN + 1) * options.rows
     results = json.loads(options.output.read_text()) if options.output.is_file() else {"cells": {}}
+    if options.note:
+        results["note"] = options.note
     results["lengths"] = {"median": MEDIAN, "longest": LONGEST, "sigmas": [GROUP_SIGMA, ROW_SIGMA]}
     settings = {"max_num_seqs": slots, "window": MOST_OPEN * options.rows, "max_model_len": 1024}
     with (
@@ -361,6 +363,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1], help="of the rank and of the engine")
+    parser.add_argument("--note", help="remark on the machine, for the table")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not set(options.cores) <= os.sched_getaffinity(0):

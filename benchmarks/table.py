@@ -53,6 +53,8 @@ def busy(mix: dict, who: str) -> str:
 
 def long_tail(found: dict) -> str:
     parts = [LONG_TAIL.format(**found["lengths"])]
+    if "note" in found:
+        parts.append(found["note"] + "\n")
     for name, cell in found["cells"].items():
         arms = cell["arms"]
         keys = ["step_s", "speedup_over_staleness_1", "ratio_to_ideal", "ratio_to_full", "row_seconds_share",
