@@ -60,7 +60,7 @@ def long_tail(found: dict) -> str:
         keys = ["step_s", "speedup_over_staleness_1", "ratio_to_ideal", "ratio_to_full", "row_seconds_share",
                 "running_rows", "mixed_rows", "trained_share", "mean_age", "max_age"]  # fmt: skip
         rows = [[f"`{key}`", *(arm[key] for arm in arms.values())] for key in keys]
-        aim = ", ".join(f"{what.replace('_', ' ')}: {'yes' if met else 'no'}" for what, met in cell["aim"].items())
+        aim = ", ".join(f"{what.replace('_', ' ')}: {verdict}" for what, verdict in cell["aim"].items())
         parts.append(
             f"{name}: g {text(cell['g_s'])} s, t {text(cell['t_s'])} s; `control_ratio` "
             f"{text(cell['control_ratio'])}, {cell['repeats']} repeats. Of `in_flight_3`: {aim}.\n\n"
@@ -75,6 +75,7 @@ One rank and one vLLM engine, a core each; rows in groups of 8, lengths log-norm
 {longest}, sigma {sigmas[0]} common to a group and {sigmas[1]} of each row). Training is a computation of fixed length
 in the place of a trainer's step; `benchmarks/long_tail.py` explains the arms and figures, docs/long-tail.md the
 settings. The aim for `in_flight_3` at g/t 1: at least 1.8 times as fast as `drain_1`, at most 1.25 times the ideal.
+It is undecided where two equal arms (`control_ratio`) differ by more than a quarter.
 """
 
 

@@ -14,6 +14,15 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 KEYS = {
     "overlap": {"step_ratio_vs_max", "hidden_share", "busy_share", "control_ratio", "repeats"},
     "balance": {"real_token_share", "mean_rows", "train_phase_speedup", "gradient_rel_diff", "control_ratio"},
+    "long_tail": {
+        "step_s",
+        "speedup_over_staleness_1",
+        "ratio_to_ideal",
+        "row_seconds_share",
+        "mean_age",
+        "max_age",
+        "mixed_rows",
+    },
     "lora": {"bytes_ratio", "base_digest_identical", "speedup_over_merged", "speedup_over_trl", "control_ratio"},
 }
 
@@ -143,4 +152,25 @@ def test_a_cell_of_the_long_tail_pairs_the_turns_of_a_repeat():
     assert cell["control_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert cell["arms"]["in_flight_3"]["speedup_over_staleness_1"]["median"] == 2.0
     assert cell["arms"]["in_flight_3"]["step_s"] == {"median": 1.25, "low": 1.0, "high": 1.5}
-    assert long_tail.reached(cell) == {"speedup_at_least_1.8": True, "ratio_at_most_1.25": True}
+    assert set(long_tail.reached(cell).values()) == {"reached"}
+    cell["arms"]["in_flight_3"]["ratio_to_ideal"]["median"] = 1.3
+    assert list(long_tail.reached(cell).values()) == ["reached", "missed"]
+    cell["control_ratio"] = {"median": 1.0, "low": 0.5, "high": 1.5}  # two equal arms are far apart
+    assert set(long_tail.reached(cell).values()) == {"undecided"}
+
+
+def test_each_cell_of_the_long_tail_has_all_arms_and_its_control():
+    cells = recorded("long_tail")["cells"]
+    balanced = cells["48 rows, g/t 1"]
+    assert balanced["repeats"] >= 2 and balanced["arms"].keys() == long_tail.ARMS.keys()
+    assert balanced["arms"]["sync"]["max_age"] == 0 and balanced["arms"]["strict"]["max_age"] <= 3
+    for cell in cells.values():
+        assert (
+            cell["arms"].keys() == long_tail.ARMS.keys() and {"median", "low", "high"} == cell["control_ratio"].keys()
+        )
+        for arm in cell["arms"].values():
+            assert KEYS["long_tail"] <= arm.keys()
+        assert cell["arms"]["drain_1"]["max_age"] == 1 and 3 < cell["arms"]["in_flight_3"]["max_age"] <= 9
+        # neither are rows without a swap measured, nor a stretch in which an arm leaves the long rows for later
+        assert cell["arms"]["in_flight_3"]["mixed_rows"]["low"] > 0.3
+        assert cell["arms"]["in_flight_3"]["trained_share"]["low"] > 0.85
