@@ -54,6 +54,7 @@ bench: setup
 	python benchmarks/transports.py
 	python benchmarks/lora.py
 	python benchmarks/overlap.py
+	python benchmarks/long_tail.py
 	python benchmarks/balance.py
 	python benchmarks/learning.py
 	python benchmarks/table.py

@@ -51,6 +51,34 @@ def busy(mix: dict, who: str) -> str:
     return " and ".join(f"{mix['busy_share'][arm][who]:.2f}" for arm in ("sync", "overlap"))
 
 
+def long_tail(found: dict) -> str:
+    parts = [LONG_TAIL.format(**found["lengths"])]
+    if "note" in found:
+        parts.append(found["note"] + "\n")
+    for name, cell in found["cells"].items():
+        arms = cell["arms"]
+        keys = ["step_s", "speedup_over_staleness_1", "ratio_to_ideal", "ratio_to_full", "row_seconds_share",
+                "running_rows", "mixed_rows", "trained_share", "mean_age", "max_age"]  # fmt: skip
+        rows = [[f"`{key}`", *(arm[key] for arm in arms.values())] for key in keys]
+        aim = ", ".join(f"{what.replace('_', ' ')}: {verdict}" for what, verdict in cell["aim"].items())
+        parts.append(
+            f"{name}: g {text(cell['g_s'])} s, t {text(cell['t_s'])} s; `control_ratio` "
+            f"{text(cell['control_ratio'])}, {cell['repeats']} repeats. Of `in_flight_3`: {aim}.\n\n"
+            + table(["", *arms], rows)
+        )
+    return "\n".join(parts)
+
+
+LONG_TAIL = """## Completions of very different lengths
+
+One rank and one vLLM engine, a core each; rows in groups of 8, lengths log-normal (median {median} tokens, at most
+{longest}, sigma {sigmas[0]} common to a group and {sigmas[1]} of each row). Training is a computation of fixed length
+in the place of a trainer's step; `benchmarks/long_tail.py` explains the arms and figures, docs/long-tail.md the
+settings. The aim for `in_flight_3` at g/t 1: at least 1.8 times as fast as `drain_1`, at most 1.25 times the ideal.
+It is undecided where two equal arms (`control_ratio`) differ by more than a quarter.
+"""
+
+
 def balance(found: dict) -> str:
     runs = found["runs"]
     keys = ["train_phase_speedup", "speedup_over_trl_cropped", "speedup_over_trl_one_row", "control_ratio"]
@@ -230,6 +258,7 @@ SECTIONS = (
     ("lora", lora),
     ("overlap", overlap),
     ("overlap", rivals),
+    ("long_tail", long_tail),
     ("balance", balance),
     ("learning", learning),
 )
