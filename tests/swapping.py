@@ -81,7 +81,7 @@ def _generate(
     """Send `models` while rows run, to an engine that holds `held`."""
     prompts = [[5, 6, 7 + row] for row in range(8)]
     requests = [PromptRequest(prompt, 1, 7 * i if seeded else None) for i, prompt in enumerate(prompts)]
-    sampling = {"temperature": 1.0, "ignore_eos": True}
+    sampling = {"temperature": 1.0, "ignore_eos": True} | slowed(trainer, 5e-4)
     sent = {trainer.version.update: held}
     other = trainer.engines.connect_again()
     try:
@@ -97,6 +97,13 @@ def _generate(
         return MixedRows(prompts, [row for (row,) in groups], sent)
     finally:
         other.close()
+
+
+def slowed(trainer: SyncDriver, seconds: float) -> dict:
+    """Settings with which vLLM sleeps for so long at each token of a row. Without them a row of the tiny model can end
+    on a busy machine before the engine's front end has read the next message. The engine needs `SlowTokens`."""
+    is_fake = trainer.engines[0].ready.vllm_version == "fake"
+    return {} if is_fake else {"extra_args": {"seconds_a_token": seconds}}
 
 
 def differences_with_a_cached_prefix(trainer: SyncDriver, change: Callable[[], None]) -> tuple[float, float]:

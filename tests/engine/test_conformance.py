@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from swapping import LIMIT, differences_with_a_cached_prefix, generate_while_sending
+from swapping import LIMIT, differences_with_a_cached_prefix, generate_while_sending, slowed
 
 from trl_multinode import testing
 from trl_multinode.engine.dispatch import PromptRequest
@@ -52,7 +52,8 @@ def trainer(request, tmp_path_factory):
     module, tied = request.param
     model = tiny_qwen2(VOCABULARY, tied)
     faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lie_about_load(31, 59).lose_load(62)
-    custom = {"logits_processors": [f"{testing.__name__}.logits_processor:EvenTokensOnly"]} if module == FORKED else {}
+    names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[module]
+    custom = {"logits_processors": [f"{testing.__name__}.logits_processor:{name}" for name in names]} if names else {}
     engine = faults.late_outputs(70, 79).engine(module)
     with running_engines(
         model, tmp_path_factory.mktemp("log"), engine, max_num_batched_tokens=96, max_model_len=1024, **custom
@@ -364,7 +365,7 @@ def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
 
 def peek_while_rows_run(trainer, num_tokens: int) -> tuple[Peeking, dict]:
     rank = trainer.engines.connect_again()
-    stream = rank.open_stream(num_tokens, SAMPLING | {"ignore_eos": True})
+    stream = rank.open_stream(num_tokens, SAMPLING | {"ignore_eos": True} | slowed(trainer, 1e-4))
     rows = [RowRequest((0, row), 0, [5, 6, 7 + row], num_tokens + row, trainer.version.update) for row in range(64)]
     stream.add(rows)
     so_far, ended = Peeking(), {}

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from swapping import differences_with_a_cached_prefix, generate_while_sending
 from transformers import AutoModelForCausalLM, GPT2Config
 
+from trl_multinode import testing
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
@@ -235,6 +236,8 @@ def run(request, tmp_path_factory):
     module = Faults().lose_load(LOST).lie_about_load(LIED).engine(module)
     logs = tmp_path_factory.mktemp("log")
     lora = lora_arguments(lora_rank(base))
+    if request.param[0] != FAKE:
+        lora["logits_processors"] = [f"{testing.__name__}.logits_processor:SlowTokens"]
     with running_engines(base, logs, module, tensor_parallel_size=workers, max_model_len=1024, **lora) as engines:
         yield Run(model, SyncDriver(base, engines, source=AdapterSource(base, torch.float32)))
 

@@ -1,5 +1,6 @@
-"""A custom logits processor for vLLM's V1 model runner, as a user's `engine_kwargs` name one."""
+"""Custom logits processors for vLLM's V1 model runner, as a user's `engine_kwargs` name them."""
 
+import time
 from typing import Any
 
 import torch
@@ -14,6 +15,22 @@ class EvenTokensOnly(AdapterLogitsProcessor):
 
     def new_req_logits_processor(self, params: Any) -> Any:
         return mask_odd_tokens if (params.extra_args or {}).get("even_tokens_only") else None
+
+
+class SlowTokens(AdapterLogitsProcessor):
+    """Processor that sleeps for `seconds_a_token` of a request's `extra_args`, so that a row outlives an update."""
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def new_req_logits_processor(self, params: Any) -> Any:
+        seconds = (params.extra_args or {}).get("seconds_a_token")
+
+        def wait(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            time.sleep(seconds)
+            return logits
+
+        return wait if seconds else None
 
 
 def mask_odd_tokens(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ class Engine(FakeBackend):
 
     def rows(self, request, max_tokens: int, sampling: dict) -> list[FakeRow]:
         rows = [FakeRow(request.prompt) for _ in range(request.num_completions)]
-        self._complete(rows, max_tokens, sampling, request.seed)
+        self._complete(rows, max_tokens, sampling, request.seed, ended=lambda: None)
         return rows
 
     def update(self, version: WeightVersion) -> None:
