@@ -24,7 +24,7 @@ class SlowTokens(AdapterLogitsProcessor):
         return True
 
     def new_req_logits_processor(self, params: Any) -> Any:
-        seconds = (params.extra_args or {}).get("seconds_a_token")
+        seconds: float = (params.extra_args or {}).get("seconds_a_token", 0.0)
 
         def wait(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
             time.sleep(seconds)
