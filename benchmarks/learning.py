@@ -94,6 +94,7 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
             learning_rate=2e-3,
             lr_scheduler_type="constant",
             beta=0.0,
+            loss_type="grpo",  # a mean per completion: otherwise the noise of long completions hides their answer
             temperature=1.0,
             seed=seed,
             rollout_seed=seed,
