@@ -1,14 +1,19 @@
-"""Does a run learn as well on completions that are one round old? The demo's task, five seeds and a control.
+"""Does a run learn as well on older completions? The demo's task, five seeds and a control.
 
-    python benchmarks/learning.py [--seeds 5] [--steps 60] [--arms ...]
+    python benchmarks/learning.py [--seeds 5] [--steps 100] [--arms ...]
 
     staleness_0    max_staleness=0
     staleness_1    max_staleness=1
+    in_flight_3    weight_update="in_flight", open_rounds=3
     control        completions of weights 8 rounds old, importance-sampling correction off: must do worse,
                    or this measurement could not see harm
 
-One rank and one vLLM engine per run; every run is a process of its own. The figures are mean rewards over ten steps,
-in the middle of learning and at the end; the picture shows every step.
+A completion goes on after its answer until it ends, after 1 to 64 tokens, and one that does not end scores 0. One rank
+and one vLLM engine per run; every run is a process of its own. In flight vLLM sleeps at every token, as if the model
+were larger, so that completions last for several rounds; the results of the other arms do not depend on time. A run
+fails if its shortest and longest completion do not reach from 2 to 60 tokens, and a run in flight also if fewer than
+30 % of its rows hold tokens of several updates. The figures are mean rewards over ten steps, in the middle of learning
+and at the end; the picture shows every step.
 """
 
 import argparse
@@ -24,11 +29,24 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 RESULTS = Path(__file__).parent / "results"
 PICTURE = ROOT / "docs" / "staleness-learning.png"
-ARMS = ("staleness_0", "staleness_1", "control")
+ARMS = ("staleness_0", "staleness_1", "in_flight_3", "control")
 NUM_GENERATIONS, NUM_ROWS = 8, 256
-CHECKPOINTS = (40, 60)  # optimizer steps after which runs are compared
+CHECKPOINTS = (60, 100)  # optimizer steps after which runs are compared
 LAST_STEPS = 10  # over which a reward is averaged
+LONGEST = 64  # tokens of a completion
+KEYS = (  # of the log, kept beside the rewards
+    "staleness/rounds_mean",
+    "staleness/effective_sample_size",
+    "staleness/clipped_share",
+    "in_flight/mixed_rows",
+    "completions/min_length",
+    "completions/mean_length",
+    "completions/max_length",
+    "step_time",
+)
 CONTROL_LAG = 8  # generation rounds
+SECONDS_A_TOKEN = 0.0005  # that vLLM sleeps in flight: 256 rows of 10 tokens then take about a second
+MIXED_ROWS = 0.3  # smallest share of rows in flight with tokens of several updates
 RUN_LIMIT_S = 1800.0
 
 
@@ -55,13 +73,14 @@ def copy_into(parameters, values) -> None:
 def train(arm: str, seed: int, steps: int, output: Path) -> None:
     """One run; leaves its rewards in `output`."""
     import torch
-    from task import ANSWER_LENGTH, make_datasets, make_model, make_tokenizer, successor_reward
+    from task import ended_reward, make_datasets, make_model, make_tokenizer
     from transformers import PrinterCallback
 
     from trl_multinode import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
-    control = arm == "control"
+    control, in_flight = arm == "control", arm == "in_flight_3"
+    slow = {"logits_processors": ["trl_multinode.testing.logits_processor:SlowTokens"]}
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -71,14 +90,19 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
             max_steps=steps,
             per_device_train_batch_size=NUM_ROWS,
             num_generations=NUM_GENERATIONS,
-            max_completion_length=ANSWER_LENGTH,
+            max_completion_length=LONGEST,
             learning_rate=2e-3,
             lr_scheduler_type="constant",
             beta=0.0,
+            loss_type="grpo",  # a mean per completion: otherwise the noise of long completions hides their answer
             temperature=1.0,
             seed=seed,
             rollout_seed=seed,
             max_staleness=int(arm == "staleness_1"),
+            weight_update="in_flight" if in_flight else "drain",
+            open_rounds=3 if in_flight else 1,
+            engine_kwargs=slow if in_flight else {},
+            generation_kwargs={"extra_args": {"seconds_a_token": SECONDS_A_TOKEN}} if in_flight else None,
             vllm_importance_sampling_correction=not control,
             vllm_importance_sampling_mode="token_truncate",
             vllm_importance_sampling_clip_max=2.0,
@@ -89,16 +113,29 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
             disable_tqdm=True,
         )
         train_set, _ = make_datasets(num_train=2048, num_held_out=1)
-        trainer = GRPOTrainer(make_model(seed), successor_reward, config, train_set, processing_class=make_tokenizer())
+        trainer = GRPOTrainer(make_model(seed), ended_reward, config, train_set, processing_class=make_tokenizer())
         trainer.remove_callback(PrinterCallback)
         if control:
             lag_weights(trainer, CONTROL_LAG)
         trainer.train()
         trainer.host.close()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
-    keys = ("staleness/rounds_mean", "staleness/effective_sample_size", "staleness/clipped_share")
-    found = {key: [entry[key] for entry in logs if key in entry] for key in keys}
+    found = {key: [entry[key] for entry in logs if key in entry] for key in KEYS}
+    check_lengths(arm, found)
     output.write_text(json.dumps({"rewards": [entry["reward"] for entry in logs], **found}))
+
+
+def check_lengths(arm: str, found: dict[str, list[float]]) -> None:
+    """Fail if the run lacks what it is for: completions of very different lengths, and rows of several updates.
+
+    Raises:
+        SystemExit: with what was found and what is needed.
+    """
+    shortest, longest = min(found["completions/min_length"]), max(found["completions/max_length"])
+    if shortest > 2 or longest < 60:
+        raise SystemExit(f"{arm}: completions had {shortest:.0f} to {longest:.0f} tokens, needed are 2 to 60 at least")
+    if arm == "in_flight_3" and (mixed := mean(found["in_flight/mixed_rows"])) < MIXED_ROWS:
+        raise SystemExit(f"{arm}: {mixed:.0%} of the rows hold several versions, needed are {MIXED_ROWS:.0%}")
 
 
 def run_all(arms: list[str], seeds: int, steps: int, folder: Path, keep: bool) -> dict[str, list[dict]]:
@@ -128,18 +165,26 @@ def summarize(runs: dict[str, list[dict]], steps: int) -> dict:
     summary: dict = {"steps": steps, "averaged_over": LAST_STEPS, "rows_per_step": NUM_ROWS, "after": {}}
     for step in [step for step in CHECKPOINTS if step <= steps] or [steps]:
         summary["after"][step] = compare({arm: [round(score(run, step), 4) for run in runs[arm]] for arm in runs})
-    for arm, of_arm in runs.items():
-        sizes = [value for run in of_arm for value in run["staleness/effective_sample_size"]]
-        summary.setdefault("effective_sample_size", {})[arm] = round(mean(sizes), 4) if sizes else None
+    for name in ("effective_sample_size", "rounds_mean"):
+        summary[name] = {arm: mean_of(of_arm, f"staleness/{name}") for arm, of_arm in runs.items()}
+    summary["mixed_rows"] = {arm: mean_of(of_arm, "in_flight/mixed_rows") for arm, of_arm in runs.items()}
+    summary["mean_length"] = {arm: mean_of(of_arm, "completions/mean_length") for arm, of_arm in runs.items()}
     return summary
+
+
+def mean_of(runs: list[dict], key: str) -> float | None:
+    """Mean of a logged figure over all steps and seeds; `None` if the arm does not log it."""
+    values = [value for run in runs for value in run[key]]
+    return round(mean(values), 4) if values else None
 
 
 def compare(scores: dict[str, list[float]]) -> dict:
     """Inside the spread: the arm's mean lies between the worst and the best seed of `staleness_0`."""
     found: dict = {"reward": scores, "mean": {arm: round(mean(values), 4) for arm, values in scores.items()}}
     base = scores.get("staleness_0", [])
-    if base and "staleness_1" in scores:
-        found["staleness_1_inside_spread"] = min(base) <= found["mean"]["staleness_1"] <= max(base)
+    for arm in ("staleness_1", "in_flight_3"):
+        if base and arm in scores:
+            found[f"{arm}_inside_spread"] = min(base) <= found["mean"][arm] <= max(base)
     if base and "control" in scores:
         found["control_fails"] = max(scores["control"]) < min(base)
     return found
@@ -151,8 +196,9 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colors = dict(zip(ARMS, ("tab:blue", "tab:orange", "tab:gray"), strict=True))
-    labels = dict(zip(ARMS, ("max_staleness=0", "max_staleness=1", "8 rounds old, uncorrected"), strict=True))
+    colors = dict(zip(ARMS, ("tab:blue", "tab:orange", "tab:green", "tab:gray"), strict=True))
+    names = ("max_staleness=0", "max_staleness=1", "in flight, open_rounds=3", "8 rounds old, uncorrected")
+    labels = dict(zip(ARMS, names, strict=True))
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for arm, of_arm in runs.items():
         curves = [run["rewards"] for run in of_arm]
@@ -171,7 +217,7 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "learning", help="of the single runs")
     parser.add_argument("--keep", action="store_true", help="use the runs that are there, whatever code made them")

@@ -195,7 +195,8 @@ class Rank:
         self.lengths = None
         with ThreadPoolExecutor(1) as thread:
             start = time.perf_counter()
-            made = thread.submit(self.generate, self.ahead, [[5, 6, 7 + row] for row in range(rows)], tokens)
+            prompts = [[5, 6 + row // 256, 7 + row % 256] for row in range(rows)]
+            made = thread.submit(self.generate, self.ahead, prompts, tokens)
             self.work.until(made.done)
             made.result()
         return (time.perf_counter() - start) / tokens

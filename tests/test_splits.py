@@ -64,6 +64,10 @@ def test_the_advice_says_what_completions_in_flight_would_give():
     assert "7+1 would take about 13.0 s, 6+2 about 11.7 s." in advice
 
 
+def test_a_split_that_is_the_best_in_flight_too_is_named_once():
+    assert "1+1 would take about 1.0 s." in split_advice(StepTimes(1.0, 1.0, tail_s=0.5), 1, 1)
+
+
 def test_a_run_in_flight_gets_the_advice_for_runs_in_flight():
     advice = split_advice(LONG_TAIL, training=7, reserved=1, overlapped=True, in_flight=True)
     assert "7+1 takes 13.0 s of generation beside training per step; 6+2 would take about 11.7 s" in advice

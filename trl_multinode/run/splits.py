@@ -74,9 +74,9 @@ def split_advice(
         return line
     in_flight_at = {engines: step_s(engines, True, True) for engines in splits}
     best = min(splits, key=lambda engines: in_flight_at[engines])
+    other = "" if best == reserved else f", {total - best}+{best} about {in_flight_at[best]:.1f} s"
     return (
         f"{line} In {times.tail_s:.1f} of {times.generate_s:.1f} s of generation fewer than {100 * TAIL_ROWS:.0f} % "
         'of the rows run, and no split shortens this. weight_update="in_flight" fills it with rows of later rounds: '
-        f"{training}+{reserved} would take about {in_flight_at[reserved]:.1f} s, {total - best}+{best} about "
-        f"{in_flight_at[best]:.1f} s."
+        f"{training}+{reserved} would take about {in_flight_at[reserved]:.1f} s{other}."
     )
