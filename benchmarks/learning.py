@@ -45,7 +45,7 @@ KEYS = (  # of the log, kept beside the rewards
     "step_time",
 )
 CONTROL_LAG = 8  # generation rounds
-SECONDS_A_TOKEN = 0.0005  # that vLLM sleeps in flight: 256 rows of 10 tokens then take about a second
+SECONDS_A_TOKEN = 0.0002  # that vLLM sleeps in flight: 256 rows of 10 tokens then take about a second
 MIXED_ROWS = 0.3  # smallest share of rows in flight with tokens of several updates
 RUN_LIMIT_S = 1800.0
 
@@ -91,7 +91,7 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
             per_device_train_batch_size=NUM_ROWS,
             num_generations=NUM_GENERATIONS,
             max_completion_length=LONGEST,
-            learning_rate=2e-3,
+            learning_rate=1e-3,
             lr_scheduler_type="constant",
             beta=0.0,
             loss_type="grpo",  # a mean per completion: otherwise the noise of long completions hides their answer
