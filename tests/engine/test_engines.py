@@ -60,7 +60,7 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
     assert "Failed to load weights" not in ours  # a harmless line of every update, at a level below ERROR
     # vLLM's own for two CPU workers under the usage context; without one it is 2048
     assert "max_num_batched_tokens=8192" in (tmp_path / "engine0.log").read_text()
-    assert last_words.rstrip().endswith("engine 0: shut down in good order")
+    assert ours.rstrip().endswith("engine 0: shut down in good order"), last_words
 
 
 def test_a_setting_that_vllm_refuses_is_named_in_the_error(tmp_path):
