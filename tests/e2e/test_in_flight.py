@@ -63,9 +63,10 @@ REAL = {
     "name": "real", "output": "real", "prompts": 24, "num_train_epochs": 1, "compare": 3, "ignore_eos": True,
     "max_completion_length": 700,
 }  # fmt: skip
+# Two workers on a CPU make hundreds of tokens a second
 REAL_ADAPTER = REAL | {
     "name": "real_adapter", "output": "real_adapter", "lora": True, "lora_sync": "adapter", "learning_rate": 0.1,
-    "vllm_tensor_parallel_size": 2,
+    "vllm_tensor_parallel_size": 2, "prompts": 16, "max_completion_length": 300,
 }  # fmt: skip
 
 
@@ -212,10 +213,12 @@ def test_tools_continue_from_first_turns_that_saw_several_updates(folder):
 def test_gradients_of_all_losses_are_trls_on_the_same_rows(folder):
     """Of TRL's own trainer, which takes the rows, tokens and log-probs of ours; with balanced micro-batches too."""
     runs = results(folder, "losses")
+    taken = Counter(prompt for run in runs for prompt in run["prompts"])
+    assert taken == Counter({f"{i} + {i + 1} =": GROUP for i in range(LOSSES["prompts"])})
     for run in runs:
         assert len(run["differences"]) == len(run["steps"]) and min(run["norms"]) > 1e-3 and run["not_taken"] == 0
-        for step, difference in zip(run["steps"], run["differences"], strict=True):
-            assert difference < 1e-5, (step, run["differences"])
+        for (*step, balanced), difference in zip(run["steps"], run["differences"], strict=True):
+            assert difference <= (1e-5 if balanced else 0.0), (step, run["differences"])
         assert run["losses"][0] == pytest.approx(run["losses"][1], rel=1e-4, abs=1e-5)
         assert [count > 0 for count in run["micro_steps"]] == [balanced for _, _, balanced in run["steps"]]
     rounds = zip(*(run["versions"] for run in runs), strict=True)

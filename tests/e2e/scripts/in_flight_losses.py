@@ -1,5 +1,7 @@
 """Gradients of every loss on rows with tokens of several updates: those of our run, and TRL's on the same rows."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -41,26 +43,24 @@ class Taken(trl.GRPOTrainer):
         return super()._generate_and_score_completions(self.taken.pop(0))
 
 
-class Gradients:
+@contextmanager
+def spy_on_gradients() -> Iterator[list[torch.Tensor]]:
     """The whole gradient of every optimizer step, as DeepSpeed's optimizer gets it."""
+    found, step = [], DeepSpeedEngine.step  # accelerate calls it at the end of the last backward
 
-    def __init__(self):
-        self.steps: list[torch.Tensor] = []
+    def spied(engine, *args, **kwargs):
+        parts = [safe_get_full_grad(parameter).flatten().float() for parameter in engine.module.parameters()]
+        found.append(torch.cat(parts))
+        return step(engine, *args, **kwargs)
 
-    def spy(self):
-        step = DeepSpeedEngine.step  # accelerate calls it at the end of the last backward
-
-        def spied(engine, *args, **kwargs):
-            found = [safe_get_full_grad(parameter).flatten().float() for parameter in engine.module.parameters()]
-            self.steps.append(torch.cat(found))
-            return step(engine, *args, **kwargs)
-
-        return mock.patch.object(DeepSpeedEngine, "step", spied)
+    with mock.patch.object(DeepSpeedEngine, "step", spied):
+        yield found
 
 
-def compare(folder: Path, prompts) -> dict:
+def compare(folder: Path, dataset) -> dict:
     """Both trainers, step by step."""
     taken: list[list[dict]] = []
+    prompts: list[str] = []
     versions: list[list[int]] = []
     Taken.taken = taken
 
@@ -72,34 +72,30 @@ def compare(folder: Path, prompts) -> dict:
         def run(trainer):
             callback.trainer, trainer.kept_balance = trainer, getattr(trainer, "_balance", None)
             if trainer.__class__ is not Taken:
-                record(trainer, taken, versions)
+                record(trainer, taken, prompts, versions)
             trainer.train()
 
         return Scenario(
-            SETTINGS, IN_FLIGHT, model=model, dataset=prompts, keywords={"callbacks": [callback]}, run=run, trls=Taken
+            SETTINGS, IN_FLIGHT, model=model, dataset=dataset, keywords={"callbacks": [callback]}, run=run, trls=Taken
         )
 
     deepspeed.init_distributed("gloo")  # TRL loads the reference model before accelerate does
-    found, gradients = [], []
-    for arm in ("ours", "trl"):
-        unset_hf_deepspeed_config()
-        seen = Gradients()
-        with seen.spy():
-            if arm == "ours":
-                ours, calls, _ = run_ours(scenario(), folder / "losses-ours", None)
-                found.append(ours)
-            else:
-                found.append(run_trls(scenario(), folder / "losses-trl", type("Rows", (Replay,), {"calls": calls})))
-        gradients.append(seen.steps)
-    norms = [float(gradient.norm()) for gradient in gradients[1]]
+    unset_hf_deepspeed_config()
+    with spy_on_gradients() as mine:
+        ours, calls, _ = run_ours(scenario(), folder / "losses-ours", None)
+    unset_hf_deepspeed_config()
+    with spy_on_gradients() as its:
+        theirs = run_trls(scenario(), folder / "losses-trl", type("Rows", (Replay,), {"calls": calls}))
+    norms = [float(gradient.norm()) for gradient in its]
     return {
         "steps": STEPS,
+        "prompts": prompts,
         "versions": versions,
         "norms": norms,
-        "differences": [float((a - b).norm()) / n for a, b, n in zip(*gradients, norms, strict=True)],
-        "losses": [[log["loss"] for log in each["logs"] if "loss" in log] for each in found],
-        "micro_steps": [log.get("balance/micro_steps", 0) for log in found[0]["logs"] if "loss" in log],
-        "ratios": [log["sampling/importance_sampling_ratio/mean"] for log in found[1]["logs"] if "loss" in log],
+        "differences": [float((a - b).norm()) / n for a, b, n in zip(mine, its, norms, strict=True)],
+        "losses": [[log["loss"] for log in each["logs"] if "loss" in log] for each in (ours, theirs)],
+        "micro_steps": [log.get("balance/micro_steps", 0) for log in ours["logs"] if "loss" in log],
+        "ratios": [log["sampling/importance_sampling_ratio/mean"] for log in theirs["logs"] if "loss" in log],
         "not_taken": len(taken),
     }
 
@@ -109,13 +105,14 @@ def choose(trainer, step: int) -> None:
     trainer._balance = trainer.kept_balance if balanced else None
 
 
-def record(trainer, taken: list, versions: list) -> None:
+def record(trainer, taken: list, prompts: list, versions: list) -> None:
     """Keep the rows of the dataset that each round takes, and how many updates made each of them."""
     take = trainer.vllm_generation.take_groups
 
     def recorded(*args):
         rows = take(*args)
         taken.append([dict(row) for row in rows])
+        prompts.extend(row["prompt"] for row in rows)
         versions.append(
             [len(row.versions) for group in trainer.vllm_generation.continuous.taken for row in group.rows]
         )
