@@ -28,12 +28,13 @@ STEPS = [
 ]
 SETTINGS = {
     "loss_type": "vespo", "beta": 0.05, "max_steps": len(STEPS), "max_completion_length": 64,
+    "per_device_train_batch_size": 8,
     "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
     "generation_kwargs": {"allowed_token_ids": [1, *range(100, 119)]},
     # small steps, because a difference in the last digit of a weight must not grow from step to step
     "learning_rate": 0.3, "max_grad_norm": 0.1,
 }  # fmt: skip
-IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 3, "micro_batch_tokens": 256}
+IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 3, "micro_batch_tokens": 256, "balance_across": "world"}
 
 
 class Taken(trl.GRPOTrainer):
