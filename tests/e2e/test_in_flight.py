@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from trl_multinode.testing.faults import FAKE, FORKED, Faults
+from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "in_flight.py"
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(900)]
 GROUP, WORLD = 4, 4
 SLOW = Faults().slow_tokens(0.06)  # generation takes longer than a step, whatever else the machine does
 
@@ -23,7 +24,7 @@ RUN = {
 }  # fmt: skip
 WHOLE = {
     "name": "whole", "output": "whole", "prompts": 64, "num_train_epochs": 1, "open_rounds": 4, "compare": 3,
-    "mean": 20, "min_tokens": 16,
+    "mean": 20, "min_tokens": 16, "num_engines": 2,
 }  # fmt: skip
 # 16 prompts a round, each trained twice in 4 optimizer steps; the run ends inside the second epoch, 24 rows unused
 FEATURES = {
@@ -31,17 +32,41 @@ FEATURES = {
     "steps_per_generation": 2, "gradient_accumulation_steps": 1, "micro_batch_tokens": 2048, "recompute_kv": True,
     "eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 4, "open_rounds": 2,
 }  # fmt: skip
-# 3 rounds in each of 2 epochs
-KILLED = {
-    "output": "killed", "prompts": 24, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1, "mean": 24,
+# Two ranks: six rounds of 4 prompts; the reference model is the base without its adapter
+ADAPTER = {
+    "name": "adapter", "output": "adapter", "prompts": 24, "num_train_epochs": 1, "compare": 3, "lora": True,
+    "lora_sync": "adapter", "learning_rate": 0.1, "beta": 0.05, "mean": 24,
 }  # fmt: skip
-KILL_AT = 2
+MERGED = ADAPTER | {"name": "merged", "output": "merged", "lora_sync": "merged"}
+# An eighth of the first turns calls a tool; then a turn goes on, because `min_tokens` keeps it from ending at once.
+# The fake engine computes the long prompt for every token, so there are few rows
+TOOLS = {
+    "name": "tools", "output": "tools", "prompts": 24, "num_train_epochs": 1, "tools": True, "min_tokens": 2,
+    "per_device_train_batch_size": 4, "mean": 40, "max_completion_length": 300, "max_tool_calling_iterations": 1,
+    "learning_rate": 1e-5,
+}  # fmt: skip
+LOSSES = {"name": "losses", "prompts": 84}
+
+# Two ranks, 8 prompts a round in two optimizer steps, four rounds in each of two epochs; a checkpoint at every third
+# step, so that every second one is inside a round
+KILLED = {
+    "output": "killed", "prompts": 32, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "mean": 24,
+    "steps_per_generation": 2,
+}  # fmt: skip
+LAST, EPOCH = 16, 8  # steps
+# where a run ends -> checkpoint from which the next one goes on
+KILLS = {("take", 4): 3, ("step", 6): 6, ("saving", 9): 6, None: LAST}
 
 
 # Six rounds of 4 prompts; vLLM makes thousands of tokens a second, so every row must be long to see a swap
 REAL = {
     "name": "real", "output": "real", "prompts": 24, "num_train_epochs": 1, "compare": 3, "ignore_eos": True,
     "max_completion_length": 700,
+}  # fmt: skip
+# Two workers on a CPU make hundreds of tokens a second
+REAL_ADAPTER = REAL | {
+    "name": "real_adapter", "output": "real_adapter", "lora": True, "lora_sync": "adapter", "learning_rate": 0.1,
+    "vllm_tensor_parallel_size": 2, "prompts": 16, "max_completion_length": 300,
 }  # fmt: skip
 
 
@@ -51,18 +76,37 @@ def results(folder: Path, name: str, world: int = WORLD) -> list[dict]:
 
 def launch(nodes: Nodes, folder: Path, *jobs: dict) -> list[int]:
     nodes.launch(SCRIPT, str(folder), json.dumps([RUN | job for job in jobs]))
-    return nodes.wait(timeout_s=300)
+    return nodes.wait(timeout_s=500)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("in_flight")
     with Nodes(2, 2, folder=folder, env=SLOW.environment(FAKE), forked=True) as nodes:
-        first = KILLED | {"name": "first", "kill_at": KILL_AT}
-        assert 0 not in launch(nodes, folder, WHOLE, FEATURES, first), nodes.rank_log(0)[-3000:]
-        assert (folder / "first_rank3.json").exists(), nodes.rank_log(0)[-3000:]
-        assert launch(nodes, folder, KILLED | {"name": "second", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
-        (folder / "second.log").write_text("".join(nodes.rank_log(rank) for rank in range(WORLD)))
+        assert launch(nodes, folder, WHOLE, FEATURES, TOOLS) == [0, 0], nodes.rank_log(0)[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Path:
+    """Two nodes of one rank."""
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_qwen2(seed=1).save_pretrained(folder / "reference")
+    with Nodes(2, 1, folder=folder, env=SLOW.environment(FAKE), forked=True) as nodes:
+        assert launch(nodes, folder, ADAPTER, MERGED, LOSSES) == [0, 0], nodes.rank_log(0)[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """A run that is killed three times, on two nodes of one rank."""
+    folder = tmp_path_factory.mktemp("killed")
+    with Nodes(2, 1, folder=folder, env=SLOW.environment(FAKE), forked=True) as nodes:
+        for number, where in enumerate(KILLS):
+            job = KILLED | {"name": f"run{number}", "kill_at": where, "resume": number > 0}
+            codes = launch(nodes, folder, job)
+            assert (codes == [0, 0]) == (where is None), nodes.rank_log(0)[-3000:]
+            (folder / f"run{number}.log").write_text("".join(nodes.rank_log(rank) for rank in range(2)))
     return folder
 
 
@@ -79,10 +123,23 @@ def losses(run: dict) -> list[float]:
     return [entry["loss"] for entry in run["log"] if "loss" in entry]
 
 
+def losses_of(runs: list[dict]) -> list[str]:
+    """Prompt of each row of every loss, of all ranks."""
+    return [prompt for run in runs for rows in run["trained"].values() for prompt in rows]
+
+
+def check_whole(runs: list[dict], prompts: int) -> None:
+    """Every id was trained once, rows with several versions exist, and nothing is left under way."""
+    every = Counter({f"{i} + {i + 1} =": GROUP for i in range(prompts)})
+    assert trained(runs) == every and Counter(losses_of(runs)) == every
+    assert any(len(row) > 1 for row in versions(runs))
+    assert [run["rows_left"] for run in runs] == [0] * len(runs)
+
+
 def test_every_id_of_every_epoch_is_trained_once_and_nothing_is_left_under_way(folder):
     runs = results(folder, "whole")
-    assert trained(runs) == Counter({f"{i} + {i + 1} =": GROUP for i in range(WHOLE["prompts"])})
-    assert [run["rows_left"] for run in runs] == [0] * WORLD
+    check_whole(runs, WHOLE["prompts"])
+    assert {engine for run in runs for one in run["rounds"] for engine in one["engines"]} == {0, 1}
     assert all(len(losses(run)) == 8 and all(map(isfinite, losses(run))) for run in runs)
 
 
@@ -123,35 +180,105 @@ def test_iterations_blocks_balanced_batches_evaluation_and_the_end_of_the_run_in
     first = [run | {"rounds": run["rounds"][:3]} for run in runs]
     assert trained(first) == Counter({f"{i} + {i + 1} =": GROUP for i in range(48)})
     assert sorted(Counter(trained([run | {"rounds": run["rounds"][3:]} for run in runs]).values())) == [GROUP]
+    epoch = [
+        run | {"trained": {step: rows for step, rows in run["trained"].items() if int(step) < 12}} for run in runs
+    ]
+    assert Counter(losses_of(epoch)) == Counter({f"{i} + {i + 1} =": 2 * GROUP for i in range(48)})
     assert [run["rows_left"] for run in runs] == [0] * WORLD
     assert all(map(isfinite, losses(runs[0]))) and len(losses(runs[0])) == 14
     assert len([entry for entry in runs[0]["log"] if "eval_reward" in entry]) == 3  # the last one after the last step
     assert any(len(row) > 1 for row in versions(runs))
 
 
-def test_ids_trained_before_a_kill_and_after_the_resume_are_all_ids_once(folder):
-    first, second = results(folder, "first"), results(folder, "second")
-    assert [one["step"] for one in first[0]["rounds"]] == list(range(KILL_AT))
-    assert [one["step"] for one in second[0]["rounds"]] == list(range(KILL_AT, 6))
-    assert trained(first + second) == Counter({f"{i} + {i + 1} =": 2 * GROUP for i in range(KILLED["prompts"])})
-    kept = [row for row in versions(second) if row[0][0] < 0]
-    assert kept, "no row of the checkpoint had ended"
-    assert {step for row in kept for update, step, _ in row if update < 0} <= set(range(KILL_AT))
-    continued = [row for row in kept if row[-1][0] > 0]
-    said = re.findall(
-        r"(\d+) rows that were under way at the checkpoint continue, (\d+) begin", (folder / "second.log").read_text()
+@pytest.mark.parametrize("name", ["adapter", "merged"])
+def test_an_adapter_beside_a_reference_model(pair, name):
+    runs = results(pair, name, world=2)
+    check_whole(runs, ADAPTER["prompts"])
+    for run in runs:
+        different, (expected, loss), names = run["compared"]
+        assert different == [] and expected == loss and names > 7  # with the reference's log-probs
+        assert run["spot_check"] < 1e-3
+    assert any(run["spot_check"] > 0.0 for run in runs)
+    log = [entry for entry in runs[0]["log"] if "loss" in entry]
+    assert [entry["kl"] > 0 for entry in log] == [False, *[True] * 5]
+    sent = [entry["sync/mib"] for entry in log]
+    assert (max(sent[1:]) < 0.1 * sent[0]) == (name == "adapter")
+
+
+def test_tools_continue_from_first_turns_that_saw_several_updates(folder):
+    runs = results(folder, "tools")
+    assert sorted(Counter(prompt for run in runs for one in run["rounds"] for prompt in one["prompts"]).values()) == (
+        [GROUP] * TOOLS["prompts"]
     )
-    assert len(continued) == sum(int(number) for number, _ in said) > 0
+    assert set(Counter(losses_of(runs)).values()) == {GROUP} and [run["rows_left"] for run in runs] == [0] * WORLD
+    assert any(len(row) > 1 for row in versions(runs))
+    assert max(entry.get("tools/call_frequency", 0.0) for entry in runs[0]["log"]) > 0
+    rows = [pair for run in runs for one in run["rounds"] for pair in zip(one["made"], one["rows"], strict=True)]
+    assert all(row[: len(made)] == made for made, row in rows)  # later turns are appended to the first
+    assert any(len(row) > len(made) for made, row in rows)
+
+
+def test_gradients_of_all_losses_are_trls_on_the_same_rows(pair):
+    """Of TRL's own trainer, which takes the rows, tokens and log-probs of ours; with balanced micro-batches too."""
+    runs = results(pair, "losses", world=2)
+    taken = Counter(prompt for run in runs for prompt in run["prompts"])
+    assert taken == Counter({f"{i} + {i + 1} =": GROUP for i in range(LOSSES["prompts"])})
+    for run in runs:
+        assert len(run["differences"]) == len(run["steps"]) and min(run["norms"]) > 1e-3 and run["not_taken"] == 0
+        for (*step, balanced), difference in zip(run["steps"], run["differences"], strict=True):
+            assert difference <= (1e-5 if balanced else 0.0), (step, run["differences"])
+        assert run["losses"][0] == pytest.approx(run["losses"][1], rel=1e-4, abs=1e-5)
+        assert [count > 0 for count in run["micro_steps"]] == [balanced for _, _, balanced in run["steps"]]
+    rounds = zip(*(run["versions"] for run in runs), strict=True)
+    mixed = [sum(count > 1 for rows in one for count in rows) for one in rounds]
+    assert min(mixed[4:]) > 0, mixed
+    assert all(abs(ratio - 1) > 1e-4 for ratio in runs[0]["ratios"][4:])
+
+
+def test_ids_trained_before_and_after_three_kills_are_all_ids_once(killed):
+    found = [results(killed, f"run{number}", world=2) for number in range(len(KILLS))]
+    starts = [min(map(int, runs[0]["trained"])) for runs in found]
+    assert starts == [0, *list(KILLS.values())[:-1]]
+    kept: dict[int, list[str]] = {}  # before optimizer step -> rows of the run that went on
+    for runs, start, end in zip(found, starts, KILLS.values(), strict=True):
+        for step in range(start, end):
+            kept[step] = [prompt for run in runs for prompt in run["trained"][str(step)]]
+    epochs = [[prompt for step in range(at, at + EPOCH) for prompt in kept[step]] for at in range(0, LAST, EPOCH)]
+    assert list(map(Counter, epochs)) == [Counter({f"{i} + {i + 1} =": GROUP for i in range(KILLED["prompts"])})] * 2
+    assert any(len(row) > 1 for runs in found for row in versions(runs))
+    logs = [(killed / f"run{number}.log").read_text() for number in range(len(KILLS))]
+    assert "AssertionError" not in logs[0], "no row was under way when the first run was killed"
+    assert "checkpoint-9 is skipped: unfinished" in logs[-1]
+
+
+def test_rows_under_way_at_a_checkpoint_continue_with_their_versions(killed):
+    continued, said = [], []
+    for number, step in enumerate(list(KILLS.values())[:-1], start=1):
+        rows = [row for row in versions(results(killed, f"run{number}", world=2)) if row[0][0] < 0]
+        assert rows, f"the checkpoint of step {step} has no row"
+        assert {made_at for row in rows for update, made_at, _ in row if update < 0} <= set(range(step + 1))
+        continued += [row for row in rows if row[-1][0] > 0]
+        log = (killed / f"run{number}.log").read_text()
+        said += re.findall(r"(\d+) rows that were under way at the checkpoint continue, (\d+) begin again", log)
+    # some continued rows had not begun, and a run that was killed has not trained all of its own
+    assert 0 < len(continued) <= sum(int(number) for number, _ in said)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> Path:
+    """vLLM and ZeRO-3 on two nodes of one rank."""
+    folder = tmp_path_factory.mktemp("real")
+    with Nodes(2, 1, folder=folder, env=Faults().environment(FORKED), forked=True) as nodes:
+        assert launch(nodes, folder, REAL, REAL_ADAPTER) == [0, 0], nodes.rank_log(0)[-3000:]
+    return folder
 
 
 @pytest.mark.engine
-def test_vllm_swaps_weights_under_rows_of_a_whole_run(tmp_path):
-    """ZeRO-3 on two nodes of one rank; the log-probs of the rows' newest weights are the trainer's in every round."""
-    with Nodes(2, 1, folder=tmp_path, env=Faults().environment(FORKED), forked=True) as nodes:
-        assert launch(nodes, tmp_path, REAL) == [0, 0], nodes.rank_log(0)[-3000:]
-    runs = results(tmp_path, "real", world=2)
-    assert trained(runs) == Counter({f"{i} + {i + 1} =": GROUP for i in range(REAL["prompts"])})
-    assert any(len(row) > 1 for row in versions(runs))
+@pytest.mark.parametrize("job", [REAL, REAL_ADAPTER], ids=["full", "adapter-tp2"])
+def test_vllm_swaps_weights_under_rows_of_a_whole_run(real, job):
+    """The log-probs of the rows' newest weights are the trainer's in every round."""
+    runs = results(real, job["name"], world=2)
+    check_whole(runs, job["prompts"])
     for run in runs:
-        assert run["compared"][0] == [] and 0.0 < run["spot_check"] < 1e-3 and run["rows_left"] == 0
+        assert run["compared"][0] == [] and 0.0 < run["spot_check"] < 1e-3
         assert all(map(isfinite, losses(run)))

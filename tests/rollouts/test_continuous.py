@@ -313,6 +313,17 @@ def test_restored_tokens_keep_their_age():
         assert row.versions[0].update < 0 and row.versions[0].step == 0, was
 
 
+def test_an_evaluation_before_the_first_round_of_a_resumed_run_counts_for_that_round():
+    run = Run(rounds=9)
+    run.generation.begin_round("eval", 0)
+    run.generation.sync_weights()
+    threading.Timer(0.05, run.engines.end).start()
+    run.train(5)  # with the evaluation's weights, as no step was made
+    run.engines.end()
+    run.train(6)
+    assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
+
+
 def test_the_log_has_ages_mixed_rows_and_lengths():
     args = SimpleNamespace(vllm_importance_sampling_mode="token_truncate")
     run, meter = Run(rounds=3), StalenessMeter(args)

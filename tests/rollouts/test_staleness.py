@@ -53,6 +53,51 @@ def test_clipped_are_the_tokens_beyond_the_corrections_limits_and_masked_ones_do
     assert found["staleness/clipped_share"] == 1.0 and found["staleness/effective_sample_size"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_mask", "sequence_truncate"])
+def test_the_effective_sample_size_is_that_of_the_samplers_tokens_or_sequences(mode):
+    """Of tokens drawn from q and weighted with p / q, the share is 1 / sum(p^2 / q) for many samples; the weights of a
+    sequence are products, so the share of sequences of T tokens is that to the power T."""
+    length, random = 4, torch.Generator().manual_seed(0)
+    trained, sampled = torch.tensor([0.2, 0.25, 0.25, 0.3]), torch.tensor([0.3, 0.3, 0.2, 0.2])
+    tokens = torch.multinomial(sampled, 400_000, replacement=True, generator=random).view(-1, length)
+    exact = 1.0 / (trained**2 / sampled).sum().item()
+    one, other = meter(mode), meter(mode)  # two ranks with rows of padded lengths
+    mask = torch.ones_like(tokens)
+    for each, rows in ((one, slice(0, 30_000)), (other, slice(30_000, None))):
+        padded = torch.nn.functional.pad(mask[rows], (0, 2))
+        logps = [torch.nn.functional.pad(p.log()[tokens[rows]], (0, 2), value=9.0) for p in (trained, sampled)]
+        each.add_weights({"old_per_token_logps": logps[0], "sampling_per_token_logps": logps[1] - 1.0 * (padded == 0),
+                          "completion_mask": padded})  # fmt: skip
+    expected = exact ** (length if mode.startswith("sequence") else 1)
+    assert metrics(one, other)["staleness/effective_sample_size"] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_weights_are_trls_ratio():
+    """`exp` of the difference per token, and of its sum per sequence; tokens of tools do not count."""
+    trainer, sampler = [[-1.0, -2.0, -3.0], [-0.5, -1.5, -2.5]], [[-1.5, -1.0, -3.0], [-0.5, -3.0, -1.0]]
+    mask, tools = [[1, 1, 1], [1, 1, 0]], torch.tensor([[1, 0, 1], [1, 1, 1]])
+    weights = {"token_truncate": [0.5, 0.0, 0.0, 1.5], "sequence_truncate": [0.5, 1.5]}
+    for mode, logs in weights.items():
+        one, w = meter(mode), [math.exp(log) for log in logs]
+        one.add_weights(output(trainer, sampler, mask, tool_mask=tools))
+        expected = sum(w) ** 2 / (len(w) * sum(x * x for x in w))
+        assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("log", [45.0, -60.0, 100.0, 800.0])
+def test_weights_beyond_float32_count_and_a_row_without_a_trained_token_does_not(log):
+    """One sequence outweighs the three others, or is outweighed by them. The fifth is masked, as one cut off is."""
+    one = meter("sequence_truncate")
+    one.add_weights(output([[log / 2] * 2, *[[0.0, 0.0]] * 4], [[0.0] * 2] * 5, [*[[1, 1]] * 4, [0, 0]]))
+    assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(0.25 if log > 0 else 0.75)
+
+
+def test_all_weights_may_be_small():
+    one = meter("sequence_truncate")
+    one.add_weights(output([[-60.0], [-60.0]], [[0.0], [0.0]]))
+    assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(1.0)
+
+
 def test_a_token_without_a_log_prob_weighs_one():
     one = meter()
     one.add_weights(output([[-1.0, -2.0]], [[float("nan"), -2.0]]))

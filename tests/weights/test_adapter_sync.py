@@ -292,6 +292,31 @@ def test_running_rows_continue_with_the_new_adapter(run, recompute_kv):
     assert run.difference() < 1e-3
 
 
+@torch.no_grad()
+def move_all(model: PeftModel) -> None:
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def test_running_rows_continue_with_new_weights_below_the_adapter(run, monkeypatch):
+    """All weights travel, to every worker."""
+    send = run.trainer.send
+
+    def send_all():
+        run.trainer.sync.send_everything()
+        return send()
+
+    kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.trainer.send()
+    monkeypatch.setattr(run.trainer, "send", send_all)
+    found = generate_while_sending(run.trainer, recompute_kv=True, change=lambda: move_all(run.model))
+    assert found.mixed_share > 0.3
+    assert found.difference(recomputed=True) < LORA_LIMIT
+    assert found.difference(recomputed=False) > 1e-3
+    run.model.load_state_dict(kept)
+    run.trainer.send()
+
+
 def test_a_request_after_a_swap_in_flight_reads_no_cache_of_an_older_adapter(run):
     run.trainer.send()
     assert max(differences_with_a_cached_prefix(run.trainer, lambda: move_adapter(run.model))) < 1e-3

@@ -1,5 +1,6 @@
 """Contract between the engine's server and the model behind it: vLLM, or the test kit's fake."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,9 +16,14 @@ class CompletionBuffer:
     Args:
         tokens (`Sequence[int]`), logprobs (`Sequence[float]`):
             Ids and log-probs of the sampled tokens, each `(T,)`.
+
+    Attributes:
+        complete (`bool`):
+            True when no token follows the row's last one, so that the reply to its request follows.
     """
 
     def __init__(self, tokens: Sequence[int] = (), logprobs: Sequence[float] = ()):
+        self.complete = False
         self.tokens = array("i", tokens)
         self.logprobs = array("f", logprobs)
         self._swaps: list[tuple[int, WeightVersion]] = []  # first token after each swap, and the weights from there on
@@ -62,6 +68,7 @@ class Growing:
     rows: Sequence[CompletionBuffer] = ()
     first: WeightVersion = WeightVersion()  # weights of the first token
     end_row: Callable[[], None] = lambda: None  # counts a completion as complete
+    task: asyncio.Task | None = None  # sends the reply
 
 
 GROWING: ContextVar[Growing] = ContextVar("growing")  # of the request that a task serves

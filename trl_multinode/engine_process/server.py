@@ -94,12 +94,12 @@ class EngineServer:
                 if isinstance(request, Generate | Score | Await):
                     growing[request.request_id] = found = Growing()
                     GROWING.set(found)  # the new task gets a copy of this context
-                    task = asyncio.create_task(self._answer(request, writer))
+                    task = found.task = asyncio.create_task(self._answer(request, writer))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
                     task.add_done_callback(partial(_forget, growing, request.request_id))
                 elif isinstance(request, Peek):
-                    writer.write(frame(completions_so_far(request, growing)))
+                    writer.write(frame(await completions_so_far(request, growing)))
                 else:
                     await self._answer(request, writer)
         except asyncio.CancelledError:
@@ -239,9 +239,18 @@ def _forget(growing: dict[int, Growing], request_id: int, _: asyncio.Task) -> No
     growing.pop(request_id, None)
 
 
-def completions_so_far(request: Peek, growing: Mapping[int, Growing]) -> Completions:
-    """Return the tokens that the requests of one completion have made so far, by their ids."""
-    rows = {number: found.rows[0].copy() for number, found in growing.items() if len(found.rows) == 1}
+async def completions_so_far(request: Peek, growing: Mapping[int, Growing]) -> Completions:
+    """Return the tokens that the requests of one completion have made so far, by their ids.
+
+    The replies of completions that have just ended go first: a rank that took one for a beginning would continue it
+    after its last token.
+    """
+    while True:
+        rows = {number: found.rows[0].copy() for number, found in growing.items() if len(found.rows) == 1}
+        ended = [growing[number].task for number in rows if growing[number].rows[0].complete]
+        if not ended:
+            break
+        await asyncio.wait([task for task in ended if task is not None])
     made = {number: row for number, row in rows.items() if row.tokens}
     reply = _completions(request, [(row, growing[number].first) for number, row in made.items()], 0.0)
     return msgspec.structs.replace(reply, request_ids=pack_ids(list(made)))

@@ -132,6 +132,7 @@ class VllmBackend(Backend):
                 kept[row.index] = row
                 self._tokens += request.rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
                 if row.finished():
+                    request.rows[row.index].complete = True
                     end_row()
         asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
         return request.rows

@@ -75,6 +75,8 @@ class ContinuousRollouts:
 
     def begin_round(self, number: int, size: int, batch_ahead: BatchAhead) -> None:
         """Start training round `number` with groups of `size` rows. `batch_ahead(0)` is the batch of this round."""
+        if self._number < 0:  # a resumed run does not begin with round 0, and an evaluation may come first
+            self.updates.move_to(number)
         self._number, self._size, self._batch_ahead = number, size, batch_ahead
         self.taken = []
 
@@ -160,7 +162,8 @@ class ContinuousRollouts:
     def drop(self) -> None:
         """Forget the groups of a run that ended early."""
         self.groups.drop()
-        self.last_begun, self._restored = -1, False
+        self._number = self.last_begun = -1
+        self._restored = False
 
     def restore(self, groups: list[Group], last_begun: int, updates: dict[int, tuple[int, int]]) -> None:
         """Restore the open groups of a checkpoint. Their missing rows begin in the next round, after its sync."""

@@ -13,6 +13,8 @@ import torch
 from ..wire.messages import WeightVersion
 from .continuous import ContinuousRollouts
 
+MOST_LOG_WEIGHT = 300.0  # the sum of squares of 10^9 weights stays a number in float64
+
 
 @dataclass
 class RoundSums:
@@ -103,7 +105,9 @@ class StalenessMeter:
             return
         mask = output["completion_mask"] * output.get("tool_mask", output["completion_mask"])
         difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(nan=0.0) * mask
-        weights = difference.sum(-1).exp() if self._per_sequence else difference.exp()[mask.bool()]
+        # float64, because the square of a sequence's weight exceeds float32 from a summed difference of 44 on
+        logs = difference.double().sum(-1)[mask.any(-1)] if self._per_sequence else difference.double()[mask.bool()]
+        weights = logs.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT).exp()
         low = -1.0 if self._low is None else self._low
         high = float("inf") if self._high is None else self._high
         parts = [weights.sum(), weights.square().sum(), ((weights < low) | (weights > high)).sum()]

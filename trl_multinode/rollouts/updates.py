@@ -36,6 +36,10 @@ class UpdateLog:
         """Add an update that is sent for generation round `number`."""
         self._updates[version.update] = number, version.step
 
+    def move_to(self, number: int) -> None:
+        """Count all updates of this run for round `number`."""
+        self._updates |= {update: (number, step) for update, (_, step) in self._updates.items() if update > 0}
+
     def check(self, row: Rollout, first: int) -> None:
         """Raise `WeightVersionError` if a row began before update `first`, which was current when it was submitted."""
         if row.version.update < first:

@@ -171,28 +171,29 @@ class FakeBackend(Backend):
     ) -> None:
         for index, row in enumerate(rows):
             random = self._random if seed is None else torch.Generator().manual_seed(seed + index)
-            for _ in range(min(max_tokens, self._context - len(row.prompt))):
+            left = min(max_tokens, self._context - len(row.prompt))
+            while left:
                 with self._freezer.token(row):
                     if row.aborted:
                         return
-                    token = self._sample(row, sampling, random)
-                if token in self._eos and not sampling.get("ignore_eos"):
-                    break
-                if self._token_delay_s:
+                    left = self._sample(row, sampling, random, left - 1)
+                if left and self._token_delay_s:
                     time.sleep(self._token_delay_s)
             ended()
 
     @torch.no_grad()
-    def _sample(self, row: FakeRow, sampling: dict, random: torch.Generator) -> int:
-        """Append a token to the row, and return it."""
+    def _sample(self, row: FakeRow, sampling: dict, random: torch.Generator, left: int) -> int:
+        """Append a token to the row, and return how many of the `left` further ones may follow it."""
         ids = row.ids
         new = ids if row.cache is None else ids[row.cache.get_seq_length() :]
         logits = self._model(torch.tensor([new]), past_key_values=row.cache).logits[0, -1].float()
         token, logprob = sample(logits, ids, len(row.tokens), self._eos, sampling, random)
+        left = 0 if token in self._eos and not sampling.get("ignore_eos") else left
+        row.complete = left == 0  # before the token, which another thread may read at once
         row.tokens.append(token)
         row.logprobs.append(logprob)
         self._tokens += 1
-        return token
+        return left
 
     async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
         self._check_length(prompt)

@@ -49,6 +49,7 @@ class Scenario:
     """What both arms are built from; made anew for each."""
 
     settings: dict = field(default_factory=dict)  # of the config, on top of `SETTINGS`
+    node_settings: dict = field(default_factory=dict)  # of our config alone
     model: object = None
     tokenizer: object = None
     reward_funcs: object = distinct
@@ -149,7 +150,8 @@ def compare(name: str, make: Callable[[], Scenario], folder: Path) -> dict:
 
 
 def run_ours(scenario: Scenario, folder: Path, generation) -> tuple[dict, list, str]:
-    args = trl_multinode.GRPOConfig(output_dir=str(folder), rollout_seed=5, **settings_of(scenario))
+    settings = settings_of(scenario) | scenario.node_settings
+    args = trl_multinode.GRPOConfig(output_dir=str(folder), rollout_seed=5, **settings)
     with mock.patch.object(grpo_trainer, "VLLMGeneration", generation or grpo_trainer.VLLMGeneration):
         trainer = build(trl_multinode.GRPOTrainer, scenario, args)
     calls, engine = [], "none"

@@ -27,10 +27,11 @@ class Recorder:
 
 
 def make_trainer(
-    model, reward, folder: str, prompts: list[str], eval_prompts: list[str] | None = None, iterable: bool = False,
+    model, reward, folder: str, prompts: list, eval_prompts: list[str] | None = None, iterable: bool = False,
     **settings,
 ) -> GRPOTrainer:  # fmt: skip
-    peft_config = settings.pop("peft_config", None)
+    peft_config, tools = settings.pop("peft_config", None), settings.pop("tools", None)
+    tokenizer = settings.pop("processing_class", None) or tiny_tokenizer()
     args = GRPOConfig(
         output_dir=folder,
         use_cpu=True,
@@ -47,8 +48,8 @@ def make_trainer(
     dataset = Dataset.from_dict({"prompt": prompts})
     return GRPOTrainer(
         model, reward, args, dataset.to_iterable_dataset() if iterable else dataset,
-        eval_dataset=eval_prompts and Dataset.from_dict({"prompt": eval_prompts}), processing_class=tiny_tokenizer(),
-        peft_config=peft_config,
+        eval_dataset=eval_prompts and Dataset.from_dict({"prompt": eval_prompts}), processing_class=tokenizer,
+        peft_config=peft_config, tools=tools,
     )  # fmt: skip
 
 

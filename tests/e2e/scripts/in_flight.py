@@ -1,14 +1,17 @@
 """Rounds in flight with completions of very different lengths. Usage: in_flight.py FOLDER JOBS_JSON
 
-A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill_at` (optimizer
-step) ends every rank by SIGKILL right after that step's checkpoint; `resume` goes to `train()`; `compare` is a round
-whose tensors are compared with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`.
+A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill` ends every rank by
+SIGKILL at an optimizer step: "take" before its round takes groups, "step" between its backward pass and its update,
+"saving" in the middle of its checkpoint; `resume` goes to `train()`; `compare` is a round whose tensors are compared
+with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`; `lora` and `tools` are
+what they say. The job "losses" trains twice, see in_flight_losses.py.
 """
 
 import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
@@ -16,6 +19,12 @@ os.environ.setdefault("WORLD_SIZE", "1")
 import torch
 import trl
 from common import RANK, make_trainer, write_result
+from datasets import Dataset
+from deepspeed.runtime.engine import DeepSpeedEngine
+from in_flight_losses import compare as compare_losses
+from peft import LoraConfig
+from scenarios import add
+from tool_model import CALL, DONE, TURN_END, tool_model, tool_tokenizer
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -25,12 +34,13 @@ folder, jobs_json = sys.argv[1:]
 
 
 class Rounds:
-    """Rows that a reward function was given, and how old their tokens were."""
+    """Rows that a reward function was given, and how old their tokens were; prompts that the loss was given."""
 
     __name__ = "rounds"
 
     def __init__(self):
         self.rounds: list[dict] = []
+        self.trained: dict[int, list[str]] = {}  # before optimizer step -> prompt of each row of its losses
 
     def __call__(self, prompts, completion_ids, **_):
         generation = self.trainer.vllm_generation
@@ -38,15 +48,32 @@ class Rounds:
             rows = generation.used.rows
             self.rounds.append({
                 "step": self.trainer.state.global_step,
-                "prompts": list(prompts),
+                "prompts": list(map(text_of, prompts)),
                 "rows": [list(row) for row in completion_ids],
                 "made": [row.tokens.tolist() for row in rows],
                 "versions": [[[s.update, s.step, s.end] for s in row.versions] for row in rows],
+                "engines": [row.engine for row in rows],
                 "lag": generation.lag,
                 "current": generation.version.update,
                 "open": len(generation.continuous.groups.ids) if generation.continuous else 0,
             })  # fmt: skip
         return [sum(token > 108 for token in ids) / len(ids) for ids in completion_ids]
+
+    def record_losses(self) -> None:
+        compute_loss = self.trainer.compute_loss
+
+        def recorded(model, inputs, *args, **kwargs):
+            if torch.is_grad_enabled():
+                rows = zip(inputs["prompt_ids"], inputs["prompt_mask"], strict=True)
+                prompts = [self.trainer.processing_class.decode(ids[mask.bool()]) for ids, mask in rows]
+                self.trained.setdefault(self.trainer.state.global_step, []).extend(prompts)
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        self.trainer.compute_loss = recorded
+
+
+def text_of(prompt) -> str:
+    return prompt if isinstance(prompt, str) else prompt[0]["content"]
 
 
 class Replayed:
@@ -85,8 +112,8 @@ def compared(trainer, output: dict) -> list:
 class Record(TrainerCallback):
     """Written at every log, because a killed run cannot write at its end."""
 
-    def __init__(self, name: str, rounds: Rounds, kill_at: int | None):
-        self.name, self.rounds, self.kill_at = name, rounds, kill_at
+    def __init__(self, name: str, rounds: Rounds):
+        self.name, self.rounds = name, rounds
 
     def on_log(self, args, state, control, **_):
         trainer = self.rounds.trainer
@@ -94,15 +121,36 @@ class Record(TrainerCallback):
             folder,
             self.name,
             rounds=self.rounds.rounds,
+            trained=self.rounds.trained,
             log=state.log_history,
             compared=trainer.found,
             spot_check=trainer._monitor.last,
             rows_left=trainer.host.ahead_engines.rows_left if trainer.host.ahead_engines else 0,
         )
 
-    def on_save(self, args, state, control, **_):
-        if state.global_step == self.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+
+def kill(trainer, where: str, step: int) -> None:
+    """End this process by SIGKILL in the middle of a method, before optimizer step `step` + 1."""
+
+    def cut_off(owner, name: str) -> None:
+        method = getattr(owner, name)
+
+        def killed(*args, **kwargs):
+            if trainer.state.global_step == step:
+                if where == "take":
+                    assert trainer.vllm_generation.continuous.groups.rows_under_way > 0
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*args, **kwargs)
+
+        setattr(owner, name, killed)
+
+    match where:
+        case "take":
+            cut_off(trainer.vllm_generation.continuous, "take")
+        case "step":
+            cut_off(DeepSpeedEngine, "step")
+        case "saving":
+            cut_off(trainer, "_save_optimizer_and_scheduler")
 
 
 def run(
@@ -115,19 +163,34 @@ def run(
     mean=16,
     ignore_eos=False,
     min_tokens=0,
+    lora=False,
+    tools=False,
     **settings,
 ) -> None:
     rounds = Rounds()
     sampling = {"allowed_token_ids": [1, *range(100, 99 + mean)], "ignore_eos": ignore_eos, "min_tokens": min_tokens}
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
+    texts = [f"{i} + {i + 1} =" for i in range(prompts)]
+    if tools:
+        tokenizer = tool_tokenizer()
+        words = list(range(100, 99 + mean))
+        sampling["allowed_token_ids"] = [*tokenizer.convert_tokens_to_ids([CALL, DONE, TURN_END]), *words]
+        texts = [[{"role": "user", "content": text}] for text in texts]
+        settings |= {"tools": [add], "processing_class": tokenizer}
+    if lora:
+        targets = ["q_proj", "v_proj", "down_proj"]
+        settings["peft_config"] = LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=targets)
     trainer = make_trainer(
-        tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
+        tool_model(7.75, words) if tools else tiny_qwen2(tied=False), rounds, f"{folder}/{output}", texts,
         eval_prompts=["1 + 1 =", "2 + 2 ="] if "eval_strategy" in settings else None,
-        rollout_seed=5, learning_rate=1e-2, generation_kwargs=sampling,
-        vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0, **settings,
+        rollout_seed=5, generation_kwargs=sampling, vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0, **{"learning_rate": 1e-2} | settings,
     )  # fmt: skip
     rounds.trainer, trainer.compares, trainer.found = trainer, False, None
-    trainer.add_callback(Record(name, rounds, kill_at))
+    rounds.record_losses()
+    trainer.add_callback(Record(name, rounds))
+    if kill_at is not None:
+        kill(trainer, *kill_at)
     score = trainer._generate_and_score_completions
 
     def scored(inputs):
@@ -143,4 +206,8 @@ def run(
 
 
 for job in json.loads(jobs_json):
-    run(**job)
+    if job["name"] == "losses":
+        texts = [f"{i} + {i + 1} =" for i in range(job["prompts"])]
+        write_result(folder, "losses", **compare_losses(Path(folder), Dataset.from_dict({"prompt": texts})))
+    else:
+        run(**job)

@@ -1,5 +1,6 @@
 """A model that calls tools: after "assistant" it says either a whole tool call or "done", by the toss of a coin."""
 
+from collections.abc import Sequence
 from importlib import resources
 
 import torch
@@ -22,16 +23,23 @@ def tool_tokenizer():
     return tokenizer
 
 
-def tool_model():
-    """As `counting_model`, with other rows in the head."""
+def tool_model(calls: float = 8.0, words: Sequence[int] = ()):
+    """As `counting_model`, with other rows in the head. With `calls` below 8 "done" is likelier. After one of `words`
+    all of them, "done" and an end are equally likely."""
     tokenizer, model = tool_tokenizer(), tiny_qwen2(tied=False)
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     call, done, end = (tokenizer.convert_tokens_to_ids(text) for text in (CALL, DONE, TURN_END))
     with torch.no_grad():
         units = silence_layers(model)
+        if words:
+            axes = torch.linalg.qr(units[[newline, call, done, words[0]]].T).Q.T
+            units[[newline, call, done]], units[words] = axes[:3], axes[3].repeat(len(words), 1)
+            model.model.embed_tokens.weight.copy_(units)
         head = torch.zeros_like(units)
-        head[call] = head[done] = 8 * units[newline]
+        head[call], head[done] = calls * units[newline], 8 * units[newline]
         head[end] = 8 * (units[call] + units[done])
+        if words:
+            head[call] -= 8 * axes[3]
         model.lm_head.weight.copy_(head)
     model.config.eos_token_id = model.generation_config.eos_token_id = end
     return model

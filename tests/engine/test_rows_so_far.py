@@ -1,0 +1,69 @@
+"""Rows under way that a checkpoint reads: a completion that has just ended is not taken for a beginning."""
+
+import asyncio
+from types import SimpleNamespace
+
+from trl_multinode.engine_process.backend import CompletionBuffer, show
+from trl_multinode.engine_process.server import EngineServer
+from trl_multinode.wire.connection import LENGTH, _reply_decoder, frame
+from trl_multinode.wire.messages import Completions, Generate, Peek, WeightVersion, pack_ids, unpack_ids
+
+LAST = 1  # end-of-sequence token
+
+
+class Backend:
+    """The row of prompt [5] ends, and its reply comes later; that of [6] runs until the test ends."""
+
+    def __init__(self):
+        self.reply = asyncio.Event()
+
+    async def generate(self, prompt, *_):
+        row = CompletionBuffer([7, LAST] if prompt == [5] else [7], [-1.0, -1.0] if prompt == [5] else [-1.0])
+        row.complete = prompt == [5]
+        show([row])
+        await self.reply.wait() if row.complete else await asyncio.Event().wait()
+        return [row]
+
+    def tokens_done(self) -> int:
+        return 0
+
+
+class Writer:
+    def __init__(self):
+        self.replies: list = []
+
+    def write(self, data: bytes) -> None:
+        self.replies.append(_reply_decoder.decode(data[LENGTH.size :]))
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+async def peek_beside_an_ended_row() -> list:
+    backend, reader, writer = Backend(), asyncio.StreamReader(), Writer()
+    server = EngineServer(SimpleNamespace(), backend)
+    await server._weights.begin(0)
+    await server._weights.end(1, WeightVersion(1, 10))
+    serving = asyncio.create_task(server._connection(reader, writer))
+    for number, prompt in ((1, [5]), (2, [6])):
+        reader.feed_data(frame(Generate(
+            request_id=number, prompt=pack_ids(prompt), num_completions=1, max_tokens=9, sampling={}, min_update=1,
+        )))  # fmt: skip
+    await asyncio.sleep(0.05)
+    reader.feed_data(frame(Peek(request_id=3)))
+    await asyncio.sleep(0.05)
+    backend.reply.set()
+    while len(writer.replies) < 2:
+        await asyncio.sleep(0.01)
+    serving.cancel()
+    await asyncio.wait([serving])
+    return writer.replies
+
+
+def test_the_reply_of_a_row_that_has_ended_goes_before_the_rows_under_way():
+    ended, so_far = asyncio.run(asyncio.wait_for(peek_beside_an_ended_row(), 10.0))
+    assert isinstance(ended, Completions) and ended.request_id == 1
+    assert unpack_ids(ended.tokens).tolist() == [7, LAST]
+    assert so_far.request_id == 3 and unpack_ids(so_far.request_ids).tolist() == [2]
+    assert unpack_ids(so_far.tokens).tolist() == [7]
