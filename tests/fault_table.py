@@ -1,0 +1,123 @@
+"""docs/faults.md: a table of all faults, with the tests that inject them and the seconds that these measured.
+
+`tests/faults/rows.toml` has the faults, docs/faults.json what tests recorded (`make faults`), the sources of the tests
+which test belongs to which row. `python tests/fault_table.py` writes the page from the three.
+"""
+
+import ast
+import json
+import re
+import tomllib
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+DOCS = TESTS.parent / "docs"
+RECORD = DOCS / "faults.json"
+HEADER = """\
+# Faults
+
+A run on many nodes meets dead engines, frozen nodes, cut links and full disks. This page has every fault that a test
+injects, what is promised, and the seconds that were measured. `make faults` runs the tests and writes the page, so no
+cell is written by hand. A row without a test gives the reason.
+
+"Seconds" are those from the fault to the end of the last rank, or to the line that names it, on CPUs. If a test does
+not measure them, the column has the seconds of the whole test and "(test)". Tests shorten the limits by settings, so
+the seconds hold for the shortened limits. "(real)" marks rows with at least one test on the real vLLM; the others use
+the test kit's fake engine (a real process, socket and protocol) or no engine. No test of this page used a GPU.
+"""
+
+
+@cache
+def rows() -> list[dict]:
+    """The faults in the order of the page."""
+    return tomllib.loads((TESTS / "faults" / "rows.toml").read_text())["row"]
+
+
+def rows_of_name(name: str) -> list[str]:
+    """Rows that a test's name states: `test_row_<id>_...`, or `test_rows_<number>_<number>_...` for several."""
+    if several := re.match(r"test_rows_((?:\d+_)+)", name):
+        return several[1].strip("_").split("_")
+    if not name.startswith("test_row_"):
+        return []
+    rest = name.removeprefix("test_row_") + "_"
+    known = [row["id"] for row in rows() if rest.startswith(f"{row['id']}_")]
+    return [max(known, key=len)] if known else [rest.split("_")[0]]  # an unknown one is refused by the caller
+
+
+@cache
+def named_after_rows() -> dict[str, list[str]]:
+    """Tests of each row, as `file::function`; only `file` where a mark belongs to some cases of a test."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        if "fault" not in (source := path.read_text()) and "def test_row" not in source:
+            continue
+        file = str(path.relative_to(TESTS))
+        for node in ast.parse(source).body:
+            function = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+            name = f"{file}::{node.name}" if function else file
+            marked = {row for call in ast.walk(node) for row in marked_rows(call)}
+            for row in sorted(marked | set(rows_of_name(node.name) if function else ())):
+                found[row].append(name)
+    return dict(found)
+
+
+def marked_rows(node: ast.AST) -> list[str]:
+    """Rows of a `mark.fault("10")` in a source."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.fault"):
+        return [ast.literal_eval(argument) for argument in node.args]
+    return []
+
+
+def recorded() -> dict:
+    """What `make faults` wrote: `{"tests": {node id: {...}}, "random": {...}}`."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {"tests": {}}
+
+
+def page(record: dict) -> str:
+    """The whole page."""
+    with_test = [row for row in rows() if row["id"] in named_after_rows()]
+    lines = [HEADER, f"{len(with_test)} of {len(rows())} rows have a test.\n"]
+    lines += [
+        "| row | fault | promise | limit | seconds | test | ran |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    return "\n".join(lines + [_line(row, record["tests"]) for row in rows()] + _random_section(record)) + "\n"
+
+
+def _line(row: dict, tests: dict[str, dict]) -> str:
+    ran = {name: test for name, test in tests.items() if row["id"] in test["rows"]}
+    names = [f"`{name}`" for name in dict.fromkeys(name.split("[")[0] for name in ran)]
+    names += [f"`{name}` (not run yet)" for name in _not_in(row["id"], ran)]
+    if not names:
+        names = [f"none: {row.get('missing', 'write one')}"]
+    failed = any(test["result"] != "passed" for test in ran.values())
+    seconds = ("**fails** " if failed else "") + _seconds(list(ran.values()))
+    real = " (real)" if any(test.get("real") for test in ran.values()) else ""
+    dates = max((test["ran"] for test in ran.values()), default="")
+    cells = [row["id"] + real, row["fault"], row["promise"], row["limit"], seconds, "<br>".join(names), dates]
+    return f"| {' | '.join(cells)} |"
+
+
+def _not_in(row: str, ran: dict[str, dict]) -> list[str]:
+    known = {name.split("[")[0] for name in ran}
+    files = {name.split("::")[0] for name in ran}
+    return [name for name in named_after_rows().get(row, []) if name not in known | files]
+
+
+def _seconds(tests: list[dict]) -> str:
+    measured = [test["seconds"] for test in tests if "seconds" in test]
+    if not measured:
+        return f"{max((test['whole_s'] for test in tests), default=0):.1f} (test)" if tests else ""
+    low, high = min(measured), max(measured)
+    return f"{low:.1f}" if low == high else f"{low:.1f} to {high:.1f}"
+
+
+def _random_section(record: dict) -> list[str]:
+    """The last `make faults-random`; its script writes the lines."""
+    return ["", *record["random"]["lines"]] if "random" in record else []
+
+
+if __name__ == "__main__":
+    (DOCS / "faults.md").write_text(page(recorded()))
