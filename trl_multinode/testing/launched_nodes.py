@@ -73,17 +73,19 @@ class LaunchedNodes:
 
     def link_bytes(self, node: int) -> int:
         """Return the bytes received plus sent by `node` so far, Ethernet headers included. Needs `namespaces=True`."""
-        if self._network is None:
-            raise RuntimeError("nodes without namespaces share one loopback: Nodes(namespaces=True) counts bytes")
-        return self._network.link_bytes(node)
+        return self._links.link_bytes(node)
 
-    def limit_links(self, mbit_per_s: int | None) -> None:
-        """Limit every node's link in each direction from now on; `None` removes the limit. Needs `namespaces=True`."""
-        if self._network is None:
-            raise RuntimeError(
-                "nodes without namespaces share one loopback: Nodes(namespaces=True) has links to limit"
-            )
-        self._network.limit_links(mbit_per_s)
+    def limit_links(self, mbit_per_s: int | None, **queue: int) -> None:
+        """
+        Limit every node's link in each direction from now on; `None` removes the limit. Needs `namespaces=True`.
+
+        `queue_bytes` is the length of a link's queue; a short one drops packets.
+        """
+        self._links.limit_links(mbit_per_s, **queue)
+
+    def lost_share(self, node: int) -> float:
+        """Return the share of packets that the link of `node` lost under its limit. Needs `namespaces=True`."""
+        return self._links.lost_share(node)
 
     def tmpdir(self, node: int) -> Path:
         """Return the `TMPDIR` of the ranks of `node`, as this process sees it; `close` removes it."""
@@ -94,6 +96,12 @@ class LaunchedNodes:
         return self._network.shared_memory(node) if self._network else SHARED_MEMORY
 
     # ---- inside
+
+    @property
+    def _links(self) -> Namespaces:
+        if self._network is None:
+            raise RuntimeError("nodes without namespaces share one loopback: Nodes(namespaces=True) has links")
+        return self._network
 
     @property
     def _log_folder(self) -> Path:
