@@ -10,7 +10,7 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench gpu check test test-e2e faults trl-tests compatibility lock release clean
+.PHONY: help setup demo versions bench gpu check test test-e2e faults faults-random trl-tests compatibility lock release clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -23,6 +23,7 @@ help:
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (10 minutes)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
 	@echo "make faults    tests of faults, the launches too; writes docs/faults.md"
+	@echo "make faults-random N=40 SEED=0   a random process, signal, node and moment per run; half an hour"
 	@echo "make trl-tests DIR=...   TRL's own tests, from a checkout of TRL, under this library's classes (half an hour)"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
@@ -80,6 +81,10 @@ test-e2e: setup
 
 faults: setup
 	python -m pytest tests -m fault --faults --durations 15
+
+# RECORD=1 writes the table into docs/faults.md
+faults-random: setup
+	python tests/faults/random_faults.py $(if $(N),--runs $(N)) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record)
 
 # DIR: a checkout of TRL at any tag, because its package has no tests. ARGS: further words, as `--mode node -k eval`
 trl-tests: setup

@@ -1,4 +1,4 @@
-"""Marks tests of faults by their names, and with `--faults` (`make faults`) records what they measured.
+"""Marks the tests of `tests/faults` with the rows in their names, and with `--faults` (`make faults`) records what they measured.
 
 A test measures with the fixture `fault_seconds`: `fault_seconds(7.2)` gives the seconds from the fault to the end.
 """
@@ -7,22 +7,19 @@ import json
 import time
 
 import pytest
-from fault_table import DOCS, RECORD, page, recorded, rows, rows_of_name
+from fault_table import DOCS, RECORD, page, recorded, rows_of_name
 
 
 class FaultRecord:
-    """Adds the mark `fault` to tests that are named after a row, and collects the results of all marked ones."""
+    """Adds the mark `fault` to the tests in `tests/faults`, and collects the results of all tests of a row."""
 
     def __init__(self, write: bool):
         self._write = write
         self._tests: dict[str, dict] = {}
 
     def pytest_itemcollected(self, item) -> None:
-        if named := rows_of_name(getattr(item, "originalname", None) or item.name):
-            item.add_marker(pytest.mark.fault(*named))
-        known = {row["id"] for row in rows()}
-        if unknown := {row for mark in item.iter_markers("fault") for row in mark.args} - known:
-            raise pytest.UsageError(f"{item.nodeid}: tests/faults/rows.toml has no row {sorted(unknown)}")
+        if item.path.parent.name == "faults":
+            item.add_marker(pytest.mark.fault(*rows_of_name(getattr(item, "originalname", None) or item.name)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):

@@ -36,14 +36,19 @@ def rows() -> list[dict]:
 
 
 def rows_of_name(name: str) -> list[str]:
-    """Rows that a test's name states: `test_row_<id>_...`, or `test_rows_<number>_<number>_...` for several."""
+    """Rows that a test's name states.
+
+    They are `test_row_<id>_...`, `test_rows_<number>_<number>_...` for several, and the names that `rows.toml` gives to
+    a row as `names`. A row that does not exist is returned too.
+    """
     if several := re.match(r"test_rows_((?:\d+_)+)", name):
         return several[1].strip("_").split("_")
-    if not name.startswith("test_row_"):
-        return []
-    rest = name.removeprefix("test_row_") + "_"
+    rest = re.sub("^test_(row_)?", "", name) + "_"
+    given = [row["id"] for row in rows() if rest.startswith(tuple(row.get("names", ())))]
+    if given or not name.startswith("test_row_"):
+        return given
     known = [row["id"] for row in rows() if rest.startswith(f"{row['id']}_")]
-    return [max(known, key=len)] if known else [rest.split("_")[0]]  # an unknown one is refused by the caller
+    return [max(known, key=len)] if known else [rest.split("_")[0]]
 
 
 @cache
@@ -51,7 +56,8 @@ def named_after_rows() -> dict[str, list[str]]:
     """Tests of each row, as `file::function`; only `file` where a mark belongs to some cases of a test."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
-        if "fault" not in (source := path.read_text()) and "def test_row" not in source:
+        source = path.read_text()
+        if "mark.fault" not in source and path.parent.name != "faults":
             continue
         file = str(path.relative_to(TESTS))
         for node in ast.parse(source).body:
@@ -93,7 +99,7 @@ def _line(row: dict, tests: dict[str, dict]) -> str:
     if not names:
         names = [f"none: {row.get('missing', 'write one')}"]
     failed = any(test["result"] != "passed" for test in ran.values())
-    seconds = ("**fails** " if failed else "") + _seconds(list(ran.values()))
+    seconds = ("**fails** " if failed else "") + _seconds(list(ran.values())) + _over(row["limit"], list(ran.values()))
     real = " (real)" if any(test.get("real") for test in ran.values()) else ""
     dates = max((test["ran"] for test in ran.values()), default="")
     cells = [row["id"] + real, row["fault"], row["promise"], row["limit"], seconds, "<br>".join(names), dates]
@@ -104,6 +110,13 @@ def _not_in(row: str, ran: dict[str, dict]) -> list[str]:
     known = {name.split("[")[0] for name in ran}
     files = {name.split("::")[0] for name in ran}
     return [name for name in named_after_rows().get(row, []) if name not in known | files]
+
+
+def _over(limit: str, tests: list[dict]) -> str:
+    """Return a remark if a measured time is above a limit in seconds."""
+    number = re.match(r"(\d+) s$", limit)
+    over = number and max((test.get("seconds", 0.0) for test in tests), default=0.0) > float(number[1])
+    return " **over the limit**" if over else ""
 
 
 def _seconds(tests: list[dict]) -> str:

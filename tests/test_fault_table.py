@@ -38,3 +38,4 @@ def test_a_name_gives_its_rows():
     assert rows_of_name("test_rows_1_2_engines_die") == ["1", "2"]
     assert rows_of_name("test_row_node_killed_at_once") == ["node_killed"]
     assert rows_of_name("test_row_99_unknown") == ["99"] and rows_of_name("test_rows_are_read") == []
+    assert rows_of_name("test_a_frozen_node_ends_the_run") == ["node_frozen"]
