@@ -1,4 +1,4 @@
-"""Marks the tests of `tests/faults` with the rows in their names, and with `--faults` (`make faults`) records what they measured.
+"""Marks the tests of `tests/faults` with the rows in their names; `--faults` (`make faults`) records their seconds.
 
 A test measures with the fixture `fault_seconds`: `fault_seconds(7.2)` gives the seconds from the fault to the end.
 """

@@ -38,8 +38,8 @@ def rows() -> list[dict]:
 def rows_of_name(name: str) -> list[str]:
     """Rows that a test's name states.
 
-    They are `test_row_<id>_...`, `test_rows_<number>_<number>_...` for several, and the names that `rows.toml` gives to
-    a row as `names`. A row that does not exist is returned too.
+    They are `test_row_<id>_...`, `test_rows_<number>_<number>_...` for several, and the names that `rows.toml` gives
+    to a row as `names`. A row that does not exist is returned too.
     """
     if several := re.match(r"test_rows_((?:\d+_)+)", name):
         return several[1].strip("_").split("_")
