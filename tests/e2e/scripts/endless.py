@@ -40,10 +40,9 @@ os.environ["TQDM_DISABLE"] = "1"
 faulthandler.enable()
 faulthandler.register(signal.SIGUSR1)  # the test asks a silent rank for its stacks
 prompts = [f"{i} + {i + 1} =" for i in range(64)]
-model = tiny_qwen2()
-model.register_forward_pre_hook(allocate_too_much)
 trainer = make_trainer(
-    model, reward, folder, prompts, per_device_train_batch_size=4, learning_rate=1e-3, max_steps=100_000,
+    tiny_qwen2(), reward, folder, prompts, per_device_train_batch_size=4, learning_rate=1e-3, max_steps=100_000,
     save_steps=1_000_000,
 )  # fmt: skip
+trainer.model.register_forward_pre_hook(allocate_too_much)
 trainer.train()
