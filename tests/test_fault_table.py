@@ -12,7 +12,7 @@ def test_a_row_has_a_test_or_the_reason_why_not(row):
     tests = named_after_rows().get(row["id"], [])
     assert bool(tests) != ("missing" in row), (
         f"row {row['id']} of tests/faults/rows.toml: tests {tests}, missing: {row.get('missing')!r}. "
-        "Write `missing` only in a row without a test."
+        "Write `missing` only in a row without a test; `python tests/fault_table.py` removes it from the others."
     )
 
 
