@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from contextlib import suppress
@@ -144,8 +145,12 @@ def left(nodes: Nodes) -> list[str]:
 def wrong_end(nodes: Nodes, fault: Fault) -> list[str]:
     """What is wrong with the last lines of the survivors and with the exit codes."""
     why = [] if all(nodes.wait(5)) else [f"exit codes {nodes.wait(5)}"]
+    logs = [nodes.rank_log(rank) for rank in range(NODES * RANKS)]
+    if "pre-empted: " in logs[0]:  # by a signal to a rank, or to a launcher, which passes it on
+        received = "".join(re.findall(r"node \d+, rank \d+: received SIG.*", "".join(logs)))
+        return why if f"node {fault.node}, " in received else [*why, f"{fault.process} is not named: {received}"]
     survivors = [rank for rank in range(NODES * RANKS) if fault.kind != "rank" or rank != fault.rank]
-    lines = {(nodes.rank_log(rank).splitlines() or [""])[-1] for rank in survivors}
+    lines = {(logs[rank].splitlines() or [""])[-1] for rank in survivors}
     if len(lines) != 1:
         return [*why, f"different lines: {lines}"]
     (line,) = lines
