@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from fault_table import DOCS, RECORD, page, recorded, rows_of_name
+from fault_table import DOCS, RECORD, page, recorded, rows_of_test
 
 
 class FaultRecord:
@@ -18,8 +18,9 @@ class FaultRecord:
         self._tests: dict[str, dict] = {}
 
     def pytest_itemcollected(self, item) -> None:
-        if item.path.parent.name == "faults":
-            item.add_marker(pytest.mark.fault(*rows_of_name(getattr(item, "originalname", None) or item.name)))
+        named = rows_of_test(item.path, getattr(item, "originalname", None) or item.name)
+        if named or item.path.parent.name == "faults":
+            item.add_marker(pytest.mark.fault(*named))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):

@@ -36,19 +36,24 @@ def rows() -> list[dict]:
 
 
 def rows_of_name(name: str) -> list[str]:
-    """Rows that a test's name states.
-
-    They are `test_row_<id>_...`, `test_rows_<number>_<number>_...` for several, and the names that `rows.toml` gives
-    to a row as `names`. A row that does not exist is returned too.
-    """
-    if several := re.match(r"test_rows_((?:\d+_)+)", name):
-        return several[1].strip("_").split("_")
-    rest = re.sub("^test_(row_)?", "", name) + "_"
-    given = [row["id"] for row in rows() if rest.startswith(tuple(row.get("names", ())))]
-    if given or not name.startswith("test_row_"):
-        return given
-    known = [row["id"] for row in rows() if rest.startswith(f"{row['id']}_")]
+    """Rows that a test's name states, existing or not: `test_row_<id>_...`, `test_rows_1_2_and_8_...`."""
+    if several := re.match(r"test_rows_((?:\d+_|and_)+)", name):
+        return re.findall(r"\d+", several[1])
+    if not name.startswith("test_row_"):
+        return []
+    rest = name.removeprefix("test_row_") + "_"
+    known = [row["id"] for row in rows() if rest.startswith((f"{row['id']}_", *row.get("names", ())))]
     return [max(known, key=len)] if known else [rest.split("_")[0]]
+
+
+def rows_of_test(path: Path, name: str) -> list[str]:
+    """Rows of a test by its name. In `tests/faults` the beginnings that `rows.toml` gives as `names` count, too."""
+    if path.parent.name == "faults":
+        if not name.startswith("test_row"):
+            rest = name.removeprefix("test_")
+            return [row["id"] for row in rows() if rest.startswith(tuple(row.get("names", ())))]
+        return rows_of_name(name)
+    return rows_of_name(name) if re.match(r"test_rows?_\d", name) else []
 
 
 @cache
@@ -56,15 +61,12 @@ def named_after_rows() -> dict[str, list[str]]:
     """Tests of each row, as `file::function`; only `file` where a mark belongs to some cases of a test."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(TESTS.rglob("test_*.py")):
-        source = path.read_text()
-        if "mark.fault" not in source and path.parent.name != "faults":
-            continue
         file = str(path.relative_to(TESTS))
-        for node in ast.parse(source).body:
+        for node in ast.parse(path.read_text()).body:
             function = isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
             name = f"{file}::{node.name}" if function else file
             marked = {row for call in ast.walk(node) for row in marked_rows(call)}
-            for row in sorted(marked | set(rows_of_name(node.name) if function else ())):
+            for row in sorted(marked | set(rows_of_test(path, node.name) if function else ())):
                 found[row].append(name)
     return dict(found)
 

@@ -1,8 +1,10 @@
 """Every row of docs/faults.md has a test that exists, or the reason why not; every test of a fault has a row."""
 
+from pathlib import Path
+
 import pytest
 from fault_record import still_there
-from fault_table import DOCS, named_after_rows, page, recorded, rows, rows_of_name
+from fault_table import DOCS, named_after_rows, page, recorded, rows, rows_of_name, rows_of_test
 
 IDS = [row["id"] for row in rows()]
 
@@ -38,4 +40,7 @@ def test_a_name_gives_its_rows():
     assert rows_of_name("test_rows_1_2_engines_die") == ["1", "2"]
     assert rows_of_name("test_row_node_killed_at_once") == ["node_killed"]
     assert rows_of_name("test_row_99_unknown") == ["99"] and rows_of_name("test_rows_are_read") == []
-    assert rows_of_name("test_a_frozen_node_ends_the_run") == ["node_frozen"]
+    assert rows_of_name("test_rows_1_2_and_8_losses") == ["1", "2", "8"]
+    faults, elsewhere = Path("tests/faults/test_beats.py"), Path("tests/rollouts/test_rows.py")
+    assert rows_of_test(faults, "test_a_frozen_node_ends_the_run") == ["node_frozen"]
+    assert rows_of_test(elsewhere, "test_row_by_row") == [] and rows_of_test(elsewhere, "test_row_1_ends") == ["1"]
