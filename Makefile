@@ -10,7 +10,7 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench gpu check test test-e2e trl-tests compatibility lock release clean
+.PHONY: help setup demo versions bench gpu check test test-e2e faults faults-random trl-tests compatibility lock release clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -22,6 +22,8 @@ help:
 	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/gpu.md)"
 	@echo "make test      pure functions, forked ranks, the fake engine and a real one (10 minutes)"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
+	@echo "make faults    tests of faults, the launches too; writes docs/faults.md"
+	@echo "make faults-random N=40 SEED=0   a random process, signal, node and moment per run; half an hour"
 	@echo "make trl-tests DIR=...   TRL's own tests, from a checkout of TRL, under this library's classes (half an hour)"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, architecture"
@@ -72,10 +74,17 @@ check: setup
 
 # Two processes, because most tests keep one core busy; a file's tests stay together, as they share engines
 test: setup
-	python -m pytest tests --ignore tests/e2e --numprocesses 2 --dist loadfile --durations 15
+	python -m pytest tests --ignore tests/e2e -m "not (fault and two_node)" --numprocesses 2 --dist loadfile --durations 15
 
 test-e2e: setup
-	python -m pytest tests/e2e --durations 15
+	python -m pytest tests/e2e tests/faults -m "two_node or not fault" --durations 15
+
+faults: setup
+	python -m pytest tests -m fault --faults --durations 15
+
+# RECORD=1 writes the table into docs/faults.md
+faults-random: setup
+	python tests/faults/random_faults.py $(if $(N),--runs $(N)) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record)
 
 # DIR: a checkout of TRL at any tag, because its package has no tests. ARGS: further words, as `--mode node -k eval`
 trl-tests: setup

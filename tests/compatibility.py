@@ -23,10 +23,6 @@ that our trainer got, and require equal metrics, gradients and weights.
 """
 
 
-def pytest_addoption(parser) -> None:
-    parser.addoption("--compatibility", action="store_true", help="write docs/compatibility.md")
-
-
 class Compatibility:
     """Collects what marked tests proved.
 

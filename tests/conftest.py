@@ -13,7 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import psutil
 import pytest
 import torch
-from compatibility import Compatibility, pytest_addoption  # noqa: F401
+from compatibility import Compatibility
+from fault_record import FaultRecord, fault_seconds  # noqa: F401
 
 from trl_multinode.testing.forking import template_pid
 
@@ -31,9 +32,15 @@ def unused_shared_memory() -> set[str]:
     return {name for name in names if f"/dev/shm/{name}" not in mapped}
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--compatibility", action="store_true", help="write docs/compatibility.md")
+    parser.addoption("--faults", action="store_true", help="write docs/faults.md")
+
+
 def pytest_configure(config):
     torch.set_num_threads(1)  # forked ranks would wait for the threads of an OpenMP pool, which a fork does not have
     config.pluginmanager.register(Compatibility(config.getoption("--compatibility")))
+    config.pluginmanager.register(FaultRecord(config.getoption("--faults")))
 
 
 def pytest_collection_finish():

@@ -35,6 +35,7 @@ def measure(store, ranks) -> list[float | None]:
         return list(threads.map(of, ranks))
 
 
+@pytest.mark.fault("clock_skew")
 def test_every_rank_gets_its_nodes_offset(store):
     found = measure(store, range(6))
     assert found == pytest.approx([AHEAD[rank // 2] for rank in range(6)], abs=0.05)

@@ -39,6 +39,7 @@ def run(clock, capsys):
     return state
 
 
+@pytest.mark.fault("5")
 def test_a_long_phase_is_reported_every_15_seconds_with_what_is_left(run):
     with run.phases("generate"):
         assert run.pass_(14) == []

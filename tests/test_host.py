@@ -92,6 +92,7 @@ def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
         NodeHost.sync(SimpleNamespace(_sync=None, engines=None, topology="node 0, rank 0"), None)
 
 
+@pytest.mark.fault("21")
 def test_a_dataset_smaller_than_a_generation_batch_is_refused(tmp_path):
     args = config(tmp_path, per_device_train_batch_size=8)
     with pytest.raises(ConfigurationError, match="has 3 rows, one generation batch takes 4 prompts"):
@@ -100,6 +101,7 @@ def test_a_dataset_smaller_than_a_generation_batch_is_refused(tmp_path):
     check_dataset(iter([]), args)  # a stream has no length
 
 
+@pytest.mark.fault("22")
 def test_batches_that_hold_no_whole_groups_are_told_with_ones_that_do(tmp_path):
     with pytest.raises(ConfigurationError, match=r"divisible by num_generations.*multiple of 8: 8, 16 or 32"):
         MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=8, per_device_train_batch_size=3)

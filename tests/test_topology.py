@@ -57,6 +57,7 @@ def test_a_launcher_that_does_not_say_how_many_ranks_a_node_has_is_refused():
         Topology.from_environment({"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "14"})
 
 
+@pytest.mark.fault("26")
 def test_nodes_with_different_numbers_of_processes_are_refused_with_the_numbers_and_the_cure():
     environ = environment(0, 2, 3) | {"WORLD_SIZE": "5"}
     with pytest.raises(ConfigurationError, match="Node 0 has 3 processes, but 5 on 2 nodes need 2.5 on") as error:
@@ -120,6 +121,7 @@ def test_no_gpu_left_says_what_is_seen_and_how_many_processes_would_leave_one():
     assert "(now 32; 28 leaves one per node)" in message and "`vllm_devices`" in message
 
 
+@pytest.mark.fault("29")
 def test_a_hidden_gpu_is_blamed_on_the_setting_that_hid_it():
     hidden = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}
     for choice in ({}, {"devices": [7]}):

@@ -54,6 +54,7 @@ def all_up(ranks) -> None:
         rank.wait_for("up")
 
 
+@pytest.mark.fault("17")
 def test_an_exception_on_one_rank_ends_all_with_its_line(tmp_path, store):
     def body(rank: int) -> None:
         watch = enter(rank, store)
@@ -97,6 +98,7 @@ def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceba
             assert rank.text.count("printed slowly") == 1, "the traceback was cut"
 
 
+@pytest.mark.fault("10")
 def test_a_killed_rank_is_named_by_its_node(tmp_path, store):
     with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
         all_up(ranks)
@@ -130,6 +132,7 @@ def test_a_closed_store_ends_all_with_the_same_line(tmp_path, store):
         assert "PeerFailureError: the launcher of node 0" in line and f"127.0.0.1:{store.port}" in line
 
 
+@pytest.mark.fault("launcher_frozen")
 def test_a_store_that_stops_answering_ends_all_with_the_same_line(tmp_path, store):
     with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
         all_up(ranks)

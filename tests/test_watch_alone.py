@@ -148,6 +148,7 @@ def test_forgotten_processes_may_end(tmp_path):
         assert rank.wait(10) == 0, rank.text
 
 
+@pytest.mark.fault("14")
 def test_a_killed_launcher_ends_its_ranks(tmp_path):
     def rank_body() -> None:
         Watchdog(LAUNCHED)

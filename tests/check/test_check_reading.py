@@ -78,6 +78,7 @@ def test_other_strategies_run_under_torchrun_too(write, kind, section):
     assert (launch.launcher, launch.started, launch.endpoint) == ("multi_gpu_launcher", 7, "static, node0:29500")
 
 
+@pytest.mark.fault("29")
 def test_shell_that_hides_the_reserved_gpu(write, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
     problem = only_problem(write())

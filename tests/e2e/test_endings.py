@@ -93,8 +93,16 @@ DECIDING = {
 }
 
 
-@pytest.mark.parametrize("name", ENDINGS)
-def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path):
+FAULTS = {
+    "reward raises on rank 3": pytest.mark.fault("17"),
+    "Ctrl-C on node 0": pytest.mark.fault("16"),
+    "SIGKILL of the launcher of node 1": pytest.mark.fault("14"),
+    "SIGKILL of the launcher of node 0": pytest.mark.fault("14"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=FAULTS.get(name, ())) for name in ENDINGS])
+def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path, fault_seconds):
     end, expected, silent = ENDINGS[name]
     failing = 3 if name.startswith("reward") else -1
     forked = name not in DECIDING
@@ -113,6 +121,7 @@ def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path):
         for rank in silent:
             os.kill(nodes.rank_pid(rank), signal.SIGKILL)  # a stopped process waits for torchrun's own SIGKILL
         assert wait_until(lambda: not nodes.pids(0) + nodes.pids(1), start + LIMIT_S + 5 * len(silent))
+        fault_seconds(time.monotonic() - start)
         assert all(code != 0 for code in nodes.wait(timeout_s=5))
         assert left_files(nodes) == []
 

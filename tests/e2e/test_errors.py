@@ -23,12 +23,14 @@ def end_of_run(folder: Path, case: str, first_rank_says: str) -> tuple[set[str],
         return {log.splitlines()[-1] for log in logs}, logs
 
 
+@pytest.mark.fault("21")
 def test_a_small_dataset_is_found_before_any_weights_file_is_opened(tmp_path):
     lines, _ = end_of_run(tmp_path, "small_dataset", "ConfigurationError")
     assert len(lines) == 1
     assert "The training dataset has 2 rows, one generation batch takes 4 prompts" in lines.pop()
 
 
+@pytest.mark.fault("20")
 def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
     lines, logs = end_of_run(tmp_path, "long_prompt", "PromptTooLongError")
     # One rank generated for twice as long as a collective may take, and the others did not wait in one.
@@ -45,6 +47,7 @@ def test_a_rank_whose_script_exits_outside_train_does_not_leave_the_others_waiti
     assert "node 1, rank 2, phase set-up: SystemExit: the script of this rank ended with exit code 3" in lines.pop()
 
 
+@pytest.mark.fault("9")
 def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpoint_stays(tmp_path):
     """Rank 3 finds it; the others wait in the gathering of the save. A limit of one deletes older checkpoints."""
     lines, _ = end_of_run(tmp_path, "nan", "the run failed")

@@ -143,6 +143,7 @@ def test_answers_come_in_the_order_of_the_requests_from_whichever_engine(engines
     ]
 
 
+@pytest.mark.fault("4")
 def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken_for_an_answer(engines):
     limit_s, pid = 1.5, engines[1].ready.pid
     with another_rank(engines, stall_timeout_s=limit_s) as rank:
@@ -159,6 +160,7 @@ def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken
         assert [len(rows[0].tokens) for rows in again] == [7] * 6
 
 
+@pytest.mark.fault("5")
 def test_a_long_generation_that_makes_tokens_is_no_stall(engines):
     limit_s = 2.0
     with another_rank(engines, stall_timeout_s=limit_s) as rank:

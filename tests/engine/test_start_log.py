@@ -117,6 +117,7 @@ def starting(tmp_path):
     folder.remove()
 
 
+@pytest.mark.fault("6")
 def test_the_error_of_a_failed_start_begins_with_its_cause_and_shows_the_end_of_the_log(starting):
     written = "\n".join([*(f"line {number}" for number in range(30)), *FAILED])
     engine = starting(f"""
@@ -136,6 +137,7 @@ sys.exit(1)
     assert note.splitlines() == [f"Last 20 lines of {engine.log_path}:", *written.splitlines()[-20:]]
 
 
+@pytest.mark.fault("7")
 def test_progress_names_the_stage_of_each_engine_and_the_time_that_is_left(starting, monkeypatch):
     monkeypatch.setattr(process, "PROGRESS_EVERY_S", 0.5)
     lines: list[str] = []

@@ -68,6 +68,7 @@ def test_a_push_without_a_fault_arrives_and_says_nothing(hub, folder, capsys):
     ],
     ids=["401", "403", "409", "500", "500 at an upload", "cut", "cut at an upload"],
 )
+@pytest.mark.fault("37")
 def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(hub, folder, capsys, fault, tries, said):
     before = {path: path.read_bytes() for path in folder.glob("*.*")}
     hub.repos["tester/run"] = {}
@@ -131,6 +132,7 @@ def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_onl
     assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
 
 
+@pytest.mark.fault("37")
 def test_a_hub_that_is_silent_is_given_up(hub, folder, capsys, monkeypatch):
     monkeypatch.setattr(pushing, "STALL_S", 0.3)
     monkeypatch.setattr(pushing, "WAITS_S", (0.01,))

@@ -71,6 +71,7 @@ def test_slots_take_the_reserved_memory(four_mib):
     slots.close()
 
 
+@pytest.mark.fault("36")
 def test_a_tensor_larger_than_a_bucket_is_named_because_no_setting_makes_it_smaller(four_mib):
     HostSlots(MIB, pin=False)
     with pytest.raises(WeightSyncError) as error:
@@ -91,6 +92,7 @@ def test_other_transports_reserve_nothing(four_mib):
     assert free(four_mib) == 4 * MIB
 
 
+@pytest.mark.fault("36")
 def test_a_run_finds_a_full_memory_before_it_starts_an_engine(four_mib, tmp_path):
     held = HostSlots(3 * MIB // 2, pin=False)  # of another run
     host = NodeHost(MultiNodeGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False, engine_dtype="float32"))

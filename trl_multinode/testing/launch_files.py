@@ -109,6 +109,18 @@ def fresh_environment() -> dict[str, str]:
     }
 
 
+def node_environment(marker: str, interface: str, tmpdir: Path) -> dict[str, str]:
+    """Return the environment of a node's launcher: the caller's, the node's marker and folder, gloo on a CPU."""
+    return fresh_environment() | {
+        MARKER_VARIABLE: marker,
+        "SPT_NOENV": "1",  # else setproctitle overwrites /proc/<pid>/environ, and thus the marker, with the title
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": interface,
+        "TMPDIR": str(tmpdir),
+    }
+
+
 def _free_port() -> int:
     """Return a free TCP port below 32768, because the kernel assigns ports from there up to outgoing connections."""
     for port in random.sample(range(20000, 30000), k=100):

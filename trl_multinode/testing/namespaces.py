@@ -96,14 +96,28 @@ class Namespaces:
         link = json.loads(_ip("-n", self.namespace(node), "-json", "-statistics", "link", "show", INTERFACE))[0]
         return link["stats64"]["rx"]["bytes"] + link["stats64"]["tx"]["bytes"]
 
-    def limit_links(self, mbit_per_s: int | None) -> None:
-        """Limit every link to `mbit_per_s` in each direction from now on; `None` removes the limit."""
-        for node in range(self.num_nodes):
-            for namespace, device in ((self.namespace(node), INTERFACE), (self.hub, f"node{node}")):
-                if mbit_per_s is None:
-                    subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
-                else:
-                    _run(*f"tc -n {namespace} qdisc replace dev {device} root".split(), *_bucket(mbit_per_s))
+    def limit_links(self, mbit_per_s: int | None, queue_bytes: int = 64 << 20) -> None:
+        """Limit every link to `mbit_per_s` in each direction from now on; `None` removes the limit.
+
+        A queue of 64 MiB is long enough to drop nothing; a short one drops the packets that do not fit.
+        """
+        for namespace, device in (end for node in range(self.num_nodes) for end in self._ends(node)):
+            if mbit_per_s is None:
+                subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
+            else:
+                bucket = _bucket(mbit_per_s, queue_bytes)
+                _run(*f"tc -n {namespace} qdisc replace dev {device} root".split(), *bucket)
+
+    def lost_share(self, node: int) -> float:
+        """Return the share of packets that the node's link has dropped in both directions under its present limit."""
+        shown = [_run(*f"tc -n {end[0]} -s -json qdisc show dev {end[1]}".split()) for end in self._ends(node)]
+        qdiscs = [qdisc for end in shown for qdisc in json.loads(end)]
+        dropped = sum(qdisc["drops"] for qdisc in qdiscs)
+        return dropped / max(dropped + sum(qdisc["packets"] for qdisc in qdiscs), 1)
+
+    def _ends(self, node: int) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Return namespace and device of both ends of the node's link."""
+        return (self.namespace(node), INTERFACE), (self.hub, f"node{node}")
 
     def holds(self, node: int, pid: int) -> bool:
         """Return whether a live process (not a zombie) runs on `node`, whatever its environment and parents are."""
@@ -173,9 +187,9 @@ def namespaces_available() -> str | None:
     return None
 
 
-def _bucket(mbit_per_s: int) -> list[str]:
-    """Return tc's arguments: a token bucket of 4 ms of traffic, and a queue of 64 MiB, long enough to drop nothing."""
-    return f"tbf rate {mbit_per_s}mbit burst {mbit_per_s * 500} limit {64 << 20}".split()
+def _bucket(mbit_per_s: int, queue_bytes: int) -> list[str]:
+    """Return tc's arguments: a token bucket of 4 ms of traffic, and its queue."""
+    return f"tbf rate {mbit_per_s}mbit burst {mbit_per_s * 500} limit {queue_bytes}".split()
 
 
 def _add(namespace: str) -> None:

@@ -1,11 +1,9 @@
 """N nodes on one computer, each started with a real `accelerate launch`, for tests and benchmarks."""
 
 import atexit
-import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from .forking import ForkedProcess, fork_launcher
-from .launch_files import MARKER_VARIABLE, ZERO3, NodesSpec, fresh_environment
-from .namespaces import INTERFACE, SHARED_MEMORY, Namespaces, namespaces_available
+from .launch_files import ZERO3, NodesSpec, node_environment
+from .launched_nodes import LaunchedNodes
+from .namespaces import INTERFACE, Namespaces, namespaces_available
+from .waiting import POLL_S, wait_until
 
 PROGRESS_EVERY_S = 10.0
-POLL_S = 0.1
 TERMINATE_GRACE_S = 5.0
 KILL_LIMIT_S = 10.0
-TAIL_LINES = 15
 
 Progress = Callable[[float], str]  # seconds -> line of progress
 
 
-class Nodes:
+class Nodes(LaunchedNodes):
     """
     N nodes on this computer. Each is one `accelerate launch --machine_rank k`, as on N machines.
 
@@ -87,21 +85,18 @@ class Nodes:
         accelerate: Mapping[str, Any] | None = None,
         forked: bool = False,
     ):
-        self.spec = NodesSpec(num_nodes, ranks_per_node, dict(env or {}), deepspeed or ZERO3, accelerate)
-        self.folder = Path(folder).resolve()
-        self._name = f"tmn-{secrets.token_hex(3)}"
-        self._private = Path(tempfile.gettempdir(), self._name)  # short: the ranks' unix socket paths begin with it
-        self._forked = forked
-        self._launchers: list[subprocess.Popen | ForkedProcess] = []
-        self._num_launches = 0
-        self._network: Namespaces | None = None
         if namespaces and (reason := namespaces_available()):
             raise RuntimeError(f"Nodes(namespaces=True) cannot work: {reason}. Use namespaces=False, or cure that.")
+        spec = NodesSpec(num_nodes, ranks_per_node, dict(env or {}), deepspeed or ZERO3, accelerate)
+        # The name is short, because the paths of the ranks' unix sockets begin with it
+        private = Path(tempfile.gettempdir(), f"tmn-{secrets.token_hex(3)}")
+        super().__init__(spec, Path(folder).resolve(), private, None)
+        self._forked = forked
         atexit.register(self.close)
         if namespaces:
-            self._network = Namespaces(self._name, num_nodes)
+            self._network = Namespaces(private.name, num_nodes)
         for node in range(num_nodes):
-            (self._private / f"node{node}").mkdir(parents=True, mode=0o700)
+            (private / f"node{node}").mkdir(parents=True, mode=0o700)
 
     def __enter__(self) -> "Nodes":
         return self
@@ -208,68 +203,6 @@ class Nodes:
 
         return self._until(found, timeout_s, f"{self._where(rank)} to print {text!r}")
 
-    # ---- look
-
-    def rank_log(self, rank: int) -> str:
-        """Return the output of `rank` in the last launch, stdout and stderr in order; empty before the rank starts."""
-        self._where(rank)
-        return _read(self._log_folder / f"rank{rank}.log")
-
-    def launcher_log(self, node: int) -> str:
-        """Return the output of the launcher of `node` itself in the last launch."""
-        return _read(self._log_folder / f"node{node}.log")
-
-    def launcher_pid(self, node: int) -> int:
-        """Return the pid of the `accelerate launch` of `node`, also after it has ended."""
-        return self._launchers[node].pid
-
-    def tails(self) -> str:
-        """Return the ends of all logs of the last launch, for an error message."""
-        logs = sorted(self._log_folder.glob("*.log"))
-        return "\n".join(f"--- end of {log}\n{_tail(_read(log))}" for log in logs)
-
-    def rank_pid(self, rank: int) -> int:
-        """
-        Return the pid of training process `rank`.
-
-        Raises:
-            ProcessLookupError: the process has not started, or has ended.
-        """
-        where, node = self._where(rank), rank // self.spec.ranks_per_node
-        pid = _read(self._log_folder / f"rank{rank}.pid").strip()
-        if not pid or int(pid) not in self.pids(node):
-            raise ProcessLookupError(f"{where} has no live process. Its log:\n{_tail(self.rank_log(rank))}")
-        return int(pid)
-
-    def pids(self, node: int) -> list[int]:
-        """Return the pids of all live processes of `node`, with orphans and without zombies."""
-        own = {f"{MARKER_VARIABLE}={self._marker(node)}".encode(), f"TMPDIR={self.tmpdir(node)}".encode()}
-        network = self._network
-        pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
-        return sorted(p for p in pids if own & {*_environment(p)} or (network is not None and network.holds(node, p)))
-
-    def link_bytes(self, node: int) -> int:
-        """Return the bytes received plus sent by `node` so far, Ethernet headers included. Needs `namespaces=True`."""
-        if self._network is None:
-            raise RuntimeError("nodes without namespaces share one loopback: Nodes(namespaces=True) counts bytes")
-        return self._network.link_bytes(node)
-
-    def limit_links(self, mbit_per_s: int | None) -> None:
-        """Limit every node's link in each direction from now on; `None` removes the limit. Needs `namespaces=True`."""
-        if self._network is None:
-            raise RuntimeError(
-                "nodes without namespaces share one loopback: Nodes(namespaces=True) has links to limit"
-            )
-        self._network.limit_links(mbit_per_s)
-
-    def tmpdir(self, node: int) -> Path:
-        """Return the `TMPDIR` of the ranks of `node`, as this process sees it; `close` removes it."""
-        return self._network.tmpdir(node) if self._network else self._private / f"node{node}"
-
-    def shared_memory(self, node: int) -> Path:
-        """Return the /dev/shm of `node`, as this process sees it. Without namespaces it is the computer's own."""
-        return self._network.shared_memory(node) if self._network else SHARED_MEMORY
-
     # ---- end
 
     def close(self) -> None:
@@ -284,10 +217,10 @@ class Nodes:
             for launcher in self._launchers:
                 if launcher.poll() is None:
                     launcher.terminate()
-            _wait_until(lambda: not self._running_nodes(), TERMINATE_GRACE_S)
-            if not _wait_until(lambda: not self._kill_all(), KILL_LIMIT_S):
+            wait_until(lambda: not self._running_nodes(), TERMINATE_GRACE_S)
+            if not wait_until(lambda: not self._kill_all(), KILL_LIMIT_S):
                 raise RuntimeError(f"processes {self._all_pids()} survive SIGKILL: /proc/<pid>/stack shows where")
-            _wait_until(lambda: not self._running_nodes(), KILL_LIMIT_S)  # reap the killed launchers
+            wait_until(lambda: not self._running_nodes(), KILL_LIMIT_S)  # reap the killed launchers
         finally:
             if self._network is not None:
                 self._network.close()
@@ -295,13 +228,6 @@ class Nodes:
             atexit.unregister(self.close)
 
     # ---- inside
-
-    @property
-    def _log_folder(self) -> Path:
-        return self.folder / f"launch{max(self._num_launches - 1, 0)}"
-
-    def _marker(self, node: int) -> str:
-        return f"{self._name}-node{node}"
 
     def _start(self, node: int, command: list[str], env: Mapping[str, str]) -> subprocess.Popen | ForkedProcess:
         environment = self._environment(node) | {**self.spec.env, **env}
@@ -322,34 +248,10 @@ class Nodes:
             )
 
     def _environment(self, node: int) -> dict[str, str]:
-        return fresh_environment() | {
-            MARKER_VARIABLE: self._marker(node),
-            "SPT_NOENV": "1",  # else setproctitle overwrites /proc/<pid>/environ, and thus the marker, with the title
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            # By default gloo resolves the host name, to an address that other namespaces cannot reach
-            "GLOO_SOCKET_IFNAME": INTERFACE if self._network else "lo",
-            "TMPDIR": str(self._private if self._network else self.tmpdir(node)),
-        }
-
-    def _where(self, rank: int) -> str:
-        if not 0 <= rank < self.spec.num_ranks:
-            raise ValueError(f"there is no rank {rank}: these nodes have ranks 0 to {self.spec.num_ranks - 1}")
-        return f"rank {rank} (node {rank // self.spec.ranks_per_node})"
-
-    def _running_nodes(self) -> list[int]:
-        return [node for node, launcher in enumerate(self._launchers) if launcher.poll() is None]
-
-    def _all_pids(self) -> list[int]:
-        return [pid for node in range(self.spec.num_nodes) for pid in self.pids(node)]
-
-    def _kill_all(self) -> list[int]:
-        """Send SIGKILL to all live processes and return their pids. Repeat it: a process may fork meanwhile."""
-        pids = self._all_pids()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return pids
+        # By default gloo resolves the host name, to an address that other namespaces cannot reach
+        interface = INTERFACE if self._network else "lo"
+        tmpdir = self._private if self._network else self.tmpdir(node)
+        return node_environment(self._marker(node), interface, tmpdir)
 
     def _until(
         self, condition: Callable[[], Any], timeout_s: float, what: str, progress: Progress | None = None
@@ -371,28 +273,3 @@ class Nodes:
     def _still_running(self) -> str:
         running = self._running_nodes()
         return f"launchers still running on nodes {running}" if running else "all launchers have ended"
-
-
-def _environment(pid: int) -> list[bytes]:
-    """Return the variables that a live process was started with; empty for a zombie or an unreadable process."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
-
-
-def _read(file: Path) -> str:
-    return file.read_text(errors="replace") if file.exists() else ""
-
-
-def _tail(text: str) -> str:
-    return "\n".join(text.splitlines()[-TAIL_LINES:])
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True

@@ -1,0 +1,122 @@
+"""Processes that are killed or fail, on two nodes of two ranks: one line on every survivor, nothing is left."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.faults import FAKE
+from trl_multinode.testing.namespaces import namespaces_available
+from trl_multinode.testing.nodes import Nodes
+from trl_multinode.testing.waiting import wait_until
+
+SCRIPT = Path(__file__).parents[1] / "e2e" / "scripts" / "endless.py"
+LIMIT_S = 30.0  # the page has the promised seconds; this machine may be loaded
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    environment = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
+    with Nodes(2, 2, folder=tmp_path_factory.mktemp("kills"), env=environment, forked=True) as nodes:
+        yield nodes
+
+
+def launch(nodes: Nodes, *words: str) -> None:
+    nodes.launch(SCRIPT, str(nodes.folder), *words)
+    for rank in range(4):
+        nodes.wait_for(rank, "RUNNING")
+
+
+def line_after(nodes: Nodes, inject: Callable[[], None], survivors: set[int]) -> tuple[str, float]:
+    """The line that ended all survivors of `inject`, and the seconds until the last process was gone."""
+    start = time.monotonic()
+    inject()
+    assert wait_until(lambda: not nodes.pids(0) + nodes.pids(1), LIMIT_S), nodes.tails()
+    seconds = time.monotonic() - start
+    assert all(nodes.wait(5))
+    assert left_files(nodes, {rank // 2 for rank in survivors}) == []
+    lines = {nodes.rank_log(rank).splitlines()[-1] for rank in survivors}
+    assert len(lines) == 1, lines
+    return lines.pop(), seconds
+
+
+def left_files(nodes: Nodes, of_nodes: set[int]) -> list[str]:
+    return [path.name for node in of_nodes for path in nodes.tmpdir(node).glob("trl_multinode_*")]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_row_10_a_killed_local_main_process_ends_all_with_one_line(nodes, rank, fault_seconds):
+    launch(nodes, "-1")
+    line, seconds = line_after(nodes, lambda: os.kill(nodes.rank_pid(rank), signal.SIGKILL), {0, 1, 2, 3} - {rank})
+    assert f"the process of rank {rank} (local main process) ended" in line
+    fault_seconds(seconds)
+
+
+def test_row_11_a_segmentation_fault_of_a_rank_ends_all_with_one_line(nodes, fault_seconds):
+    """The seconds count from its end: torch prints its C++ stack before that, for 4 to 5 s."""
+    launch(nodes, "-1")
+    pid = nodes.rank_pid(3)
+    os.kill(pid, signal.SIGSEGV)
+    assert wait_until(lambda: pid not in nodes.pids(1), LIMIT_S)
+    line, seconds = line_after(nodes, lambda: None, {0, 1, 2})
+    assert "the process of rank 3 ended" in line
+    fault_seconds(seconds)
+
+
+def test_row_16_ctrl_c_twice_leaves_one_line_and_no_process(nodes, fault_seconds):
+    def interrupt_twice() -> None:
+        for _ in range(2):
+            os.killpg(nodes.launcher_pid(0), signal.SIGINT)
+            time.sleep(0.5)
+
+    launch(nodes, "-1")
+    line, seconds = line_after(nodes, interrupt_twice, {2, 3})  # torchrun kills its own ranks at the second one
+    assert re.search(r"stopped by SIG|ended", line), line
+    fault_seconds(seconds)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_row_node_killed_at_once_ends_the_other_node_with_one_line(nodes, node, fault_seconds):
+    def kill_node() -> None:
+        for pid in nodes.pids(node):
+            os.kill(pid, signal.SIGKILL)
+
+    launch(nodes, "-1")
+    line, seconds = line_after(nodes, kill_node, {0, 1, 2, 3} - {2 * node, 2 * node + 1})
+    assert re.search(rf"node {node}|[Cc]onnection|peer", line), line
+    fault_seconds(seconds)
+    for folder in nodes.tmpdir(node).glob("trl_multinode_*"):  # nothing was left there that could remove it
+        shutil.rmtree(folder)
+
+
+def test_row_gpu_memory_that_is_too_small_is_named_with_the_rank_on_all(nodes, fault_seconds):
+    """A stand-in raises what torch raises; no GPU was used."""
+    launch(nodes, "3", "memory")
+    line, seconds = line_after(nodes, lambda: None, {0, 1, 2, 3})  # it follows the second reward at once
+    assert "node 1, rank 3, phase train: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in line
+    fault_seconds(seconds)
+
+
+def test_row_tmpdir_full_ends_all_ranks_before_step_1(nodes, fault_seconds):
+    if reason := namespaces_available():
+        pytest.skip(f"a small file system cannot be mounted: {reason}")
+    small = nodes.tmpdir(1)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", small], check=True)
+    try:
+        start = time.monotonic()
+        nodes.launch(SCRIPT, str(nodes.folder), "-1")
+        assert wait_until(lambda: not nodes.pids(0) + nodes.pids(1), 60.0), nodes.tails()
+        fault_seconds(time.monotonic() - start)
+        assert all(nodes.wait(5))
+    finally:
+        subprocess.run(["umount", small], check=True)
+    lines = {nodes.rank_log(rank).splitlines()[-1] for rank in range(4)}
+    assert len(lines) == 1, lines
+    assert "No space left on device" in lines.pop()

@@ -1,0 +1,108 @@
+"""Faults that end nothing: a slow link, lost packets and clocks that differ. One run per fault, all in one launch.
+
+All runs have the same seeds, and the first one has no fault, so the others must have its rows and losses.
+"""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.faults import FAKE
+from trl_multinode.testing.namespaces import namespaces_available
+from trl_multinode.testing.nodes import Nodes
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parent / "scripts" / "set_clock.py"
+STEPS = 3
+RUN = {
+    "prompts": 16, "max_steps": STEPS, "save_steps": STEPS, "per_device_train_batch_size": 4,
+    "max_completion_length": 8,
+}  # fmt: skip
+NAMES = ("plain", "slow_link", "lost_packets")
+SLOW_MBIT, LOSSY_MBIT, SHORT_QUEUE = 20, 100, 90_000
+HOURS = 3600.0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Results of all runs: rows and losses by rank, the logs, and the share of packets that node 1 lost."""
+    if reason := namespaces_available():
+        pytest.skip(f"links of their own: {reason}")
+    folder = tmp_path_factory.mktemp("links")
+    jobs = [RUN | {"name": name, "output": name} for name in NAMES]
+    environment = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
+    with Nodes(2, 1, folder=folder / "nodes", env=environment, forked=True, namespaces=True) as nodes:
+        nodes.launch(SCRIPT, str(folder), json.dumps(jobs))
+        nodes.wait_for(0, "JOB slow_link")
+        nodes.limit_links(SLOW_MBIT)
+        (folder / "clock1").write_text(str(7 * HOURS))
+        nodes.wait_for(0, "JOB lost_packets", timeout_s=200)
+        nodes.limit_links(LOSSY_MBIT, queue_bytes=SHORT_QUEUE)
+        (folder / "clock1").write_text(str(-5 * HOURS))
+        assert nodes.wait(200) == [0, 0], nodes.tails()
+        lost = nodes.lost_share(1)
+        logs = [nodes.rank_log(rank) for rank in (0, 1)]
+    return {"folder": folder, "lost": lost, "logs": logs}
+
+
+def results(runs: dict, name: str) -> list[dict]:
+    found = [json.loads((runs["folder"] / f"{name}_rank{rank}.json").read_text()) for rank in (0, 1)]
+    return [{part: one[part] for part in ("rounds", "steps")} for one in found]
+
+
+def metric(runs: dict, name: str, key: str) -> float:
+    """Mean of a metric over the steps after the first."""
+    state = json.loads((runs["folder"] / name / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    values = [entry[key] for entry in state["log_history"] if key in entry][1:]
+    return sum(values) / len(values)
+
+
+@pytest.mark.zero3
+@pytest.mark.two_node
+@pytest.mark.timeout(500)
+def test_row_31_a_slow_link_ends_nothing_and_the_metrics_of_the_sync_show_it(runs):
+    slow, plain = ({key: metric(runs, name, f"sync/{key}") for key in ("gather_s", "gb_per_s", "load_s")}
+                   for name in ("slow_link", "plain"))  # fmt: skip
+    print(f"sync on the slow link: {slow}, without it: {plain}")
+    assert slow["gather_s"] > 3 * plain["gather_s"] and slow["gb_per_s"] < plain["gb_per_s"] / 2
+    assert slow["gather_s"] - plain["gather_s"] > slow["load_s"] - plain["load_s"]  # engines are not the cause
+    assert results(runs, "slow_link") == results(runs, "plain")
+
+
+@pytest.mark.zero3
+@pytest.mark.two_node
+def test_row_32_lost_packets_end_nothing_and_change_nothing(runs):
+    print(f"{100 * runs['lost']:.1f} % of the packets of node 1 were lost")
+    assert runs["lost"] > 0.01
+    assert results(runs, "lost_packets") == results(runs, "plain")
+
+
+@pytest.mark.zero3
+@pytest.mark.two_node
+def test_row_clock_skew_of_hours_and_clocks_that_are_set_end_nothing(runs):
+    """Node 1 is 7 hours ahead in the second run and 5 behind in the third."""
+    assert results(runs, "slow_link")[0]["steps"].keys() == {str(step) for step in range(1, STEPS + 1)}
+    assert not any("the run failed" in log for log in runs["logs"])
+
+
+# Files that may read the wall clock: for timelines, a time of day for people, a name that no earlier run used
+WALL_CLOCK = {"run/phases.py", "engine/process.py", "run/clock.py", "saving/rotation.py"}
+
+
+def test_row_clock_skew_cannot_reach_a_limit_because_no_limit_reads_the_wall_clock():
+    package = ROOT / "trl_multinode"
+    readers = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in NAMES_OF_WALL_CLOCKS
+    }
+    assert {path for path in readers if not path.startswith("testing/")} <= WALL_CLOCK
+
+
+NAMES_OF_WALL_CLOCKS = {
+    "time.time", "time.time_ns", "time.strftime", "time.localtime", "time.gmtime", "datetime.now", "datetime.utcnow",
+    "datetime.datetime.now", "datetime.today", "time.ctime",
+}  # fmt: skip
