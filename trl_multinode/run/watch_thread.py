@@ -93,8 +93,16 @@ class WatchThread:
         self.num_built += 1
         return self.store.open_trainer(self.num_built - 1)
 
-    def detach(self, trainer: "Watchdog") -> None:
-        """Remove a trainer that all ranks have closed. The thread ends with the last one, or with the script."""
+    def detach(self, trainer: "Watchdog", error: BaseException | None = None) -> None:
+        """Remove a trainer that all ranks have closed. The thread ends with the last one, or with the script.
+
+        Args:
+            trainer ([`Watchdog`]):
+                Trainer that is closed.
+            error (`BaseException`, *optional*):
+                Error with which a script of a single process ends.
+        """
+        phase = self._phase()
         self.processes.forget(trainer)
         if trainer in self.trainers:
             self.trainers.remove(trainer)
@@ -105,6 +113,11 @@ class WatchThread:
         if not self.since_import:
             self.stop()
             self.exits.restore()
+            if error is None:
+                self.ending.write_good()
+            else:
+                line = f"{self.topology}, phase {phase}: {type(error).__name__}: {' '.join(str(error).split())}"
+                self.ending.write(Fatal(line, code_of(error)))
 
     def stop(self) -> None:
         """End the thread, and wait for it unless it is the caller."""
@@ -274,6 +287,12 @@ class WatchThread:
             fatal = self._failure[0]
         return self.store.publish(fatal)
 
+    def _write_end(self, fatal: Fatal) -> None:
+        self.ending.write(fatal)
+        for call in [call for trainer in self.trainers for call in trainer.closings]:
+            with suppress(Exception):
+                call()
+
     def _leave(self, fatal: Fatal) -> None:
         for cleanup in [cleanup for trainer in self.trainers for cleanup in trainer.cleanups]:
             try:
@@ -281,7 +300,7 @@ class WatchThread:
             except Exception:
                 traceback.print_exc()
         # in threads, because a store whose host lost power never responds, nor does a lost file system
-        last_words = threading.Thread(target=self.ending.write, args=(fatal,), daemon=True)
+        last_words = threading.Thread(target=self._write_end, args=(fatal,), daemon=True)
         waiting = threading.Thread(target=self.store.wait_for_readers, daemon=True)
         for thread in (last_words, waiting):
             thread.start()
