@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import store as stores
+from .addresses import register, with_nodes
 from .arrivals import Arrivals
 from .ending import Ending
 from .exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
@@ -230,6 +231,7 @@ class WatchThread:
         self.thread = threading.current_thread()
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
         try:
+            register(self.store, self.topology)
             self._watch()
         except Exception as error:
             traceback.print_exception(error)
@@ -285,7 +287,7 @@ class WatchThread:
             if self._failure is None or time.monotonic() < self._failure[1]:
                 return None
             fatal = self._failure[0]
-        return self.store.publish(fatal)
+        return self.store.publish(fatal._replace(line=with_nodes(fatal.line, self.store, self.topology)))
 
     def _write_end(self, fatal: Fatal) -> None:
         self.ending.write(fatal)
