@@ -513,6 +513,7 @@ CODES = [
     (errors.EngineStalledError("x"), True, 5),
     (errors.HubPushError("x"), True, 8),
     (errors.WeightsNotFiniteError("x"), True, 1),
+    (SystemExit(3), True, 6),
     (KeyboardInterrupt(), True, 1),
 ]
 

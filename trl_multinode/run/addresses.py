@@ -16,13 +16,13 @@ SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 def register(store: RunStore, topology: Topology) -> None:
     """Write this node's addresses for the other nodes. Local main processes call it."""
-    if topology.is_local_main and topology.num_nodes > 1:
+    if not store.alone and topology.is_local_main and topology.num_nodes > 1:
         store.lend(lambda client: client.set(f"address/{topology.node}", json.dumps(own_addresses())))
 
 
 def with_nodes(text: str, store: RunStore, topology: Topology) -> str:
     """Return a text with the node of each address in it, if only one node has this address."""
-    if topology.num_nodes == 1 or not ADDRESS.search(text):
+    if store.alone or topology.num_nodes == 1 or not ADDRESS.search(text):
         return text
     nodes: dict[str, set[int]] = {}
     for node in range(topology.num_nodes):

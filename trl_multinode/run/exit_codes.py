@@ -49,7 +49,7 @@ def code_of(error: BaseException, has_trainer: bool = True) -> int:
             return code
     if isinstance(error, KeyboardInterrupt):
         return OTHER
-    if has_trainer and is_users(error):
+    if isinstance(error, SystemExit) or (has_trainer and is_users(error)):
         return USER_CODE
     if isinstance(error, OSError) and error.errno in _OF_A_DISK:
         return DISK
