@@ -58,7 +58,8 @@ def test_a_rank_finds_the_same_state(ways):
             report["main"][3][1] = "its folder"
         found.append((reports, end["logs"]))
     ordinary, forked = found
-    assert ordinary[0] == forked[0]  # the ranks' reports
+    for mine, its in zip(ordinary[0], forked[0], strict=True):  # the ranks' reports
+        assert {name: (mine[name], its[name]) for name in mine if mine[name] != its[name]} == {}
     for mine, its in zip(ordinary[1], forked[1], strict=True):
         assert own_lines(mine) == own_lines(its) == ["to stdout", "to stderr", "from a thread", "at exit", "destroyed"]
 
@@ -93,6 +94,23 @@ def test_a_launch_ends_in_the_same_way(ways, name):
         nodes.wait(timeout_s=10)
         assert template_pid() not in nodes.pids(0) + nodes.pids(1)
     assert found[0] == found[1]
+
+
+def test_a_script_that_fails_before_its_trainer_ends_all_nodes_with_its_line_and_code(ways):
+    """Ordinary and forked: the watch begins with the import, which loads nothing."""
+    for nodes in ways:
+        endings = [nodes.folder / f"ending{node}.json" for node in range(2)]
+        arguments = str(nodes.folder), "watched"
+        nodes.launch(SCRIPT, *arguments, env_of=lambda node, to=endings: {"TRL_MULTINODE_ENDING_FILE": str(to[node])})
+        end = ended(nodes)
+        assert end["codes"] == [1, 1] and end["ranks"] == [["6"], ["6"]], end
+        (line,) = {log.splitlines()[-1] for log in end["logs"]}
+        assert "failed: node 1, rank 1, phase before the trainer: ValueError: on purpose" in line
+        found = [json.loads(path.read_text()) for path in endings]
+        assert [(ending["code"], ending["node"], ending["cause"] in line) for ending in found] == [
+            (6, 0, True),
+            (6, 1, True),
+        ]
 
 
 def of_node_1(nodes: Nodes) -> dict:
