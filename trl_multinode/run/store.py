@@ -7,9 +7,11 @@
 | `done` | every rank that has finished | the number of these ranks |
 | `pid/<rank>` | every rank | its pid, for the other ranks of its node |
 | `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
-| `arrived` | every rank that comes to a meeting | the number of all arrivals; see [`Meeting`](meeting.py) |
+| `arrived/<number>` | every rank that comes to a meeting | the number of arrivals; see [`Meeting`](meeting.py) |
 | `at/<rank>`, `state/<rank>` | every rank | the number of its last meeting; what it does, for ranks that wait for it |
 | `met/<number>` | the last rank of a meeting | empty; the key wakes the ranks that wait for it |
+| `slots/<node>` | local main processes | path of the node's [shared memory](node_slots.py) |
+| `beat/<node>` | one rank of the node, every second | the states of its ranks; see [`Beats`](beats.py) |
 | `save/<step>` | rank 0 | whether the step ends with a checkpoint; see [`StepDecision`](decision.py) |
 | `warned/<node>/<digest>` | every rank of the node with a library's warning | their number; the first one shows it |
 | `reporter/<side>/<number>` | ranks that waited 15 s | their number, on node 0 and elsewhere; the first one reports |
@@ -23,6 +25,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from .reconnecting import open_store
 from .reporter import report
 from .topology import Topology
 
@@ -44,15 +47,15 @@ def connect_store(topology: Topology, run: int, environ: Mapping[str, str] = os.
     """
     if topology.world_size == 1:
         return None
-    client = TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=STORE_TIMEOUT_S),
-        wait_for_workers=False,
-    )
+    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"trl_multinode/{attempt}/{run}", client)
+
+    def connect() -> Store:
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+        client = TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+        return PrefixStore(f"trl_multinode/{attempt}/{run}", client)
+
+    return open_store(connect, address, topology)
 
 
 def when_written(store: Store, key: str, waiting: str) -> str:

@@ -60,6 +60,7 @@ class Watchdog:
         self._store = RunStore(topology, self.run)
         self._cleanups: list[Callable[[], None]] = []
         self._chores: list[Callable[[Store], None]] = []
+        self._ticks: list[Callable[[], None]] = []
         self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
@@ -67,6 +68,7 @@ class Watchdog:
         self._end: Callable[[], None] | None = None  # called by the watch thread as the last thing
         self._closed = threading.Event()
         self._store_call_start: float | None = None  # of the pending call, if any
+        self.store_limit_s = STORE_TIMEOUT_S  # a store that does not respond for so long counts as gone
         self._signals = StopSignals()
         self._exits = ScriptExits(self._on_uncaught)
         self._poll = select.poll()
@@ -110,6 +112,10 @@ class Watchdog:
     def add_chore(self, chore: "Callable[[Store], None]") -> None:
         """Register a function that the watch thread calls twice a second with its client of the store."""
         self._chores.append(chore)
+
+    def add_tick(self, tick: "Callable[[], None]") -> None:
+        """Register a function that a thread calls twice a second, also while the store does not respond."""
+        self._ticks.append(tick)
 
     def is_first(self, key: str) -> bool:
         """Return whether no other rank of this node has called this with `key`. Any thread may call it."""
@@ -237,9 +243,14 @@ class Watchdog:
 
     def _watch_store(self) -> None:
         """Exit if the store does not respond: its client waits without a deadline while the connection is open."""
+        last, waited = None, 0.0  # in turns of this loop, because a process that was stopped must not blame the store
         while not self._closed.wait(POLL_S):
+            for tick in self._ticks:
+                tick()
             start = self._store_call_start
-            if start is not None and time.monotonic() - start > STORE_TIMEOUT_S:
+            waited = waited + POLL_S if start is not None and start == last else 0.0
+            last = start
+            if waited > self.store_limit_s:
                 self._store.give_up()
                 self._leave(store_gone())
 

@@ -1,0 +1,94 @@
+"""Client of the run's store that opens its connection again after a reset."""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+from torch.distributed import DistNetworkError, Store
+
+from ..errors import PeerFailureError
+from .limits import file_limit_cure
+from .reporter import report
+from .topology import Topology
+
+PROBE_S = 2.0  # limit of one attempt to reach the store's host
+RETRY_S = 0.2
+
+
+class ReconnectingStore:
+    """Client of a store, with the methods of torch's `Store`, for one thread.
+
+    A firewall, a failover or a restarted switch resets connections while both hosts go on. A call that fails with its
+    connection is repeated on a new one. If the store had executed it before the reset, it is executed twice; the keys
+    of the run allow that: values are set to the same text, and counters are compared with "at least".
+
+    Args:
+        connect (`Callable[[], Store]`):
+            Function that opens a connection.
+        address (`tuple[str, int]`):
+            Host and port of the store.
+        reopened (`Callable[[float], None]`):
+            Function that is called with the seconds that a reset took.
+    """
+
+    limit_s: ClassVar[float] = 20.0  # seconds after which the store counts as gone; the same for all threads
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        address: tuple[str, int],
+        reopened: Callable[[float], None],
+    ):
+        self._connect = connect
+        self._address = address
+        self._reopened = reopened
+        self._client = connect()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of the store that survives a reset."""
+
+        def call(*args: Any) -> Any:
+            while True:
+                try:
+                    return getattr(self._client, name)(*args)
+                except DistNetworkError as error:
+                    self._connect_again(error)
+
+        return call
+
+    def _connect_again(self, error: DistNetworkError) -> None:
+        start = time.monotonic()
+        while True:
+            try:
+                # torch's own attempts go on until their limit, also when nothing listens there any more
+                socket.create_connection(self._address, PROBE_S).close()
+                self._client = self._connect()
+                self._reopened(time.monotonic() - start)
+                return
+            except ConnectionRefusedError:
+                raise error from None  # the launcher that hosted the store has ended
+            except (OSError, DistNetworkError):
+                if time.monotonic() - start > self.limit_s:
+                    raise error from None
+                time.sleep(RETRY_S)
+
+
+def open_store(connect: Callable[[], Store], address: tuple[str, int], topology: Topology) -> Store:
+    """Open a client of the run's store; local main processes report each reset.
+
+    Raises:
+        `PeerFailureError`: if it cannot be reached; the message has the cure for a lack of file descriptors.
+    """
+
+    def reopened(seconds: float) -> None:
+        if topology.is_local_main:
+            report(f"{topology}: a connection to the run's store was reset; opened again after {seconds:.1f} s")
+
+    try:
+        return cast(Store, ReconnectingStore(connect, address, reopened))
+    except DistNetworkError as error:
+        raise PeerFailureError(
+            f"{topology} cannot connect to the run's store at {address[0]}:{address[1]}: "
+            f"{str(error).splitlines()[0]}. {file_limit_cure(topology.world_size)}."
+        ) from error
