@@ -78,8 +78,8 @@ LIBRARIES = {
 }
 # Files that import torch.distributed
 DISTRIBUTED = {
-    "run.decision", "run.meeting", "run.store", "run.watchdog", "rollouts.text_logging", "batches.row_exchange",
-    "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
+    "run.arrivals", "run.decision", "run.meeting", "run.store", "run.watchdog", "rollouts.text_logging",
+    "batches.row_exchange", "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
 }  # fmt: skip
 COLLECTIVES = {

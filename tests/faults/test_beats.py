@@ -15,7 +15,8 @@ from trl_multinode.run import beats as beats_module
 from trl_multinode.run import judges as judges_module
 from trl_multinode.run import meeting as meeting_module
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watchdog as watch_module
+from trl_multinode.run import watch_thread as watch_module
+from trl_multinode.run.exit_codes import PEER_LOST
 
 FAILED = "[trl_multinode] the run failed: "
 SLACK_S = 10.0  # what docs/faults.md promises beyond the limit
@@ -23,8 +24,7 @@ SLACK_S = 10.0  # what docs/faults.md promises beyond the limit
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    for module in (watch_module, run_store):
-        monkeypatch.setattr(module, "GRACE_S", 1.0)
+    monkeypatch.setattr(run_store, "GRACE_S", 1.0)
     monkeypatch.setattr(watch_module, "POLL_S", 0.1)
     monkeypatch.setattr(beats_module, "DUTY_S", 1.0)
     monkeypatch.setattr(judges_module, "NAME_EVERY_S", 1.0)
@@ -69,7 +69,7 @@ def end_of(ranks, start: float) -> str:
     """All `ranks` end within the promised time, with one line, which is returned."""
     statuses = [rank.wait(LIMIT_S + SLACK_S + 10) for rank in ranks]
     print(f"ended after {time.monotonic() - start:.1f} s")
-    assert all(status not in (0, None) for status in statuses)
+    assert statuses == [PEER_LOST] * len(ranks), [rank.text for rank in ranks]
     (line,) = {rank.text.splitlines()[-1] for rank in ranks}
     assert line.startswith(FAILED), line
     return line.removeprefix(FAILED)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from .exit_codes import PEER_LOST
 from .frames import innermost_frames, work_of
 from .judges import Limits, NodeJudge, RunJudge
 from .node_slots import NodeSlots
@@ -95,7 +96,8 @@ class Beats:
         self._local = NodeJudge(topology, limits)
         self._run = RunJudge(topology, limits) if topology.node in (0, topology.num_nodes - 1) else None
         if limits.heartbeat_s > 0:
-            watch.store_limit_s = ReconnectingStore.limit_s = limits.heartbeat_s
+            ReconnectingStore.limit_s = limits.heartbeat_s
+            watch.limit_store(limits.heartbeat_s)
         watch.add_cleanup(self._kill_silent)
         watch.add_tick(self._write_slot)
         watch.add_chore(self._beat)
@@ -117,7 +119,7 @@ class Beats:
         if line is None and self._run is not None:
             line = self._run.judge(time.monotonic(), store)
         if line is not None:
-            self._watch.report(line)
+            self._watch.report(line, code=PEER_LOST)
 
     def _forgive(self, now: float) -> None:
         """Start all limits anew, because this process could not see what happened meanwhile."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
-from torch.distributed import DistNetworkError, Store
+from torch.distributed import DistNetworkError, PrefixStore, Store
 
 from ..errors import PeerFailureError
 from .limits import file_limit_cure
@@ -47,15 +47,15 @@ class ReconnectingStore:
 
     def __getattr__(self, name: str) -> Any:
         """Return a method of the store that survives a reset."""
+        return lambda *args: self.repeat(lambda client: getattr(client, name)(*args))
 
-        def call(*args: Any) -> Any:
-            while True:
-                try:
-                    return getattr(self._client, name)(*args)
-                except DistNetworkError as error:
-                    self._connect_again(error)
-
-        return call
+    def repeat(self, use: Callable[[Store], Any]) -> Any:
+        """Call `use` with the open connection, and again with a new one after a reset."""
+        while True:
+            try:
+                return use(self._client)
+            except DistNetworkError as error:
+                self._connect_again(error)
 
     def _connect_again(self, error: DistNetworkError) -> None:
         start = time.monotonic()
@@ -72,6 +72,26 @@ class ReconnectingStore:
                 if time.monotonic() - start > self.limit_s:
                     raise error from None
                 time.sleep(RETRY_S)
+
+
+def prefixed(prefix: str, store: Store) -> Store:
+    """Return a client with other keys that uses the connection of `store`, in the same thread."""
+    if not isinstance(store, ReconnectingStore):
+        return PrefixStore(prefix, store)
+    return cast(Store, Prefixed(prefix, store))
+
+
+class Prefixed:
+    """Client with a prefix before all keys, on the connection of a [`ReconnectingStore`]."""
+
+    def __init__(self, prefix: str, parent: ReconnectingStore):
+        self._prefix = prefix
+        self._parent = parent
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self._parent.repeat(
+            lambda client: getattr(PrefixStore(self._prefix, client), name)(*args)
+        )
 
 
 def open_store(connect: Callable[[], Store], address: tuple[str, int], topology: Topology) -> Store:
