@@ -29,7 +29,6 @@ from .run.clock import clock_offset
 from .run.decision import StepDecision
 from .run.heartbeat import Heartbeat
 from .run.judges import Limits
-from .run.limits import raise_file_limit
 from .run.meeting import Meeting
 from .run.phase_file import PhaseFile
 from .run.phases import Phases
@@ -69,7 +68,6 @@ class NodeHost:
         folder = Path(args.output_dir) / "_multinode"  # the underscore keeps it out of pushes to the Hub
         self._phase_file = PhaseFile(folder / "phases", self.topology.rank, self.topology.node)
         self.phases = Phases(self._phase_file)
-        raise_file_limit(self.topology.launched)
         self.watch = Watchdog(self.topology, lambda: self.phases.current)
         self.step: Callable[[], int] = lambda: 0
         self._closing = threading.Lock()

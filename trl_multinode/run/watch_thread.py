@@ -22,6 +22,7 @@ from .ending import Ending
 from .exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
 from .exits import ScriptExits, is_good
 from .fatal import Fatal, store_gone
+from .limits import raise_file_limit
 from .pidfds import Pidfds
 from .reporter import report
 from .signals import StopSignals
@@ -56,6 +57,7 @@ class WatchThread:
         self.ending = Ending(topology)
         self.trainers: list[Watchdog] = []  # the open ones
         self.num_built = 0
+        raise_file_limit(topology.launched)
         self.store = RunStore(topology, None)
         self.stopped = threading.Event()
         self.signals = StopSignals()
