@@ -79,6 +79,8 @@ class Link:
         return len(pairs)
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the `accept` that would keep the port open
         self._listener.close()
         self.heal()
         self.reset()

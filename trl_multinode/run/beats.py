@@ -207,3 +207,4 @@ class Beats:
             if rank != self._topology.rank and silent_s > self._limits.heartbeat_s:
                 with suppress(ProcessLookupError):
                     os.kill(slot["pid"], signal.SIGKILL)
+                self._watch.count_as_reader(rank)

@@ -3,8 +3,10 @@
 import os
 import resource
 from contextlib import suppress
+from pathlib import Path
 
 CONNECTIONS_PER_RANK = 3  # torch's own, the watch thread's and the main thread's
+MOST_WRAPPERS = 3
 OTHER_FILES = 64  # of a launcher: logs, pipes, libraries
 
 
@@ -15,13 +17,26 @@ def raise_file_limit(launched: bool) -> None:
 
     Args:
         launched (`bool`):
-            Whether the parent process is the launcher. A process may change the limits of others of the same user.
+            Whether a launcher has started this process. A process may change the limits of others of the same user.
     """
-    for pid in (0, os.getppid()) if launched else (0,):
+    for pid in (0, *_launchers()) if launched else (0,):
         with suppress(OSError, ValueError):  # another user's, or forbidden: then the limit stays
             soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
             if soft != hard:
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _launchers() -> list[int]:
+    """Return the parents up to the first one that runs Python, because a shell may stand between."""
+    found: list[int] = []
+    pid = os.getppid()
+    with suppress(OSError):
+        while pid > 1 and len(found) < MOST_WRAPPERS:
+            found.append(pid)
+            if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python"):
+                break
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return found
 
 
 def file_limit_cure(world_size: int) -> str:

@@ -1,6 +1,7 @@
 """Client of the run's store that opens its connection again after a reset."""
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -14,14 +15,16 @@ from .topology import Topology
 
 PROBE_S = 2.0  # limit of one attempt to reach the store's host
 RETRY_S = 0.2
+NO_REPLY = ("set", "multi_set")
 
 
 class ReconnectingStore:
-    """Client of a store, with the methods of torch's `Store`, for one thread.
+    """Client of a store, with the methods of torch's `Store`.
 
     A firewall, a failover or a restarted switch resets connections while both hosts go on. A call that fails with its
     connection is repeated on a new one. If the store had executed it before the reset, it is executed twice; the keys
-    of the run allow that: values are set to the same text, and counters are compared with "at least".
+    of the run allow that: values are set to the same text, and counters are compared with "at least". The store does not
+    reply to a `set`; those without a later reply are repeated too.
 
     Args:
         connect (`Callable[[], Store]`):
@@ -44,34 +47,43 @@ class ReconnectingStore:
         self._address = address
         self._reopened = reopened
         self._client = connect()
+        self._opening = threading.Lock()
+        self._unconfirmed: list[Callable[[Store], Any]] = []  # calls without a reply since the last one with a reply
 
     def __getattr__(self, name: str) -> Any:
         """Return a method of the store that survives a reset."""
-        return lambda *args: self.repeat(lambda client: getattr(client, name)(*args))
+        return lambda *args: self.repeat(lambda client: getattr(client, name)(*args), has_reply=name not in NO_REPLY)
 
-    def repeat(self, use: Callable[[Store], Any]) -> Any:
+    def repeat(self, use: Callable[[Store], Any], has_reply: bool) -> Any:
         """Call `use` with the open connection, and again with a new one after a reset."""
         while True:
+            client = self._client
             try:
-                return use(self._client)
+                found = use(client)
             except DistNetworkError as error:
-                self._connect_again(error)
+                self._connect_again(client, error)
+                continue
+            self._unconfirmed = [] if has_reply else [*self._unconfirmed, use]
+            return found
 
-    def _connect_again(self, error: DistNetworkError) -> None:
+    def _connect_again(self, failed: Store, error: DistNetworkError) -> None:
         start = time.monotonic()
-        while True:
-            try:
-                # torch's own attempts go on until their limit, also when nothing listens there any more
-                socket.create_connection(self._address, PROBE_S).close()
-                self._client = self._connect()
-                self._reopened(time.monotonic() - start)
-                return
-            except ConnectionRefusedError:
-                raise error from None  # the launcher that hosted the store has ended
-            except (OSError, DistNetworkError):
-                if time.monotonic() - start > self.limit_s:
-                    raise error from None
-                time.sleep(RETRY_S)
+        with self._opening:
+            while self._client is failed:
+                try:
+                    # torch's own attempts go on until their limit, also when nothing listens there any more
+                    socket.create_connection(self._address, PROBE_S).close()
+                    client = self._connect()
+                    for use in self._unconfirmed:
+                        use(client)
+                    self._client = client
+                    self._reopened(time.monotonic() - start)
+                except ConnectionRefusedError:
+                    raise error from None  # the launcher that hosted the store has ended
+                except (OSError, DistNetworkError):
+                    if time.monotonic() - start > self.limit_s:
+                        raise error from None
+                    time.sleep(RETRY_S)
 
 
 def prefixed(prefix: str, store: Store) -> Store:
@@ -89,9 +101,10 @@ class Prefixed:
         self._parent = parent
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args: self._parent.repeat(
-            lambda client: getattr(PrefixStore(self._prefix, client), name)(*args)
-        )
+        def use(client: Store, *args: Any) -> Any:
+            return getattr(PrefixStore(self._prefix, client), name)(*args)
+
+        return lambda *args: self._parent.repeat(lambda client: use(client, *args), has_reply=name not in NO_REPLY)
 
 
 def open_store(connect: Callable[[], Store], address: tuple[str, int], topology: Topology) -> Store:

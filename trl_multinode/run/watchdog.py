@@ -101,6 +101,10 @@ class Watchdog:
         """Set the time after which a store that does not respond counts as gone."""
         self._watch.store_limit_s = seconds
 
+    def count_as_reader(self, rank: int) -> None:
+        """Count a rank that is dead as a reader of the fatal line, so that no rank waits for it."""
+        self._watch.store.count_as_reader(rank)
+
     def do_chores(self) -> None:
         """Call the registered functions. The watch thread calls this."""
         for chore in self._chores:
