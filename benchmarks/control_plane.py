@@ -27,6 +27,10 @@ from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 
+# torch looks the names of the store's clients up in the DNS: without a name server that takes 5 s for each
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# ruff: noqa: E402 - the resolver reads the variable when it is used first
+
 import torch
 from torch.distributed import TCPStore
 
@@ -42,7 +46,7 @@ from trl_multinode.run.watchdog import Watchdog
 
 RESULTS = Path(__file__).parent / "results" / "control_plane.json"
 WORLDS = (448, 1022)
-HOST = "localhost"  # torch looks the name of 127.0.0.1 up in the DNS, in vain for 5 s on some machines
+HOST = "127.0.0.1"
 PER_NODE = 7
 SECONDS = 20.0  # of a steady state
 SETTLE_S = 5.0

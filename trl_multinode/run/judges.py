@@ -78,7 +78,7 @@ class NodeJudge:
         if self._limits.heartbeat_s <= 0 or state.silent_s <= self._limits.heartbeat_s:
             self._named.pop(state.rank, None)
             return None
-        if 0 < self._limits.stuck_s < state.silent_s:
+        if self._limits.stuck_s > 0 and state.silent_s > max(self._limits.stuck_s, limit):
             return (
                 f"PeerFailureError: {who} has sent no heartbeat for {state.silent_s:.0f} s (`stuck_timeout` "
                 f"{self._limits.stuck_s:g} s) although it uses the CPU: native code holds Python's interpreter lock. "
