@@ -29,7 +29,7 @@ from pathlib import Path
 
 # torch looks the names of the store's clients up in the DNS: without a name server that takes 5 s for each
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# ruff: noqa: E402 - the resolver reads the variable when it is used first
+
 
 import torch
 from torch.distributed import TCPStore
@@ -191,13 +191,13 @@ def main() -> None:
     torch.set_num_threads(1)
     raise_file_limit(launched=False)
     gc.freeze()  # a collection in a fork would copy the parent's objects
-    worlds = {}
+    worlds = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for world in arguments.worlds:
         found = measure(world, arguments.seconds, stop=False)
         found |= {key: value for key, value in measure(world, 0.0, stop=True).items() if key.startswith("silence")}
         print(world, found, flush=True)
         worlds[str(world)] = found
-    arguments.out.write_text(json.dumps(worlds, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(worlds, indent=1) + "\n")
 
 
 if __name__ == "__main__":
