@@ -22,6 +22,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from multiprocessing import get_context
@@ -52,6 +53,7 @@ SECONDS = 20.0  # of a steady state
 SETTLE_S = 5.0
 LIMITS = Limits(heartbeat_s=30.0, stuck_s=600.0, start_s=900.0)
 FORK = get_context("fork")
+LOG = Path(tempfile.gettempdir(), "control_plane.log")  # of all ranks
 
 
 class Gate:
@@ -82,7 +84,7 @@ def serve(port_of) -> None:
 def rank_process(rank: int, world: int, port: int, up: int, gates: list[Gate], failing: int) -> None:
     for gate in gates:
         gate.entered()
-    null = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(LOG, os.O_WRONLY | os.O_APPEND)
     os.dup2(null, 1)
     os.dup2(null, 2)
     os.environ |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
@@ -140,6 +142,7 @@ def measure(world: int, seconds: float, stop: bool) -> dict:
     server.start()
     port = receive.recv()
     begin, idle_sockets = cpu_s(server.pid), connections(server.pid)
+    LOG.write_text("")
     gates = [Gate() for _ in range(3)]
     up_read, up_write = os.pipe()
     arguments = (world, port, up_write, gates, -1 if stop else world // 2)
@@ -162,6 +165,7 @@ def measure(world: int, seconds: float, stop: bool) -> dict:
         time.sleep(2 * SETTLE_S)
         if not stop:
             shares["on"] = share(server.pid, seconds)
+            assert all(process.is_alive() for process in ranks), LOG.read_text()[-2000:]
             found["store_cpu_share"] = {name: round(value, 4) for name, value in shares.items()}
             found["on_over_off"] = round(2 * shares["on"] / (shares["off"] + shares["control"]), 3)
         stopped = ranks[world // 2]

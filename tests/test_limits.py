@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -34,6 +35,7 @@ def test_a_launcher_with_a_low_limit_of_files_serves_all_ranks_once_a_rank_has_r
     monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 20.0 if raised else 2.0)
 
     def connect_all(port: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))  # its own; the launcher's is low
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if raised:
             raise_file_limit(launched=True)
@@ -97,6 +99,18 @@ def test_a_call_is_repeated_after_a_reset_also_below_a_prefix(link, capsys):
     assert client.add("count", 1) == 1 and below.multi_get(["key"]) == [b"before"]
     out = capsys.readouterr().out
     assert out.count("node 1, rank 2: a connection to the run's store was reset; opened again after") == 2
+
+
+def test_an_idle_connection_is_probed(link):
+    client = connect_store(topology_of(2), 0)
+    client.set("key", "")
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+            if end.getpeername()[1] == link.port:
+                found.append(end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+    assert found == [1]
+    assert client.get("key") == b""  # the socket is still torch's
 
 
 def test_a_store_that_is_gone_is_found_at_once(store, link):
@@ -171,7 +185,8 @@ def test_ranks_of_a_node_read_each_others_slots(tmp_path, store):
         slots = NodeSlots(topology)
         until(lambda: slots.open(client))
         slots.write({"rank": rank, "frames": "x" * (5000 * rank), "left": ""})
-        until(lambda: len(slots.read()) == 2)
+        slots.touch(5.0 + rank)
+        until(lambda: len(slots.read()) == 2 and slots.times() == {0: 5.0, 1: 6.0})
         found = [slots.read()[0]["rank"], len(slots.read()[1]["frames"])]
         client.set(f"done/{rank}", "")
         client.wait([f"done/{1 - rank}"])

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import Store
 
 from .exit_codes import PEER_LOST
-from .frames import innermost_frames, work_of
+from .frames import DISK_WAIT, innermost_frames, work_of
 from .judges import Limits, NodeJudge, RunJudge
 from .node_slots import NodeSlots
 from .rank_state import RankState
@@ -29,6 +29,7 @@ from .topology import Topology
 from .watchdog import Watchdog
 
 BEAT_S = 1.0  # between two beats of a node
+WRITE_EVERY_S = 2.0  # so often a rank writes its frames although nothing changes
 DUTY_S = 2.5  # a rank that is silent for so long does not write its node's beat
 SUSPENDED_S = 5.0  # a gap between two calls after which this process was suspended, and judges nothing that is older
 
@@ -90,6 +91,7 @@ class Beats:
         self._progress = ("", time.monotonic())  # text, time of its last change
         self._last_call = self._last_tick = time.monotonic()
         self._doing = Activity("set-up", self._last_call, 0)
+        self._written: tuple[Activity | None, float] = (None, 0.0)  # in this rank's slot, and when
         self._forgiven = self._last_call  # silence counts from here at the earliest
         self._next_beat = 0.0
         self._work: dict[int, tuple[int, float]] = {}  # of silent ranks: work, time at which it last changed
@@ -149,30 +151,38 @@ class Beats:
             return
         with suppress(Exception):  # the main thread may be replacing what this reads; the rank lives all the same
             self._doing = self._activity()
-        doing, disk_wait = self._doing, (work_of(os.getpid()) or (0, ""))[1] == "D"
+        if self._doing != self._written[0] or now - self._written[1] > WRITE_EVERY_S or suspended:
+            self._write_doing(now, suspended)
+        self._slots.touch(now)
+
+    def _write_doing(self, now: float, suspended: bool) -> None:
+        """Write all that changes seldom: the activity, the frames, the time of the last progress."""
+        doing, self._written = self._doing, (self._doing, now)
         progress = f"{doing.phase} {doing.since} {doing.step} {doing.left} {doing.progress}"
-        if progress != self._progress[0] or disk_wait or suspended:
+        waits_for_disk = (work_of(os.getpid()) or (0, ""))[1] == DISK_WAIT
+        if progress != self._progress[0] or waits_for_disk or suspended:
             self._progress = (progress, now)
-        own = asdict(doing) | {"pid": os.getpid(), "at": now, "changed": self._progress[1]}
+        own = asdict(doing) | {"pid": os.getpid(), "changed": self._progress[1]}
         self._slots.write(own | {"frames": innermost_frames()})
 
     # ---- the node ---------------------------------------------------------------------------------------------------
 
     def _on_duty(self, now: float) -> bool:
         """Return whether this rank is the first one of its node whose heartbeat is fresh."""
-        fresh = [rank for rank, slot in self._slots.read().items() if now - slot["at"] < DUTY_S]
+        fresh = [rank for rank, at in self._slots.times().items() if now - at < DUTY_S]
         return bool(fresh) and min(fresh) == self._topology.rank
 
     def _read_node(self, now: float) -> list[RankState]:
-        return [self._state(now, rank, slot) for rank, slot in sorted(self._slots.read().items())]
+        times, slots = self._slots.times(), self._slots.read()
+        return [self._state(now, rank, times[rank], slots[rank]) for rank in sorted(times.keys() & slots.keys())]
 
-    def _state(self, now: float, rank: int, slot: dict[str, Any]) -> RankState:
-        silent_s = now - max(slot["at"], self._forgiven)
+    def _state(self, now: float, rank: int, at: float, slot: dict[str, Any]) -> RankState:
+        silent_s = now - max(at, self._forgiven)
         if silent_s < DUTY_S:
             self._work.pop(rank, None)
             idle_s = silent_s
         else:
-            idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], slot["at"], now))
+            idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], at, now))
         return RankState(
             rank=rank,
             phase=slot["phase"],
@@ -189,11 +199,14 @@ class Beats:
         )
 
     def _worked_at(self, rank: int, pid: int, last_beat: float, now: float) -> float:
-        """Return the last time at which a silent rank was seen to work."""
+        """Return the last time at which a silent rank was seen to work, or to wait for a disk."""
         found = work_of(pid)
         work, changed = self._work.get(rank, (None, last_beat))
+        if found is not None and found[1] == DISK_WAIT and work is not None:
+            changed = now
         if found is not None and found[0] != work:
             changed = last_beat if work is None else now
+        if found is not None:
             self._work[rank] = (found[0], changed)
         return changed
 
@@ -202,9 +215,10 @@ class Beats:
         if self._limits.heartbeat_s <= 0 or not self._slots.is_open:
             return
         now = time.monotonic()
-        for rank, slot in self._slots.read().items():
-            silent_s = now - max(slot["at"], self._forgiven)
+        slots = self._slots.read()
+        for rank, at in self._slots.times().items():
+            silent_s = now - max(at, self._forgiven)
             if rank != self._topology.rank and silent_s > self._limits.heartbeat_s:
                 with suppress(ProcessLookupError):
-                    os.kill(slot["pid"], signal.SIGKILL)
+                    os.kill(slots[rank]["pid"], signal.SIGKILL)
                 self._watch.count_as_reader(rank)

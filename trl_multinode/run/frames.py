@@ -7,6 +7,7 @@ from pathlib import Path
 from types import FrameType
 
 NUM_FRAMES = 3
+DISK_WAIT = "D"  # state of a thread that waits for a disk
 
 
 def innermost_frames(count: int = NUM_FRAMES) -> str:
@@ -32,7 +33,7 @@ def work_of(pid: int) -> tuple[int, str] | None:
     """Return a number that grows while a process works, and the state of its main thread; `None` if it has ended.
 
     The number is the CPU time of all its threads, in ticks, and its page faults that needed the disk: a library that
-    loads from a slow disk uses little CPU time. State `D` is a wait for a disk.
+    loads from a slow disk uses little CPU time.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

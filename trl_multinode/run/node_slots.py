@@ -13,7 +13,7 @@ from torch.distributed import Store
 from .topology import Topology
 
 SLOT_BYTES = 2048
-HEADER = struct.Struct("<II")  # bytes of the text, its checksum
+TIME, HEADER = struct.Struct("<d"), struct.Struct("<8xII")  # last sign of life; bytes of the text, its checksum
 
 
 class NodeSlots:
@@ -30,7 +30,7 @@ class NodeSlots:
     def __init__(self, topology: Topology):
         self._topology = topology
         self._memory: mmap.mmap | None = None
-        self._last: dict[int, Any] = {}
+        self._last: dict[int, tuple[int, Any]] = {}  # rank -> checksum, value
 
     @property
     def is_open(self) -> bool:
@@ -67,17 +67,31 @@ class NodeSlots:
             text = json.dumps(value | {"frames": value["frames"][:200], "left": value["left"][:200]}).encode()
         start = SLOT_BYTES * self._topology.local_rank
         assert self._memory is not None
-        self._memory[start : start + HEADER.size] = HEADER.pack(0, 0)  # a reader skips it until it is whole
+        lengths = slice(start + TIME.size, start + HEADER.size)
+        self._memory[lengths] = HEADER.pack(0, 0)[TIME.size :]  # a reader skips it until it is whole
         self._memory[start + HEADER.size : start + HEADER.size + len(text)] = text
-        self._memory[start : start + HEADER.size] = HEADER.pack(len(text), zlib.crc32(text))
+        self._memory[lengths] = HEADER.pack(len(text), zlib.crc32(text))[TIME.size :]
+
+    def touch(self, now: float) -> None:
+        """Write the time of the calling rank's last sign of life, which is all that changes in most calls."""
+        assert self._memory is not None
+        TIME.pack_into(self._memory, SLOT_BYTES * self._topology.local_rank, now)
+
+    def times(self) -> dict[int, float]:
+        """Return rank -> time of its last sign of life; without the ranks that have not written yet."""
+        assert self._memory is not None
+        found = (TIME.unpack_from(self._memory, SLOT_BYTES * i)[0] for i in range(self._topology.ranks_per_node))
+        return {rank: at for rank, at in zip(self._topology.local_ranks, found, strict=True) if at}
 
     def read(self) -> dict[int, Any]:
         """Return rank -> value that it wrote last; without the ranks that have not written yet."""
         assert self._memory is not None
         for local, rank in enumerate(self._topology.local_ranks):
             start = SLOT_BYTES * local
-            length, check = HEADER.unpack(self._memory[start : start + HEADER.size])
+            length, check = HEADER.unpack_from(self._memory, start)
+            if not length or (rank in self._last and self._last[rank][0] == check):
+                continue
             text = self._memory[start + HEADER.size : start + HEADER.size + min(length, SLOT_BYTES)]
-            if length and zlib.crc32(text) == check:  # otherwise its rank is just writing: the last value holds
-                self._last[rank] = json.loads(text)
-        return self._last
+            if zlib.crc32(text) == check:  # otherwise its rank is just writing: the last value holds
+                self._last[rank] = check, json.loads(text)
+        return {rank: value for rank, (_, value) in self._last.items()}

@@ -1,9 +1,11 @@
 """Client of the run's store that opens its connection again after a reset."""
 
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 from torch.distributed import DistNetworkError, PrefixStore, Store
@@ -15,6 +17,7 @@ from .topology import Topology
 
 PROBE_S = 2.0  # limit of one attempt to reach the store's host
 RETRY_S = 0.2
+KEEP_ALIVE_S = 15  # between two probes of an idle connection
 NO_REPLY = ("set", "multi_set")
 
 
@@ -46,7 +49,7 @@ class ReconnectingStore:
         self._connect = connect
         self._address = address
         self._reopened = reopened
-        self._client = connect()
+        self._client = self._open()
         self._opening = threading.Lock()
         self._unconfirmed: list[Callable[[Store], Any]] = []  # calls without a reply since the last one with a reply
 
@@ -66,6 +69,11 @@ class ReconnectingStore:
             self._unconfirmed = [] if has_reply else [*self._unconfirmed, use]
             return found
 
+    def _open(self) -> Store:
+        client = self._connect()
+        keep_alive(self._address[1], self.limit_s)
+        return client
+
     def _connect_again(self, failed: Store, error: DistNetworkError) -> None:
         start = time.monotonic()
         with self._opening:
@@ -73,7 +81,7 @@ class ReconnectingStore:
                 try:
                     # torch's own attempts go on until their limit, also when nothing listens there any more
                     socket.create_connection(self._address, PROBE_S).close()
-                    client = self._connect()
+                    client = self._open()
                     for use in self._unconfirmed:
                         use(client)
                     self._client = client
@@ -84,6 +92,25 @@ class ReconnectingStore:
                     if time.monotonic() - start > self.limit_s:
                         raise error from None
                     time.sleep(RETRY_S)
+
+
+def keep_alive(port: int, limit_s: float) -> None:
+    """Let the kernel probe this process's connections to `port` while they are idle, and end those that are dead.
+
+    Between two meetings a connection is idle for as long as a step takes. A firewall may forget it without a reset,
+    and a call would then wait for a quarter of an hour. torch's store gives no access to its socket.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # no socket, not connected, or closed meanwhile
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as end:
+                if end.family not in (socket.AF_INET, socket.AF_INET6) or end.getpeername()[1] != port:
+                    continue
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                    end.setsockopt(socket.IPPROTO_TCP, option, KEEP_ALIVE_S)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
 
 
 def prefixed(prefix: str, store: Store) -> Store:
