@@ -25,6 +25,7 @@ from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
 from .run.activity import RankActivity
 from .run.beats import Beats
+from .run.begin import begin_run
 from .run.clock import clock_offset
 from .run.decision import StepDecision
 from .run.heartbeat import Heartbeat
@@ -80,6 +81,7 @@ class NodeHost:
         self.engine_clocks: list[tuple[float, float, float, float]] = []
         self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
         with self.watch.guard():
+            begin_run(self.watch, folder, lambda: self.step(), self.settings.engine_start_timeout)
             store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))

@@ -44,13 +44,15 @@ class Ending:
 
     def write_good(self) -> None:
         """Write the file of a run that ended well."""
-        self._write({**self._place(), "code": 0, "cause": "", "phase": "end", "continues": False})
+        end = {"code": 0, "cause": "", "phase": "end", "continues": False}
+        or_default(lambda: self._write({**self._place(), **end}), None)
 
     def write(self, fatal: Fatal) -> None:
         """Write the file of a run that failed."""
         place = self._place()
         continues = self.resumes and place["checkpoint"] is not None
-        self._write({**place, "code": fatal.code, "cause": fatal.line, "continues": continues})
+        end = {"code": fatal.code, "cause": fatal.line, "continues": continues}
+        or_default(lambda: self._write({**place, **end}), None)
 
     def _place(self) -> dict[str, Any]:
         checkpoint = or_default(self.checkpoint, None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 FRAMEWORKS = {"trl_multinode", "trl", "transformers", "accelerate"}
 REWARDS = "_calculate_rewards"  # TRL's method that calls the reward functions
+GUARD = "trl_multinode.run.watchdog"  # its frame stands above those of the code that it guards
 _paths = sysconfig.get_paths()
 INSTALLED = tuple({_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -19,6 +20,8 @@ def is_users(error: BaseException) -> bool:
     below_framework, previous = False, ""
     for module, path, function in frames(error):
         package = module.partition(".")[0]
+        if module == GUARD:
+            continue
         if package in FRAMEWORKS and not module.startswith("trl.rewards"):
             below_framework = True
         elif below_framework and (is_own(path, package) or (previous == REWARDS and is_other(package))):

@@ -60,9 +60,11 @@ class Watchdog:
         self.cleanups: list[Callable[[], None]] = []
         self.ticks: list[Callable[[], None]] = []
         self._chores: list[Callable[[Store], None]] = []
+        self.closings: list[Callable[[], None]] = []
         self._closed = threading.Event()
         self._watch = watch_of(topology)
         self._store = self._watch.store.of_trainer(self.run)
+        self.is_first_trainer = self._watch.num_built == 0
         if (gone := self._watch.attach(self)) is not None:
             self._watch.fail(f"the script of rank {gone} has ended without this trainer", code=USER_CODE)
 
@@ -109,6 +111,15 @@ class Watchdog:
         """Call the registered functions. The watch thread calls this."""
         for chore in self._chores:
             self._store.lend(chore)
+
+    def at_close(self, call: Callable[[], None]) -> None:
+        """Register a function that is called when this trainer is closed, or when the run fails."""
+        self.closings.append(call)
+
+    def limit_start(self, seconds: float) -> None:
+        """Set the time in which all ranks must have imported this library."""
+        if self._watch.arrivals is not None:
+            self._watch.arrivals.timeout_s = seconds
 
     def is_first(self, key: str) -> bool:
         """Return whether no other rank of this node has called this with `key`. Any thread may call it."""
@@ -173,15 +184,21 @@ class Watchdog:
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit) and not is_good(error.code):  # the script leaves, and closes in a `finally`
             self._watch.fail_at_exit(error.code)
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
         self._store.wait_for_all(linger_s=2 * POLL_S)
         self._closed.set()
-        self._watch.detach(self)
+        for call in self.closings:
+            call()
+        self._watch.detach(self, error)
 
     def close_at_exit(self) -> None:
         """End all ranks if the script of this one ends with an error; otherwise close. `atexit` calls it."""
         if not self._closed.is_set() and (status := self._watch.exits.bad_status()) is not None:
             self._watch.fail_at_exit(status)
-        self.close()
+        if not self._closed.is_set():
+            self._close(getattr(sys, "last_value", None))  # of a single process; several have ended with the error
 
     # ---- set-up -----------------------------------------------------------------------------------------------------
 
