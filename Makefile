@@ -59,6 +59,7 @@ bench: setup
 	python benchmarks/long_tail.py
 	python benchmarks/balance.py
 	python benchmarks/learning.py
+	python benchmarks/control_plane.py
 	python benchmarks/table.py
 
 # Not `setup`, which installs the CPU stack: the Python with torch and vLLM for this GPU is the user's, and DeepSpeed

@@ -241,6 +241,35 @@ Completion tokens per second and device, the reserved device counted.
 """
 
 
+def control_plane(found: dict) -> str:
+    worlds = list(found.values())
+    rows = [
+        ["nodes x ranks", *(f"{world['nodes']} x {world['ranks'] // world['nodes']}" for world in worlds)],
+        ["connections to the store, per rank", *(world["connections_per_rank"] for world in worlds)],
+        ["CPU of the store during the start, s", *(world["startup_store_cpu_s"] for world in worlds)],
+        ["CPU of the store, without heartbeats", *(percent(world, "off") for world in worlds)],
+        ["the same once more (control)", *(percent(world, "control") for world in worlds)],
+        ["CPU of the store, with heartbeats", *(percent(world, "on") for world in worlds)],
+        ["with over without", *(world["on_over_off"] for world in worlds)],
+        ["a failure to the end of all ranks, s", *(world["failure_seen_by_all_s"] for world in worlds)],
+        ["a stopped rank to the end of all others, s", *(world["silence_seen_by_all_s"] for world in worlds)],
+    ]
+    return CONTROL_PLANE + table(["ranks", *(str(world["ranks"]) for world in worlds)], rows)
+
+
+def percent(world: dict, arm: str) -> str:
+    return f"{100 * world['store_cpu_share'][arm]:.2f} % of a core"
+
+
+CONTROL_PLANE = """## Control plane
+
+Real stores, watch threads and heartbeats in forked processes on one machine of 4 cores, which ran tests at the same
+time (`benchmarks/control_plane.py`). The limit for heartbeats is 1.5 times the store's CPU time without them. The
+seconds of the last two rows are those of processes that compete for 4 cores; 30 s of the last are `heartbeat_timeout`.
+
+"""
+
+
 def render() -> str:
     sections = [HEAD]
     for name, section in SECTIONS:
@@ -261,6 +290,7 @@ SECTIONS = (
     ("long_tail", long_tail),
     ("balance", balance),
     ("learning", learning),
+    ("control_plane", control_plane),
 )
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ LIBRARIES = {
 }
 # Files that import torch.distributed
 DISTRIBUTED = {
-    "run.arrivals", "run.decision", "run.meeting", "run.store", "run.watchdog", "rollouts.text_logging",
+    "run.arrivals", "run.beats", "run.decision", "run.judges", "run.meeting", "run.node_slots", "run.reconnecting",
+    "run.store", "run.watchdog", "rollouts.text_logging",
     "batches.row_exchange", "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
 }  # fmt: skip

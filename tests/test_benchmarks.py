@@ -23,6 +23,13 @@ KEYS = {
         "max_age",
         "mixed_rows",
     },
+    "control_plane": {
+        "ranks",
+        "connections_per_rank",
+        "store_cpu_share",
+        "failure_seen_by_all_s",
+        "startup_store_cpu_s",
+    },
     "lora": {"bytes_ratio", "base_digest_identical", "speedup_over_merged", "speedup_over_trl", "control_ratio"},
 }
 
@@ -173,3 +180,14 @@ def test_each_cell_of_the_long_tail_has_its_control_and_its_verdict():
     assert (
         cells["48 rows, g/t 1"]["arms"]["in_flight_3"]["mixed_rows"]["low"] > 0.3
     )  # rows that no swap meets gain nothing
+
+
+def test_heartbeats_add_at_most_half_to_the_stores_cpu_time():
+    worlds = recorded("control_plane")
+    assert {448, 1022} == {int(name) for name in worlds}
+    for world in worlds.values():
+        assert KEYS["control_plane"] <= world.keys() and world["on_over_off"] <= 1.5
+        off, control = (world["store_cpu_share"][arm] for arm in ("off", "control"))
+        assert max(off, control) < 1.5 * min(off, control)
+        assert world["connections_per_rank"] <= 3.0
+        assert world["failure_seen_by_all_s"] < 30.0 and world["silence_seen_by_all_s"] > 30.0

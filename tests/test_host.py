@@ -1,9 +1,11 @@
 """What is checked before an engine starts, and what an engine is started with."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -203,9 +205,13 @@ def test_the_engines_type_follows_training_and_can_be_set(tmp_path):
 
 def test_a_ranks_state_for_those_that_wait_for_it():
     host = NodeHost.__new__(NodeHost)
-    host.phases, host._ends, host.ahead_engines = SimpleNamespace(current="reward"), False, None
+    host.phases, host._ends, host.ahead_engines = (
+        SimpleNamespace(current="reward", since=time.monotonic()),
+        False,
+        None,
+    )
     host.engines = SimpleNamespace(rows_left=12)
-    assert host._state() == "in phase reward"
+    assert re.fullmatch(r"in phase reward since \d\d:\d\d:\d\d", host._state())
     host.phases.current = "generate"
     assert host._state() == "generating, 12 rows left"
     host.engines, host.ahead_engines = SimpleNamespace(rows_left=0), SimpleNamespace(rows_left=5)

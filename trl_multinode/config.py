@@ -53,6 +53,13 @@ class NodeFields(_Arguments):
         engine_stall_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds without a token after which an engine that has work counts as stalled. The total time of a
             generation has no limit.
+        heartbeat_timeout (`float`, *optional*, defaults to `30.0`):
+            Seconds of silence of a rank or a node after which the run ends on all nodes, from the first weight sync
+            on; before it, `engine_start_timeout` is the limit. A rank that uses the CPU but holds Python's interpreter
+            lock is only named, and ends the run after `stuck_timeout`. 0: no limit.
+        stuck_timeout (`float`, *optional*, defaults to `600.0`):
+            Seconds without progress of any rank after which the run ends, although all send heartbeats. Generation,
+            rewards, pushes, and a script's own work outside of the trainer are left out. 0: no limit.
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
             Size, in MiB, of the buckets in which weights are gathered and sent; a single larger tensor (an embedding,
             fused experts) is a bucket of its own. Peak extra memory is about two buckets on a local main process, and
@@ -160,6 +167,14 @@ class NodeFields(_Arguments):
     engine_stall_timeout: float = field(
         default=NodeSettings.engine_stall_timeout,
         metadata={"help": "Seconds without a token after which an engine that has work counts as stalled."},
+    )
+    heartbeat_timeout: float = field(
+        default=NodeSettings.heartbeat_timeout,
+        metadata={"help": "Seconds of silence of a rank or a node after which the run ends; 0 for no limit."},
+    )
+    stuck_timeout: float = field(
+        default=NodeSettings.stuck_timeout,
+        metadata={"help": "Seconds without progress of any rank after which the run ends; 0 for no limit."},
     )
     sync_bucket_mb: float = field(
         default=NodeSettings.sync_bucket_mb,

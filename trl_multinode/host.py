@@ -7,6 +7,7 @@ read the folder of the engines' sockets from the run's rendezvous store.
 import atexit
 import gc
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -22,10 +23,13 @@ from .engine.node_engines import NodeEngines
 from .engine.settings import EngineSettings, check_vllm, engine_dtype, gpu_share, training_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
+from .run.activity import RankActivity
+from .run.beats import Beats
 from .run.begin import begin_run
 from .run.clock import clock_offset
 from .run.decision import StepDecision
 from .run.heartbeat import Heartbeat
+from .run.judges import Limits
 from .run.meeting import Meeting
 from .run.phase_file import PhaseFile
 from .run.phases import Phases
@@ -87,6 +91,8 @@ class NodeHost:
         self._meeting = Meeting(self.topology, store, self._state)
         self._measure_clock: Callable[[], float | None] | None = partial(clock_offset, self.topology, store)
         self.watch.add_chore(self._meeting.report_progress)
+        self.activity = RankActivity(self.phases, self._meeting, lambda: self.step(), self._left)
+        self._start_beats()
         logs = folder / "logs" / f"node{self.topology.node}"
         self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
         self._heartbeat = Heartbeat(self.phases, lambda: self.step(), self._left)
@@ -113,6 +119,11 @@ class NodeHost:
     def _engines_see_sender(self) -> bool:
         return TRANSPORTS[self.transport[0]].engines_see_sender
 
+    def _start_beats(self) -> None:
+        settings = self.settings
+        limits = Limits(settings.heartbeat_timeout, settings.stuck_timeout, settings.engine_start_timeout)
+        Beats(self.topology, self.watch, limits, self.activity)
+
     def _report(self, text: str) -> None:
         report(f"node {self.topology.node}: {text}")
 
@@ -121,7 +132,8 @@ class NodeHost:
         if self._ends:
             return "which has closed its trainer or ended its script"
         if self.phases.current != "generate":
-            return f"in phase {self.phases.current}"
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + self.phases.since))
+            return f"in phase {self.phases.current} since {since}"
         return f"generating, {self._left('generate')}"
 
     def _left(self, phase: str) -> str:
@@ -297,6 +309,7 @@ class NodeHost:
         if version.update == 1:
             engines = self.engines if self.topology.is_local_main else None
             probe_engines(self._model, engines, self.divergence_limit, self.topology)
+        self.activity.synced = True
         return timings
 
     def take_kv_use(self) -> float:

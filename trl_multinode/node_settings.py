@@ -90,6 +90,8 @@ class NodeSettings:
     engine_dtype: str = "auto"
     engine_start_timeout: float = 900.0  # seconds
     engine_stall_timeout: float = 300.0  # seconds
+    heartbeat_timeout: float = 30.0  # seconds; 0: no limit
+    stuck_timeout: float = 600.0  # seconds; 0: no limit
     sync_bucket_mb: float = 512.0  # MiB
     weight_transport: str = "auto"
     lora_sync: str = "auto"
@@ -216,6 +218,9 @@ def _check_numbers(settings: NodeSettings) -> None:
     for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes"):
         if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
+    for name in ("heartbeat_timeout", "stuck_timeout"):
+        if (value := getattr(settings, name)) < 0:
+            raise ConfigurationError(f"`{name}` must not be negative, got {value}; 0: no limit.")
     if settings.node_table_steps < 0:
         raise ConfigurationError(
             f"`node_table_steps` must be at least 0, got {settings.node_table_steps}; 0: no table."

@@ -244,7 +244,7 @@ class NodeTrainer(HubTrainer):
         if self.host is None:
             yield
         else:
-            with self.host.watch.guard():
+            with self.host.watch.guard(), self.host.activity.inside():
                 yield
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:

@@ -71,14 +71,22 @@ class Meeting:
 
     def _arrive(self, store: Store) -> None:
         store.set(f"at/{self._topology.rank}", str(self._number))
-        if store.add("arrived", 1) == self._number * self._topology.world_size:
+        if store.add(f"arrived/{self._number}", 1) >= self._topology.world_size:  # more: repeated after a reset
             store.set(f"met/{self._number}", "")  # wakes the others
-            for key in ("met", "reporter/0", "reporter/1"):
-                store.delete_key(f"{key}/{self._number - 1}")  # all have left that meeting, because they are here
+            for key in ("arrived", "met", "reporter/0", "reporter/1"):
+                store.delete_key(f"{key}/{self._number - 2}")  # all have left that meeting
             return
         while not store.check([f"met/{self._number}"]):
             with suppress(DistStoreError):  # `LONGEST_WAIT` is over
                 store.wait([f"met/{self._number}"], LONGEST_WAIT)
+
+    @property
+    def arrivals(self) -> int:
+        return self._number
+
+    @property
+    def waits(self) -> bool:
+        return self._waits_since is not None
 
     # ---- the watch thread, with a client of its own -----------------------------------------------------------------
 

@@ -27,6 +27,8 @@ class Phases:
         self._failed: str | None = None  # the phase that raised the current exception
         self._sums: dict[str, float] = defaultdict(float)
         self.step = 0
+        self.changes = 0  # entries and exits so far
+        self.since = time.monotonic()  # of the last one
 
     @property
     def current(self) -> str:
@@ -49,6 +51,7 @@ class Phases:
         start, wall = time.perf_counter(), time.time()
         self._stack.append([name, 0.0])
         self._failed = None
+        self._count_change()
         try:
             yield
         except BaseException:
@@ -57,9 +60,13 @@ class Phases:
         finally:
             total = time.perf_counter() - start
             _, inside = self._stack.pop()
+            self._count_change()
             if self._stack:
                 self._stack[-1][1] += total
             self._record(name, wall, total, total - inside)
+
+    def _count_change(self) -> None:
+        self.changes, self.since = self.changes + 1, time.monotonic()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -19,9 +19,11 @@ Keys of a trainer, below its number:
 | `done` | every rank that has finished | the number of these ranks |
 | `pid/<rank>` | every rank | its pid, for the other ranks of its node |
 | `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
-| `arrived` | every rank that comes to a meeting | the number of all arrivals; see [`Meeting`](meeting.py) |
+| `arrived/<number>` | every rank that comes to a meeting | the number of arrivals; see [`Meeting`](meeting.py) |
 | `at/<rank>`, `state/<rank>` | every rank | the number of its last meeting; what it does, for ranks that wait for it |
 | `met/<number>` | the last rank of a meeting | empty; the key wakes the ranks that wait for it |
+| `slots/<node>` | local main processes | path of the node's [shared memory](node_slots.py) |
+| `beat/<node>` | one rank of the node, every second | the states of its ranks; see [`Beats`](beats.py) |
 | `save/<step>` | rank 0 | whether the step ends with a checkpoint; see [`StepDecision`](decision.py) |
 | `warned/<node>/<digest>` | every rank of the node with a library's warning | their number; the first one shows it |
 | `reporter/<side>/<number>` | ranks that waited 15 s | their number, on node 0 and elsewhere; the first one reports |
@@ -36,6 +38,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from .fatal import Fatal, store_gone
+from .reconnecting import open_store, prefixed
 from .reporter import report
 from .topology import Topology
 
@@ -57,15 +60,15 @@ def connect_store(topology: Topology, run: int | None, environ: Mapping[str, str
     """
     if topology.world_size == 1:
         return None
-    client = TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=STORE_TIMEOUT_S),
-        wait_for_workers=False,
-    )
+    address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}"), client)
+
+    def connect() -> Store:
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+        client = TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+        return PrefixStore(f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}"), client)
+
+    return open_store(connect, address, topology)
 
 
 def when_written(store: Store, key: str, waiting: str) -> str:
@@ -97,7 +100,7 @@ class RunStore:
 
     def of_trainer(self, run: int) -> "RunStore":
         """Return the keys of a trainer, through the client of this object."""
-        return RunStore(self._topology, run, None if self._store is None else PrefixStore(str(run), self._store))
+        return RunStore(self._topology, run, None if self._store is None else prefixed(str(run), self._store))
 
     def lend(self, use: Callable[[Store], None]) -> None:
         """Call `use` with this thread's client. If the store is gone, `fatal` finds that."""

@@ -23,6 +23,7 @@ from .exits import ScriptExits, is_good
 from .failure import LocalFailure
 from .fatal import Fatal, store_gone
 from .leaving import leave
+from .limits import raise_file_limit
 from .pidfds import Pidfds
 from .signals import StopSignals
 from .store import RunStore
@@ -55,6 +56,7 @@ class WatchThread:
         self.ending = Ending(topology)
         self.trainers: list[Watchdog] = []  # the open ones
         self.num_built = 0
+        raise_file_limit(topology.launched)
         self.store = RunStore(topology, None)
         self.stopped = threading.Event()
         self.signals = StopSignals()
@@ -64,6 +66,7 @@ class WatchThread:
         self.ends: list[Callable[[], None]] = []  # of trainers that were collected; this thread calls them
         self._failure = LocalFailure()
         self._store_call_start: float | None = None  # of the pending call, if any
+        self.store_limit_s: float | None = None  # default: `STORE_TIMEOUT_S`
         self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
         self._printing = threading.Lock()  # the failure line comes after a traceback, not in the middle of one
         if not self.since_import and not self.alone:
@@ -233,9 +236,14 @@ class WatchThread:
 
     def _watch_store(self) -> None:
         """Exit if the store does not respond: its client waits without a deadline while the connection is open."""
+        last, waited = None, 0.0  # in turns of this loop, because a process that was stopped must not blame the store
         while not self.stopped.wait(POLL_S):
+            for tick in [tick for trainer in self.trainers for tick in trainer.ticks]:
+                tick()
             start = self._store_call_start
-            if start is not None and time.monotonic() - start > stores.STORE_TIMEOUT_S:
+            waited = waited + POLL_S if start is not None and start == last else 0.0
+            last = start
+            if waited > (self.store_limit_s or stores.STORE_TIMEOUT_S):
                 self.store.give_up()
                 self._leave(store_gone())
 

@@ -58,6 +58,7 @@ class Watchdog:
         self.phase = phase
         self.run = next(_runs)
         self.cleanups: list[Callable[[], None]] = []
+        self.ticks: list[Callable[[], None]] = []
         self._chores: list[Callable[[Store], None]] = []
         self.closings: list[Callable[[], None]] = []
         self._closed = threading.Event()
@@ -93,6 +94,18 @@ class Watchdog:
     def add_chore(self, chore: "Callable[[Store], None]") -> None:
         """Register a function that the watch thread calls twice a second with its client of the store."""
         self._chores.append(chore)
+
+    def add_tick(self, tick: Callable[[], None]) -> None:
+        """Register a function that a thread calls twice a second, also while the store does not respond."""
+        self.ticks.append(tick)
+
+    def limit_store(self, seconds: float) -> None:
+        """Set the time after which a store that does not respond counts as gone."""
+        self._watch.store_limit_s = seconds
+
+    def count_as_reader(self, rank: int) -> None:
+        """Count a rank that is dead as a reader of the fatal line, so that no rank waits for it."""
+        self._watch.store.count_as_reader(rank)
 
     def do_chores(self) -> None:
         """Call the registered functions. The watch thread calls this."""

@@ -1,0 +1,196 @@
+"""The limit of open files, connections to the store, and what a rank shows of itself in /proc."""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+from beating import Link, until
+from forks import FORK, forked
+from store_host import StoreHost, topology_of
+from torch.distributed import TCPStore
+
+from trl_multinode.errors import PeerFailureError
+from trl_multinode.run import store as run_store
+from trl_multinode.run.frames import bytes_written, innermost_frames, work_of
+from trl_multinode.run.limits import file_limit_cure, raise_file_limit
+from trl_multinode.run.node_slots import NodeSlots
+from trl_multinode.run.reconnecting import ReconnectingStore, prefixed
+from trl_multinode.run.store import connect_store
+from trl_multinode.run.topology import Topology
+
+FEW_FILES, CLIENTS = 48, 50
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_launcher_with_a_low_limit_of_files_serves_all_ranks_once_a_rank_has_raised_it(
+    tmp_path, monkeypatch, raised
+):
+    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 20.0 if raised else 2.0)
+
+    def connect_all(port: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))  # its own; the launcher's is low
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if raised:
+            raise_file_limit(launched=True)
+        clients = [connect_store(topology_of(1), 0) for _ in range(CLIENTS)]
+        clients[-1].set("all", "connected")
+        print("all connected", flush=True)
+
+    def launcher(_: int) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, hard))
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+        rank = FORK.Process(target=connect_all, args=(store.port,))
+        rank.start()
+        rank.join()
+
+    with forked(launcher, 1, tmp_path) as (one,):
+        assert one.wait() == 0
+        assert ("all connected" in one.text) == raised, one.text
+        if not raised:
+            assert "PeerFailureError: node 0, rank 1 cannot connect to the run's store at 127.0.0.1:" in one.text
+            assert file_limit_cure(4) in one.text
+
+
+def test_the_cure_grows_with_the_run():
+    assert "`ulimit -n 4096`" in file_limit_cure(4)
+    assert "no file descriptors left for 2044 ranks" in file_limit_cure(2044) and "-n 6196" in file_limit_cure(2044)
+
+
+def test_a_shell_between_launcher_and_rank_does_not_hide_the_launcher():
+    code = "import os; from trl_multinode.run import limits; print(limits._launchers()[-1])"
+    shell = ["sh", "-c", f"{sys.executable} -c '{code}'; true"]
+    assert int(subprocess.run(shell, capture_output=True, text=True, check=True).stdout) == os.getpid()
+
+
+# ---- connections that are reset
+
+
+@pytest.fixture
+def store():
+    host = StoreHost()
+    yield host
+    host.end()
+
+
+@pytest.fixture
+def link(store, monkeypatch):
+    link = Link(store.port)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(link.port))
+    yield link
+    link.close()
+
+
+def test_a_call_is_repeated_after_a_reset_also_below_a_prefix(link, capsys):
+    client = connect_store(topology_of(2), 0)
+    below = prefixed("7", client)
+    below.set("key", "before")
+    assert link.reset()
+    assert below.get("key") == b"before" and client.get("7/key") == b"before"
+    assert link.reset()
+    assert client.add("count", 1) == 1 and below.multi_get(["key"]) == [b"before"]
+    out = capsys.readouterr().out
+    assert out.count("node 1, rank 2: a connection to the run's store was reset; opened again after") == 2
+
+
+def test_an_idle_connection_is_probed(link):
+    client = connect_store(topology_of(2), 0)
+    client.set("key", "")
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
+            if end.getpeername()[1] == link.port:
+                found.append(end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+    assert found == [1]
+    assert client.get("key") == b""  # the socket is still torch's
+
+
+def test_a_store_that_is_gone_is_found_at_once(store, link):
+    client = connect_store(topology_of(2), 0)
+    client.set("key", "")
+    link.close()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        client.get("key")
+    assert time.monotonic() - start < 3  # torch's own client would try again for its whole limit
+
+
+def test_a_store_that_cannot_be_reached_is_given_up_after_the_limit(link, monkeypatch):
+    monkeypatch.setattr(ReconnectingStore, "limit_s", 1.0)
+    client = connect_store(topology_of(2), 0)
+
+    def unreachable(*_):
+        raise OSError(113, "No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    link.reset()
+    with pytest.raises(RuntimeError):
+        client.get("key")
+
+
+def test_a_rank_without_a_store_is_told_the_cure(monkeypatch):
+    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 1.0)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.raises(PeerFailureError, match="rank 3 cannot connect to the run's store at 127.0.0.1:1: .*ulimit -n"):
+        connect_store(topology_of(3), 0, address)
+
+
+# ---- what a rank shows
+
+
+def test_the_work_of_a_process_grows_only_while_it_works():
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        first = work_of(busy.pid)[0]
+        until(lambda: work_of(busy.pid)[0] > first + 5)
+        os.kill(busy.pid, signal.SIGSTOP)
+        until(lambda: work_of(busy.pid)[1] == "T")
+        stopped = work_of(busy.pid)
+        time.sleep(0.3)
+        assert work_of(busy.pid) == stopped
+    finally:
+        busy.kill()
+        busy.wait()
+    assert work_of(busy.pid) is None
+
+
+def test_the_frames_are_the_innermost_ones_of_the_main_thread():
+    def inner() -> str:
+        return innermost_frames()
+
+    frames = inner().split(" < ")
+    assert len(frames) == 3
+    assert frames[1].startswith("tests/test_limits.py:") and frames[1].endswith(" in inner")
+    assert frames[2].endswith(" in test_the_frames_are_the_innermost_ones_of_the_main_thread")
+
+
+def test_bytes_that_a_save_writes_are_counted_before_the_disk_has_them(tmp_path):
+    before = bytes_written()
+    (tmp_path / "model").write_bytes(bytes(3 * 2**20))
+    assert bytes_written() - before >= 3 * 2**20
+
+
+def test_ranks_of_a_node_read_each_others_slots(tmp_path, store):
+    def body(rank: int) -> list:
+        topology = Topology(rank, 2, rank, 2, 0, 1, launched=False)
+        client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        slots = NodeSlots(topology)
+        until(lambda: slots.open(client))
+        slots.write({"rank": rank, "frames": "x" * (5000 * rank), "left": ""})
+        slots.touch(5.0 + rank)
+        until(lambda: len(slots.read()) == 2 and slots.times() == {0: 5.0, 1: 6.0})
+        found = [slots.read()[0]["rank"], len(slots.read()[1]["frames"])]
+        client.set(f"done/{rank}", "")
+        client.wait([f"done/{1 - rank}"])
+        return found
+
+    with forked(body, 2, tmp_path) as ranks:
+        assert [rank.result for rank in ranks] == [[0, 200]] * 2  # the frames are cut to fit

@@ -1,0 +1,224 @@
+"""Heartbeats: each rank writes its state into the node's shared memory, one rank per node writes the node's beat.
+
+A collective waits for a stopped process, a frozen node or a cut link until `ddp_timeout`, and nothing ends: no process
+has died. So the watch thread of every rank writes twice a second what its main thread does and since when. The first
+rank of a node whose own heartbeat is fresh writes one key per node and second, `beat/<node>`, with the states of all
+its ranks; it also reads the CPU time of a rank that is silent. docs/notes.md explains what is judged, and by whom;
+`run/judges.py` does it.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed import Store
+
+from .exit_codes import PEER_LOST
+from .frames import DISK_WAIT, innermost_frames, work_of
+from .judges import Limits, NodeJudge, RunJudge
+from .node_slots import NodeSlots
+from .rank_state import RankState
+from .reconnecting import ReconnectingStore
+from .reporter import report
+from .topology import Topology
+from .watchdog import Watchdog
+
+BEAT_S = 1.0  # between two beats of a node
+WRITE_EVERY_S = 2.0  # so often a rank writes its frames although nothing changes
+DUTY_S = 2.5  # a rank that is silent for so long does not write its node's beat
+SUSPENDED_S = 5.0  # a gap between two calls after which this process was suspended, and judges nothing that is older
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank does, as its host reports it to the heartbeats.
+
+    Args:
+        phase (`str`), since (`float`), step (`int`):
+            Phase, the time (`time.monotonic`) at which it began, optimizer steps done.
+        left (`str`):
+            What is left in the phase, for the lines; empty if unknown.
+        progress (`str`):
+            Text that changes whenever the rank makes progress.
+        synced (`bool`):
+            Whether the rank has taken part in a weight sync. Until then `engine_start_timeout` is the limit.
+        may_take_long (`bool`):
+            Whether the phase has a limit of its own, or runs the user's code: then the run is not stuck.
+        in_meeting (`bool`):
+            Whether it waits in a meeting, which has lines of its own.
+    """
+
+    phase: str
+    since: float
+    step: int
+    left: str = ""
+    progress: str = ""
+    synced: bool = False
+    may_take_long: bool = False
+    in_meeting: bool = False
+
+
+class Beats:
+    """Heartbeats of one rank, in the threads of its watchdog.
+
+    ```python
+    Beats(topology, watch, Limits(heartbeat_s=30.0, stuck_s=600.0, start_s=900.0), activity)
+    ```
+
+    Args:
+        topology (`Topology`):
+            Topology of this rank.
+        watch (`Watchdog`):
+            Watchdog of this rank, which ends the run.
+        limits (`Limits`):
+            Limits of the heartbeats.
+        activity (`Callable[[], Activity]`):
+            Function that returns what this rank does. It must not wait and not touch a disk.
+    """
+
+    def __init__(self, topology: Topology, watch: Watchdog, limits: Limits, activity: Callable[[], Activity]):
+        self._topology = topology
+        self._watch = watch
+        self._limits = limits
+        self._activity = activity
+        self._slots = NodeSlots(topology)
+        self._broken = False
+        self._progress = ("", time.monotonic())  # text, time of its last change
+        self._last_call = self._last_tick = time.monotonic()
+        self._doing = Activity("set-up", self._last_call, 0)
+        self._written: tuple[Activity | None, float] = (None, 0.0)  # in this rank's slot, and when
+        self._forgiven = self._last_call  # silence counts from here at the earliest
+        self._next_beat = 0.0
+        self._work: dict[int, tuple[int, float]] = {}  # of silent ranks: work, time at which it last changed
+        self._local = NodeJudge(topology, limits)
+        self._run = RunJudge(topology, limits) if topology.node in (0, topology.num_nodes - 1) else None
+        if limits.heartbeat_s > 0:
+            ReconnectingStore.limit_s = limits.heartbeat_s
+            watch.limit_store(limits.heartbeat_s)
+        watch.add_cleanup(self._kill_silent)
+        watch.add_tick(self._write_slot)
+        watch.add_chore(self._beat)
+
+    def _beat(self, store: Store) -> None:
+        """Write the node's beat if this rank is on duty, and judge. The watch thread calls it often."""
+        now = time.monotonic()
+        if now - self._last_call > SUSPENDED_S:
+            self._forgive(now)
+        self._last_call = now
+        if self._broken or not self._is_open(store):
+            return
+        if now < self._next_beat or not self._on_duty(now):
+            return
+        self._next_beat = now + (self._limits.beat_s or BEAT_S)
+        states = self._read_node(now)
+        store.set(f"beat/{self._topology.node}", f"{now:.3f} " + json.dumps([asdict(state) for state in states]))
+        line = self._local.judge(now, states)
+        if line is None and self._run is not None:
+            line = self._run.judge(time.monotonic(), store)
+        if line is not None:
+            self._watch.report(line, code=PEER_LOST)
+
+    def _forgive(self, now: float) -> None:
+        """Start all limits anew, because this process could not see what happened meanwhile."""
+        self._forgiven = now
+        self._work.clear()
+        if self._run is not None:
+            self._run.forgive(now)
+
+    def _is_open(self, store: Store) -> bool:
+        try:
+            return self._slots.open(store)
+        except OSError as error:
+            self._broken = True
+            report(
+                f"{self._topology}: cannot share heartbeats with the ranks of this node ({error}); if this rank "
+                "stops, it is not noticed. Mount /proc without `hidepid`, or run all ranks of a node in one container."
+            )
+            return False
+
+    # ---- this rank --------------------------------------------------------------------------------------------------
+
+    def _write_slot(self) -> None:
+        """Write what this rank does. A thread that does not use the store calls it: a lost link is no silent rank."""
+        now = time.monotonic()
+        suspended, self._last_tick = now - self._last_tick > SUSPENDED_S, now
+        if not self._slots.is_open:
+            return
+        with suppress(Exception):  # the main thread may be replacing what this reads; the rank lives all the same
+            self._doing = self._activity()
+        if self._doing != self._written[0] or now - self._written[1] > WRITE_EVERY_S or suspended:
+            self._write_doing(now, suspended)
+        self._slots.touch(now)
+
+    def _write_doing(self, now: float, suspended: bool) -> None:
+        """Write all that changes seldom: the activity, the frames, the time of the last progress."""
+        doing, self._written = self._doing, (self._doing, now)
+        progress = f"{doing.phase} {doing.since} {doing.step} {doing.left} {doing.progress}"
+        waits_for_disk = (work_of(os.getpid()) or (0, ""))[1] == DISK_WAIT
+        if progress != self._progress[0] or waits_for_disk or suspended:
+            self._progress = (progress, now)
+        own = asdict(doing) | {"pid": os.getpid(), "changed": self._progress[1]}
+        self._slots.write(own | {"frames": innermost_frames()})
+
+    # ---- the node ---------------------------------------------------------------------------------------------------
+
+    def _on_duty(self, now: float) -> bool:
+        """Return whether this rank is the first one of its node whose heartbeat is fresh."""
+        fresh = [rank for rank, at in self._slots.times().items() if now - at < DUTY_S]
+        return bool(fresh) and min(fresh) == self._topology.rank
+
+    def _read_node(self, now: float) -> list[RankState]:
+        times, slots = self._slots.times(), self._slots.read()
+        return [self._state(now, rank, times[rank], slots[rank]) for rank in sorted(times.keys() & slots.keys())]
+
+    def _state(self, now: float, rank: int, at: float, slot: dict[str, Any]) -> RankState:
+        silent_s = now - max(at, self._forgiven)
+        if silent_s < DUTY_S:
+            self._work.pop(rank, None)
+            idle_s = silent_s
+        else:
+            idle_s = min(silent_s, now - self._worked_at(rank, slot["pid"], at, now))
+        return RankState(
+            rank=rank,
+            phase=slot["phase"],
+            phase_s=round(now - slot["since"], 1),
+            step=slot["step"],
+            left=slot["left"],
+            silent_s=round(silent_s, 1),
+            idle_s=round(idle_s, 1),
+            same_s=round(now - max(slot["changed"], self._forgiven), 1),
+            synced=slot["synced"],
+            may_take_long=slot["may_take_long"],
+            in_meeting=slot["in_meeting"],
+            frames=slot["frames"],
+        )
+
+    def _worked_at(self, rank: int, pid: int, last_beat: float, now: float) -> float:
+        """Return the last time at which a silent rank was seen to work, or to wait for a disk."""
+        found = work_of(pid)
+        work, changed = self._work.get(rank, (None, last_beat))
+        if found is not None and found[1] == DISK_WAIT and work is not None:
+            changed = now
+        if found is not None and found[0] != work:
+            changed = last_beat if work is None else now
+        if found is not None:
+            self._work[rank] = (found[0], changed)
+        return changed
+
+    def _kill_silent(self) -> None:
+        """End the silent ranks of this node with the run: a stopped process cannot, and torchrun waits 30 s for it."""
+        if self._limits.heartbeat_s <= 0 or not self._slots.is_open:
+            return
+        now = time.monotonic()
+        slots = self._slots.read()
+        for rank, at in self._slots.times().items():
+            silent_s = now - max(at, self._forgiven)
+            if rank != self._topology.rank and silent_s > self._limits.heartbeat_s:
+                with suppress(ProcessLookupError):
+                    os.kill(slots[rank]["pid"], signal.SIGKILL)
+                self._watch.count_as_reader(rank)

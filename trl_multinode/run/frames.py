@@ -1,0 +1,53 @@
+"""What a rank is doing, as other ranks can see it: innermost frames of its main thread, its CPU time in /proc."""
+
+import os
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+NUM_FRAMES = 3
+DISK_WAIT = "D"  # state of a thread that waits for a disk
+
+
+def innermost_frames(count: int = NUM_FRAMES) -> str:
+    """Return the innermost frames of this process's main thread in one line, innermost first.
+
+    The frames come from the interpreter, so the caller needs the interpreter lock: a rank whose main thread holds it
+    for long keeps the frames that it wrote before.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found: list[str] = []
+    while frame is not None and len(found) < count:
+        found.append(_named(frame))
+        frame = frame.f_back
+    return " < ".join(found)
+
+
+def _named(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno} in {code.co_name}"
+
+
+def work_of(pid: int) -> tuple[int, str] | None:
+    """Return a number that grows while a process works, and the state of its main thread; `None` if it has ended.
+
+    The number is the CPU time of all its threads, in ticks, and its page faults that needed the disk: a library that
+    loads from a slow disk uses little CPU time.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name before it may have spaces; field 3, the state, is the first
+    major_faults, user, system = int(fields[9]), int(fields[11]), int(fields[12])
+    return major_faults + user + system, fields[0]
+
+
+def bytes_written() -> int:
+    """Return the bytes that this process has written; 0 if the kernel does not count them."""
+    try:
+        lines = Path(f"/proc/{os.getpid()}/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("wchar:")), 0)

@@ -1,0 +1,197 @@
+"""Judges of heartbeats: `NodeJudge` for the ranks of one node, `RunJudge` for all nodes.
+
+Every node judges its own ranks, with one clock and with their CPU times. Node 0 and the last node judge all nodes, so
+that the two sides of a cut link, and both sides of the store, end.
+"""
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from torch.distributed import Store
+
+from .rank_state import RankState
+from .reporter import report
+from .topology import Topology
+
+NAME_EVERY_S = 30.0
+READ_STATES_EVERY_S = 5.0  # a judge reads only the nodes' counts in between
+JUDGE_LATE_S = 5.0  # a judge that comes so late was suspended, or its store was
+NAMED_RANKS = 3  # a line names no more ranks
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of heartbeats, in seconds.
+
+    Args:
+        heartbeat_s (`float`):
+            Limit of silence, of a rank and of a node; 0 for none.
+        stuck_s (`float`):
+            Limit without progress of any rank, and of silence of a rank that uses the CPU; 0 for none.
+        start_s (`float`):
+            Limit of silence before a rank's first weight sync.
+        beat_s (`float`, *optional*):
+            Seconds between two beats of a node.
+    """
+
+    heartbeat_s: float
+    stuck_s: float
+    start_s: float
+    beat_s: float = 0.0
+
+    def silence_s(self, synced: bool) -> float:
+        """Return the limit of silence, or infinity."""
+        if self.heartbeat_s <= 0:
+            return float("inf")
+        return self.heartbeat_s if synced else max(self.heartbeat_s, self.start_s)
+
+    def setting(self, synced: bool) -> str:
+        name = "heartbeat_timeout" if synced else "engine_start_timeout"
+        return f"`{name}` {self.silence_s(synced):g} s"
+
+
+class NodeJudge:
+    """Judge of the ranks of one node. The rank that writes the node's beat is the judge."""
+
+    def __init__(self, topology: Topology, limits: Limits):
+        self._per_node = topology.ranks_per_node
+        self._limits = limits
+        self._named: dict[int, float] = {}  # rank -> time of the last line about it
+
+    def judge(self, now: float, states: list[RankState]) -> str | None:
+        """Return the line that ends the run, or `None`."""
+        for state in states:
+            if (line := self._judge(now, state)) is not None:
+                return line
+        return None
+
+    def _judge(self, now: float, state: RankState) -> str | None:
+        limit, who = self._limits.silence_s(state.synced), state.name(self._per_node)
+        if state.idle_s > limit:
+            return (
+                f"PeerFailureError: {who} has neither sent a heartbeat nor used the CPU for {state.idle_s:.0f} s "
+                f"({self._limits.setting(state.synced)}): its process is stopped or hangs. It was last "
+                f"{state.doing()}"
+            )
+        if self._limits.heartbeat_s <= 0 or state.silent_s <= self._limits.heartbeat_s:
+            self._named.pop(state.rank, None)
+            return None
+        if self._limits.stuck_s > 0 and state.silent_s > max(self._limits.stuck_s, limit):
+            return (
+                f"PeerFailureError: {who} has sent no heartbeat for {state.silent_s:.0f} s (`stuck_timeout` "
+                f"{self._limits.stuck_s:g} s) although it uses the CPU: native code holds Python's interpreter lock. "
+                f"Raise the setting if such a call may take so long. It was last {state.doing()}"
+            )
+        if now - self._named.get(state.rank, float("-inf")) >= NAME_EVERY_S:
+            self._named[state.rank] = now
+            works = "but uses the CPU" if state.idle_s < state.silent_s / 2 else "and does not use the CPU"
+            report(f"{who} has sent no heartbeat for {state.silent_s:.0f} s {works}; it was last {state.doing()}")
+        return None
+
+
+class RunJudge:
+    """Judge of all nodes, in the rank that writes the beat of node 0 or of the last node."""
+
+    def __init__(self, topology: Topology, limits: Limits):
+        self._topology = topology
+        self._limits = limits
+        self._keys = [f"beat/{node}" for node in range(topology.num_nodes)]
+        self._complete = False  # all nodes have sent a beat
+        self._seen: dict[int, tuple[str, float]] = {}  # node -> number of its last beat, time at which it was seen
+        self._states: dict[int, list[RankState]] = {}  # node -> states in its last beat
+        self._last_look = time.monotonic()
+        self._next_states = 0.0
+        self._next_line = 0.0
+
+    def forgive(self, now: float) -> None:
+        """Start all limits anew."""
+        self._seen = {node: (number, now) for node, (number, _) in self._seen.items()}
+        self._last_look = now
+
+    def judge(self, now: float, store: Store) -> str | None:
+        """Return the line that ends the run, or `None`."""
+        if now - self._last_look > JUDGE_LATE_S + self._limits.beat_s:
+            self.forgive(now)
+        self._last_look = now
+        if not self._complete:
+            self._complete = store.check(self._keys)  # `multi_get` would wait for a key that is missing
+            return None
+        reads = now >= self._next_states
+        for node, beat in enumerate(store.multi_get(self._keys)):
+            number, _, states = beat.decode().partition(" ")
+            if self._seen.get(node, ("", 0.0))[0] != number:
+                self._seen[node] = (number, now)
+            if reads or node not in self._states:
+                self._states[node] = [RankState(**state) for state in json.loads(states)]
+        if reads:
+            self._next_states = now + min(READ_STATES_EVERY_S, max(self._limits.stuck_s, 1.0) / 10)
+        return self._silent_node(now) or (self._stuck_or_slow(now) if reads else None)
+
+    # ---- silent nodes -----------------------------------------------------------------------------------------------
+
+    def _silent_node(self, now: float) -> str | None:
+        for node, (_, seen) in self._seen.items():
+            states = self._states[node]
+            synced = bool(states) and all(state.synced for state in states)
+            if (silent_s := now - seen) > self._limits.silence_s(synced):
+                return self._about_node(node, silent_s, self._limits.setting(synced))
+        return None
+
+    def _about_node(self, node: int, silent_s: float, setting: str) -> str:
+        per_node = self._topology.ranks_per_node
+        what = f"node {node} (ranks {node * per_node} to {(node + 1) * per_node - 1})"
+        last = max(self._states[node], key=lambda state: state.same_s, default=None)
+        doing = f". Its {last.name(per_node)} was last {last.doing(silent_s)}" if last is not None else ""
+        return (
+            f"PeerFailureError: {what} has sent no heartbeat for {silent_s:.0f} s ({setting}): the node or all its "
+            f"ranks are stopped or gone, or its link to node 0 is cut{doing}"
+        )
+
+    # ---- runs without progress -----------------------------------------------------------------------------------
+
+    def _stuck_or_slow(self, now: float) -> str | None:
+        """Return the line for a run in which no rank makes progress; report ranks that are behind the others."""
+        states = [state for node in self._states.values() for state in node]
+        if len(states) < self._topology.world_size or not all(state.synced for state in states):
+            return None
+        same_s = min(state.same_s for state in states)
+        if 0 < self._limits.stuck_s < same_s and not any(state.may_take_long for state in states):
+            return self._stuck(states, same_s)
+        if same_s > NAME_EVERY_S and now >= self._next_line:
+            self._next_line = now + NAME_EVERY_S
+            self._report_slow(states, same_s)
+        return None
+
+    def _stuck(self, states: list[RankState], same_s: float) -> str:
+        phases = Counter(state.phase for state in states)
+        counts = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
+        slowest = _behind(states)[0]
+        return (
+            f"PeerFailureError: no rank has made progress for {same_s:.0f} s (`stuck_timeout` "
+            f"{self._limits.stuck_s:g} s) although all send heartbeats: they probably wait in different collectives "
+            f"({counts}). Raise the setting if a step may take so long. The slowest is "
+            f"{slowest.name(self._topology.ranks_per_node)}, {slowest.doing()}"
+        )
+
+    def _report_slow(self, states: list[RankState], same_s: float) -> None:
+        """Report the ranks that are elsewhere than most, unless ranks wait in a meeting, which reports it."""
+        late = _behind(states)
+        if any(state.in_meeting for state in states) or len(late) == len(states):
+            return
+        names = [f"{state.name(self._topology.ranks_per_node)}, {state.doing()}" for state in late[:NAMED_RANKS]]
+        count = f"{len(late)} ranks: " if len(late) > 1 else ""
+        more = "; ..." if len(late) > NAMED_RANKS else ""
+        report(
+            f"{self._topology}: {len(states) - len(late)} ranks waiting {same_s:.0f} s for {count}"
+            f"{'; '.join(names)}{more}"
+        )
+
+
+def _behind(states: list[RankState]) -> list[RankState]:
+    """Return the ranks of the smallest group with one step and one phase, the longest in it first."""
+    sizes = Counter((state.step, state.phase) for state in states)
+    smallest = min(sizes, key=lambda place: (sizes[place], place[0]))
+    late = [state for state in states if (state.step, state.phase) == smallest]
+    return sorted(late, key=lambda state: -state.same_s)
