@@ -12,7 +12,7 @@ from served import Keeper, serving
 from test_weight_sync import Sharded
 from torch import nn
 
-import trl_multinode.host as host_module
+import trl_multinode.host.syncing as host_module
 from trl_multinode.errors import WeightsNotFiniteError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_trainer import NodeTrainer
