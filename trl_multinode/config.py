@@ -53,6 +53,9 @@ class NodeFields(_Arguments):
         engine_stall_timeout (`float`, *optional*, defaults to `300.0`):
             Seconds without a token after which an engine that has work counts as stalled. The total time of a
             generation has no limit.
+        engine_restarts (`int`, *optional*, defaults to `2`):
+            How often each engine is started again when its processes die or stall. The ranks then send it the current
+            weights, and its rows are generated again. With 0, the end of an engine ends the run. See docs/running.md.
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
             Size, in MiB, of the buckets in which weights are gathered and sent; a single larger tensor (an embedding,
             fused experts) is a bucket of its own. Peak extra memory is about two buckets on a local main process, and
@@ -160,6 +163,10 @@ class NodeFields(_Arguments):
     engine_stall_timeout: float = field(
         default=NodeSettings.engine_stall_timeout,
         metadata={"help": "Seconds without a token after which an engine that has work counts as stalled."},
+    )
+    engine_restarts: int = field(
+        default=NodeSettings.engine_restarts,
+        metadata={"help": "How often each engine is started again when it dies or stalls; 0: its end ends the run."},
     )
     sync_bucket_mb: float = field(
         default=NodeSettings.sync_bucket_mb,

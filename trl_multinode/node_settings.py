@@ -90,6 +90,7 @@ class NodeSettings:
     engine_dtype: str = "auto"
     engine_start_timeout: float = 900.0  # seconds
     engine_stall_timeout: float = 300.0  # seconds
+    engine_restarts: int = 2  # of each engine; 0: its end ends the run
     sync_bucket_mb: float = 512.0  # MiB
     weight_transport: str = "auto"
     lora_sync: str = "auto"
@@ -216,6 +217,8 @@ def _check_numbers(settings: NodeSettings) -> None:
     for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes"):
         if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
+    if settings.engine_restarts < 0:
+        raise ConfigurationError(f"`engine_restarts` must be at least 0, got {settings.engine_restarts}; 0: none.")
     if settings.node_table_steps < 0:
         raise ConfigurationError(
             f"`node_table_steps` must be at least 0, got {settings.node_table_steps}; 0: no table."

@@ -68,6 +68,10 @@ class NodeHost(SyncingHost, EndingHost):
         self._ends = False
         # per engine, at the last sync: busy seconds, total seconds, and row-seconds over slots
         self.engine_clocks: list[tuple[float, float, float, float]] = []
+        self.on_lost: Callable[[], None] = lambda: None  # sends the weights, after a meeting that asked for them
+        self._renewed: list[tuple[int, int]] = []  # engines of this node for which the last meeting asked
+        self._clock_starts: dict[int, int] = {}  # by engine: number of the process whose clock was read last
+        self._clock_offsets: dict[int, tuple[float, float, float, float]] = {}  # by engine: clocks of those before it
         self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
         with self.watch.guard():
             store = connect_store(self.topology, self.watch.run)
@@ -109,6 +113,8 @@ class NodeHost(SyncingHost, EndingHost):
         """Return what this rank does, for a line of a rank that waits for it. The watch thread calls it."""
         if self._ends:
             return "which has closed its trainer or ended its script"
+        if self.phases.current == "restart":
+            return f"in phase restart: {self._left('restart') or 'an engine starts again'}"
         if self.phases.current != "generate":
             return f"in phase {self.phases.current}"
         return f"generating, {self._left('generate')}"
@@ -118,6 +124,8 @@ class NodeHost(SyncingHost, EndingHost):
         if phase == "generate":
             connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
             return f"{sum(engines.rows_left for engines in connections)} rows left"
+        if phase == "restart":
+            return self._fleet.restarts.state() if self._fleet.restarts is not None else ""
         if phase == "sync" and (sync := self._sync) is not None:
             return f"{sync.num_gathered} of {len(sync.buckets)} buckets gathered"
         if phase == "checkpoint":

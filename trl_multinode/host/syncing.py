@@ -1,11 +1,19 @@
-"""Weight sync of a rank's host: all ranks meet, then every rank takes part in sending the weights."""
+"""Weight sync of a rank's host: all ranks meet, then every rank takes part in sending the weights.
 
-from collections.abc import Callable
+An engine that dies is started again by its local main process (`engine/restarts.py`), and needs the weights of all
+ranks. So a rank without an engine brings a request to the next meeting of all ranks, after which all ranks send the
+weights. The others are in a meeting because they wait there for the slowest rank, before TRL's first collective.
+"""
+
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from ..engine.fleet import EngineFleet
+from ..engine.group import PendingReplies
 from ..engine.node_engines import NodeEngines
+from ..engine.restarts import lost_engine, lost_engines
 from ..errors import EngineError
 from ..run.meeting import Meeting
 from ..run.phase_file import PhaseFile
@@ -28,11 +36,16 @@ class SyncingHost:
     engines: NodeEngines | None
     ahead_engines: NodeEngines | None
     engine_clocks: list[tuple[float, float, float, float]]
+    on_lost: Callable[[], None]
+    _fleet: EngineFleet
     _phase_file: PhaseFile
     _meeting: Meeting
     _measure_clock: Callable[[], float | None] | None
     _sync: WeightSync | None
     _kv_use: float
+    _renewed: list[tuple[int, int]]
+    _clock_starts: dict[int, int]
+    _clock_offsets: dict[int, tuple[float, float, float, float]]
     _model: Any
     _base: Any
 
@@ -44,12 +57,85 @@ class SyncingHost:
         report(f"node {self.topology.node}: {text}")
 
     def align(self) -> None:
-        """Wait until all ranks call this; unlike a collective, the wait has no limit. The log counts it as `wait`."""
+        """Wait until all ranks call this; unlike a collective, the wait has no limit. The log counts it as `wait`.
+
+        Meanwhile this rank takes part in sending the weights to engines that other ranks have lost.
+        """
+        while self.meet():
+            self.on_lost()
+        if self.engines is not None:
+            self.engines.recover = None  # the other ranks are in collectives from now on, and come to no meeting
+
+    def meet(self, lost: Iterable[tuple[int, int]] = ()) -> bool:
+        """Wait until all ranks call this or `align`. Then wait for the engines that any rank has lost to be ready.
+
+        Args:
+            lost (`Iterable[tuple[int, int]]`, *optional*):
+                Index and number of the process of each engine of this node that needs the weights.
+
+        Returns:
+            `bool`: the same on every rank: whether all ranks must send the weights to engines that were lost.
+        """
+        node = self.topology.node
         with self.phases("wait"):
-            self._meeting.wait()
+            words = self._meeting.wait(" ".join(lost_engine(node, index, start) for index, start in lost))
             measure, self._measure_clock = self._measure_clock, None
             if measure is not None:  # all ranks have just met, so each finds the others ready to respond
                 self._phase_file.clock_offset = measure()
+        if not words:
+            return False
+        with self.phases("restart"):
+            self._renewed = lost_engines(words, node)
+            if self._fleet.restarts is not None:
+                for index, start in self._renewed:
+                    self._fleet.restarts.wait_for(index, start)
+            self._meeting.wait()  # no rank waits in a collective while an engine starts
+            if self._renewed:
+                self._renew([index for index, _ in self._renewed])
+        return True
+
+    def _renew(self, indices: list[int]) -> None:
+        """Connect to the engines that were started again; threads that have connections of their own do it later."""
+        assert self.engines is not None
+        self.engines.renew(indices)
+        if self.ahead_engines is not None:
+            self.ahead_engines.renew_later(indices)
+
+    def lost_engines(self) -> list[tuple[int, int]]:
+        """Return index and number of the process of each engine that this rank has lost."""
+        assert self.engines is not None
+        return [(client.index, client.ready.start) for client in self.engines.lost]
+
+    def engines_to_restore(self) -> list[tuple[int, int]]:
+        """Return the engines for which this rank asks before a sync: those that were started again.
+
+        If no other engine of the node serves, also those that still start.
+        """
+        restarts = self._fleet.restarts
+        if restarts is None or self.engines is None or not self.engines.tolerant:
+            return []
+        lost = self.lost_engines()
+        all_lost = len(lost) == len(self.engines)
+        return [(index, start) for index, start in lost if all_lost or restarts.is_ready(index)]
+
+    def restore(self, version: WeightVersion) -> None:
+        """Send the weights of `version` to the engines that were started again. A collective of all ranks."""
+        assert self._sync is not None and self.engines is not None
+        group = self.engines.serving([index for index, _ in self._renewed]) if self.topology.is_local_main else None
+        timings = self._sync.send_again(version, group)
+        self._renewed = []
+        if group:
+            names = ", ".join(f"engine {engine.index}" for engine in group)
+            self._report(f"{names} got the weights of {version} again in {timings.total_s:.1f} s")
+
+    def restore_all(self) -> None:
+        """Make the next `sync` send everything to all engines, because some were started again. All ranks call it."""
+        self.send_everything()
+        if self._renewed and self._sync is not None:
+            self._sync.forget_slots()
+        self._renewed = []
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
 
     def sync(self, version: WeightVersion) -> SyncTimings:
         """Send the weights; after the first update, verify that no dummy weight remains. A collective of all ranks."""
@@ -65,15 +151,26 @@ class SyncingHost:
         for connections in filter(None, (self.engines, self.ahead_engines)):
             connections.expect(version)
         timings = self._sync.run(version)
-        done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
-        self.engine_clocks = [
-            (reply.busy_s, reply.clock_s, reply.slot_s, reply.tail_s) for reply in done if isinstance(reply, Done)
-        ]
-        self._kv_use = max([self._kv_use, *(reply.kv_use for reply in done if isinstance(reply, Done))])
+        self._read_clocks(self.engines.post_all(Await(min_update=version.update)))  # the wait for them counts as sync
         if version.update == 1:
-            engines = self.engines if self.topology.is_local_main else None
+            engines = self.engines.serving(range(len(self.engines))) if self.topology.is_local_main else None
             probe_engines(self._model, engines, self.divergence_limit, self.topology)
         return timings
+
+    def _read_clocks(self, pending: PendingReplies) -> None:
+        """Read the engines' clocks. Those of an engine that was started again go on where they were."""
+        zeros = (0.0, 0.0, 0.0, 0.0)
+        clocks = self.engine_clocks or [zeros] * len(self.engines or ())
+        for client, reply in pending.answers():
+            assert isinstance(reply, Done)
+            if client.ready.start != self._clock_starts.get(client.index, 0):
+                self._clock_starts[client.index] = client.ready.start
+                self._clock_offsets[client.index] = clocks[client.index]
+            read = (reply.busy_s, reply.clock_s, reply.slot_s, reply.tail_s)
+            offsets = self._clock_offsets.get(client.index, zeros)
+            clocks[client.index] = tuple(map(sum, zip(read, offsets, strict=True)))  # type: ignore[assignment]
+            self._kv_use = max(self._kv_use, reply.kv_use)
+        self.engine_clocks = list(clocks)
 
     def take_kv_use(self) -> float:
         """Return the greatest share of a node's engine's key-value cache that was in use, up to the last sync."""

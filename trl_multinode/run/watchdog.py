@@ -60,7 +60,7 @@ class Watchdog:
         self._store = RunStore(topology, self.run)
         self._cleanups: list[Callable[[], None]] = []
         self._chores: list[Callable[[Store], None]] = []
-        self._processes: dict[int, Callable[[], str]] = {}  # pidfd -> cause
+        self._processes: dict[int, Callable[[], str | None]] = {}  # pidfd -> cause
         self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
         self._note = ""  # added to every failure that this rank reports
@@ -83,12 +83,14 @@ class Watchdog:
 
     # ---- watched processes and failures -----------------------------------------------------------------------------
 
-    def add_process(self, pid: int, cause: Callable[[], str]) -> None:
-        """Treat the end of process `pid` as a failure of the run; `cause` then returns the message."""
+    def add_process(self, pid: int, cause: Callable[[], str | None]) -> None:
+        """Treat the end of process `pid` as a failure of the run; `cause` then returns the message, or `None` if the
+        run goes on without it."""
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
-            self.report(cause())
+            if (line := cause()) is not None:
+                self.report(line)
             return
         with self._lock:
             self._processes[pidfd] = cause
@@ -273,8 +275,10 @@ class Watchdog:
             self._poll.unregister(fd)
             os.close(fd)
         # A launcher ends after its ranks, and their own report explains more, so it takes precedence.
-        if self._store.fatal_line() is None and not self._store.all_finished():
-            self.report(cause())
+        if self._store.fatal_line() or self._store.all_finished():
+            return
+        if (line := cause()) is not None:
+            self.report(line)
 
     def _due_line(self) -> str | None:
         with self._lock:
