@@ -272,7 +272,8 @@ class Engines:
         return 2
 
     def __getitem__(self, engine: int) -> SimpleNamespace:
-        return SimpleNamespace(post_score=partial(self.post_score, engine), scored=partial(self.scored, engine))
+        score, scored = partial(self.post_score, engine), partial(self.scored, engine)
+        return SimpleNamespace(post_score=score, scored=scored, lost=None)
 
     def post_score(self, engine: int, tokens, temperature: float) -> int:
         self.asked.append((list(tokens), engine))

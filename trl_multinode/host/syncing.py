@@ -118,6 +118,11 @@ class SyncingHost:
         all_lost = len(lost) == len(self.engines)
         return [(index, start) for index, start in lost if all_lost or restarts.is_ready(index)]
 
+    @property
+    def num_restarts(self) -> int:
+        """Number of restarts of the engines that this rank owns."""
+        return 0 if self._fleet.restarts is None else self._fleet.restarts.count
+
     def restore(self, version: WeightVersion) -> None:
         """Send the weights of `version` to the engines that were started again. A collective of all ranks."""
         assert self._sync is not None and self.engines is not None

@@ -26,7 +26,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multinode.host import NodeHost
 from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.weights.sync import WeightSync
 
 folder, jobs_json = sys.argv[1:]
 PER_NODE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -76,7 +75,9 @@ def watch_rows(rows: Rows) -> None:
     generate, ahead = engines.generate, rows.trainer.host.ahead_engines
 
     def watched(*args):
-        moment, number = ("generate", rows.trained) if rows.trainer.model.training else ("eval", rows.trainer.host.step())
+        moment, number = (
+            ("generate", rows.trained) if rows.trainer.model.training else ("eval", rows.trainer.host.step())
+        )
         due = [d for d in rows.deaths if d["moment"] == f"{moment}@{number}"]
         if due and RANK == KILLER:
             threading.Thread(target=kill_later, args=(rows, moment, number, engines), daemon=True).start()
