@@ -18,6 +18,7 @@ import torch
 
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.fleet import EngineFleet
+from trl_multinode.engine.row_stream import RowRequest
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.host.syncing import SyncingHost
@@ -28,7 +29,7 @@ from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watchdog import Watchdog
 from trl_multinode.testing.engines import ENGINE_ARGS
-from trl_multinode.testing.faults import HOOK
+from trl_multinode.testing.faults import FORKED, HOOK
 from trl_multinode.testing.forking import forked_fake_engine
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.weights.source import ModuleSource

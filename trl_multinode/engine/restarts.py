@@ -129,10 +129,10 @@ class EngineRestarts:
                 self._processes[index] = process = self._start_again(index)
                 wait_until_ready([process], self._timeout_s, lambda text: self._report(f"engine {index}: {text}"))
                 break
-            except (EngineStartError, OSError) as error:
+            except Exception as error:  # this thread has no caller that would see it
                 if self._closed:
                     return
-                if self._counts[index] >= self._limit:
+                if self._counts[index] >= self._limit or not isinstance(error, EngineStartError):
                     self._watch.report(f"{type(error).__name__}: {error}")
                     return
                 self._counts[index] += 1

@@ -102,9 +102,11 @@ class SyncingHost:
             self.ahead_engines.renew_later(indices)
 
     def lost_engines(self) -> list[tuple[int, int]]:
-        """Return index and number of the process of each engine that this rank has lost."""
+        """Return index and number of the process of each engine that this rank has lost, in any of its threads."""
         assert self.engines is not None
-        return [(client.index, client.ready.start) for client in self.engines.lost]
+        ahead = [client for client in self.ahead_engines or () if client.lost is not None]
+        lost = {(client.index, client.ready.start) for client in (*self.engines.lost, *ahead)}
+        return sorted(lost & {(client.index, client.ready.start) for client in self.engines})
 
     def engines_to_restore(self) -> list[tuple[int, int]]:
         """Return the engines for which this rank asks before a sync: those that were started again.
