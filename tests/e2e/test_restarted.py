@@ -46,7 +46,7 @@ def test_rows_1_2_and_8_losses_rewards_and_rows_are_those_of_a_run_without_a_dea
         assert died["rounds"] == plain["rounds"] and died["losses"] == plain["losses"]
         assert died["evals"] == plain["evals"]
     assert results[name][2]["left"] == 0 and results[name][0]["restarts"][-1] == 2
-    assert "engine 0 ended (its process" in results["log"]
+    assert "node 1: engine 0 ended (its process" in results["log"] and "was killed by SIGKILL" in results["log"]
 
 
 @pytest.mark.parametrize("name", ["ahead", "in_flight"])

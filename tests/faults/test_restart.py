@@ -202,8 +202,14 @@ def test_row_1_an_engine_that_dies_after_the_sync_gets_the_same_weights_again(no
     one = node()
     assert one.story(at("generate", 1, one.kill)) == expected
     assert any("got the weights of update 2 (step 1) again" in line for line in one.lines)
-    clocks = [clock for _, clock, _, _ in one.engine_clocks]
-    assert clocks[0] > 0.0
+
+
+def test_row_1_the_clocks_of_an_engine_go_on_after_a_restart(node):
+    one, clocks = node(), []
+    one.story(lambda moment, number: [one.kill() if (moment, number) == ("idle", 1) else None,
+                                      clocks.append(one.engine_clocks) if moment == "generate" else None])  # fmt: skip
+    seconds = [clock for ((_, clock, _, _),) in clocks]
+    assert len(seconds) == ROUNDS and seconds == sorted(seconds) and len(set(seconds)) == ROUNDS
 
 
 def test_row_2_an_engine_that_is_killed_in_generation_makes_the_same_rows(node, expected):

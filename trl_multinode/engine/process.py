@@ -189,10 +189,16 @@ class EngineProcess:
 
     def why_ended(self) -> str:
         """Return the reason that the engine wrote, or else how its process ended, and the path of its log."""
-        reason = reason_of_end(self._failure) or f"its process {self.pid} {exit_cause(self.pid)}"
+        reason = reason_of_end(self._failure) or f"its process {self.pid} {self._how_it_ended()}"
         if any(words in reason for words in REFERS_TO_ANOTHER):
             reason = self.start_log.cause() or reason
         return f"{reason.rstrip('.')}. Log: {self.log_path}"
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode  # set if another thread has asked for it, which removes the zombie
+        if code is None:
+            return exit_cause(self.pid)
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def stop(self, timeout_s: float) -> None:
         """Wait `timeout_s` for the process to end, and again after SIGTERM; then kill what is left of its group."""

@@ -167,7 +167,7 @@ class SyncingHost:
     def _read_clocks(self, pending: PendingReplies) -> None:
         """Read the engines' clocks. Those of an engine that was started again go on where they were."""
         zeros = (0.0, 0.0, 0.0, 0.0)
-        clocks = self.engine_clocks or [zeros] * len(self.engines or ())
+        clocks = list(self.engine_clocks) or [zeros] * len(self.engines or ())
         for client, reply in pending.answers():
             assert isinstance(reply, Done)
             if client.ready.start != self._clock_starts.get(client.index, 0):
@@ -177,7 +177,7 @@ class SyncingHost:
             offsets = self._clock_offsets.get(client.index, zeros)
             clocks[client.index] = tuple(map(sum, zip(read, offsets, strict=True)))  # type: ignore[assignment]
             self._kv_use = max(self._kv_use, reply.kv_use)
-        self.engine_clocks = list(clocks)
+        self.engine_clocks = clocks  # a new list: the meter keeps the one before
 
     def take_kv_use(self) -> float:
         """Return the greatest share of a node's engine's key-value cache that was in use, up to the last sync."""
