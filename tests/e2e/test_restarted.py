@@ -20,6 +20,8 @@ JOBS = [
     {"name": "plain", "deaths": [], **EVAL},
     {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "sync@4"}], **EVAL},
     {"name": "eval", "deaths": [{"moment": "idle@1"}, {"moment": "eval@2"}], **EVAL},
+    {"name": "turns", "deaths": [], "turns": True},
+    {"name": "a turn", "deaths": [{"moment": "generate@1", "call": 3}, {"moment": "idle@2"}], "turns": True},
     {"name": "ahead", "deaths": [{"moment": "ahead@0"}], "max_staleness": 1},
     {"name": "in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT},
 ]
@@ -40,9 +42,10 @@ def results(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", ["generate", "eval"])
-def test_rows_1_2_and_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(results, name):
-    for plain, died in zip(results["plain"], results[name], strict=True):
+@pytest.mark.parametrize(("name", "same"), [("generate", "plain"), ("eval", "plain"), ("a turn", "turns")])
+def test_rows_1_2_and_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(results, name, same):
+    """Also if ranks call `generate` a different number of times: the others are in the meeting after it."""
+    for plain, died in zip(results[same], results[name], strict=True):
         assert died["rounds"] == plain["rounds"] and died["losses"] == plain["losses"]
         assert died["evals"] == plain["evals"]
     assert results[name][2]["left"] == 0 and results[name][0]["restarts"][-1] == 2

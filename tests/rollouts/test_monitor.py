@@ -1,6 +1,7 @@
 """The alarm on log-probs: what it compares, what it leaves out, when it trips, when it is off."""
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -183,7 +184,9 @@ class Unscored(NodeTrainer):
         self.model = SimpleNamespace(training=True)
         self._meter = StalenessMeter(SimpleNamespace())
         rows = [Rollout(np.zeros(len(logprobs), np.int32), np.array(logprobs, np.float32), WeightVersion(4, 12), 0)]
-        self.vllm_generation = SimpleNamespace(rows=rows, version=WeightVersion(4, 12), lag=(0, 0), generated=True)
+        self.vllm_generation = SimpleNamespace(
+            rows=rows, version=WeightVersion(4, 12), lag=(0, 0), generated=True, recovering=nullcontext
+        )
 
     def _begin_round(self, following=None) -> None:
         pass

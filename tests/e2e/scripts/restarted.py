@@ -17,13 +17,16 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
 
+import common
 from common import RANK, make_trainer, write_result
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from trl_multinode import GRPOTrainer
 from trl_multinode.host import NodeHost
 from trl_multinode.testing.models import tiny_qwen2
 
@@ -74,11 +77,16 @@ def watch_rows(rows: Rows) -> None:
     generation, engines = rows.trainer.vllm_generation, rows.trainer.host.engines
     generate, ahead = engines.generate, rows.trainer.host.ahead_engines
 
+    calls: dict = {}
+
     def watched(*args):
         moment, number = (
             ("generate", rows.trained) if rows.trainer.model.training else ("eval", rows.trainer.host.step())
         )
-        due = [d for d in rows.deaths if d["moment"] == f"{moment}@{number}"]
+        calls[moment, number] = calls.get((moment, number), 0) + 1
+        due = [
+            d for d in rows.deaths if d["moment"] == f"{moment}@{number}" and d.get("call", 1) == calls[moment, number]
+        ]
         if due and RANK == KILLER:
             threading.Thread(target=kill_later, args=(rows, moment, number, engines), daemon=True).start()
         return generate(*args)
@@ -93,6 +101,21 @@ def watch_rows(rows: Rows) -> None:
             rows.kill("ahead", rows.trained)
 
         generation._submit = submitted
+
+
+def more_turns_on_even_ranks(prompts, trainer) -> dict:
+    """A user's rollout: rank 0 of a node generates three times, rank 1 once."""
+    ids = trainer.processing_class(text=prompts)["input_ids"]
+    generate = trainer.vllm_generation.generate
+    _, completions, logprobs, _ = generate(prompts=ids, images=None, num_generations=4)
+    completions, logprobs = [list(c) for c in completions], [[top[0] for top in row] for row in logprobs]
+    for _ in range(0 if RANK % 2 else 2):
+        longer = [prompt + completion for prompt, completion in zip(ids, completions, strict=True)]
+        _, more, theirs, _ = generate(prompts=longer, images=None, num_generations=1)
+        for row, new in enumerate(more):
+            completions[row] += list(new)
+            logprobs[row] += [top[0] for top in theirs[row]]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs}
 
 
 def kill_later(rows: Rows, moment: str, number: int, engines) -> None:
@@ -123,10 +146,12 @@ def run(name: str, deaths: list[dict], output: str = "run", eval_prompts: int = 
     } | settings  # fmt: skip
     more = [f"{i} - 1 =" for i in range(eval_prompts)] or None
     model = tiny_qwen2(tied=False)
+    if settings.pop("turns", False):
+        common.GRPOTrainer = partial(GRPOTrainer, rollout_func=more_turns_on_even_ranks)
     trainer = make_trainer(
         model, rows, f"{folder}/{output}-{name}", [f"{i} + {i + 1} =" for i in range(32)], more, **settings
     )
-    rows.trainer = trainer
+    rows.trainer, common.GRPOTrainer = trainer, GRPOTrainer
     watch_rows(rows)
     watch_buckets(rows)
     trainer.train()
