@@ -209,7 +209,7 @@ def test_row_1_the_clocks_of_an_engine_go_on_after_a_restart(node):
     one.story(lambda moment, number: [one.kill() if (moment, number) == ("idle", 1) else None,
                                       clocks.append(one.engine_clocks) if moment == "generate" else None])  # fmt: skip
     seconds = [clock for ((_, clock, _, _),) in clocks]
-    assert len(seconds) == ROUNDS and seconds == sorted(seconds) and len(set(seconds)) == ROUNDS
+    assert len(seconds) == ROUNDS and seconds == sorted(seconds) and seconds[-1] > seconds[0]
 
 
 def test_row_2_an_engine_that_is_killed_in_generation_makes_the_same_rows(node, expected):
