@@ -43,7 +43,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "same"), [("generate", "plain"), ("eval", "plain"), ("a turn", "turns")])
-def test_rows_1_2_and_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(results, name, same):
+def test_rows_1_2_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(results, name, same):
     """Also if ranks call `generate` a different number of times: the others are in the meeting after it."""
     for plain, died in zip(results[same], results[name], strict=True):
         assert died["rounds"] == plain["rounds"] and died["losses"] == plain["losses"]

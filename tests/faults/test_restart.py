@@ -316,7 +316,7 @@ def test_row_2_a_generation_outside_of_a_round_ends_with_the_error(node):
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-def test_rows_1_2_and_8_with_vllm(node):
+def test_rows_1_2_8_with_vllm(node):
     """One engine: its core is killed in generation, the engine itself idle, and then while weights are sent."""
     one = node(FORKED, engine_restarts=3, engine_stall_timeout=120.0, max_completion_length=100)
     expected = one.story()
