@@ -4,6 +4,7 @@ TRL's `GRPOTrainer` builds one `VLLMGeneration` with 25 keywords and afterwards 
 class replaces it; a contract test pins the keywords and the shape of the return value.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -248,7 +249,10 @@ class NodeGeneration:
         """
         if self.continuous is None and not self._engines_are_current:
             raise next(client.lost for client in self.engines if client.lost is not None)
-        if self._host.meet(self._host.lost_engines()):
+        if not (lost := self._host.lost_engines()):  # only the connections of the rows in flight have ended
+            self._host.ahead_engines.renew_later(range(len(self.engines)))
+            time.sleep(0.1)
+        elif self._host.meet(lost):
             self._restore()
 
     def _send_weights(self) -> None:
