@@ -18,6 +18,7 @@ import torch
 
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.fleet import EngineFleet
+from trl_multinode.engine.restarts import lost_engine, lost_engines
 from trl_multinode.engine.row_stream import RowRequest
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
 from trl_multinode.errors import EngineDiedError
@@ -264,6 +265,11 @@ def test_row_8_an_engine_that_dies_while_weights_are_sent_gets_them_again(node, 
     one = node()
     assert one.story(at("sync", 1, one.kill_in_sync)) == expected
     assert any("got the weights of update 2 (step 1) again" in line for line in one.lines)
+
+
+def test_row_3_ranks_that_lost_different_processes_of_an_engine_ask_for_the_same_restart():
+    words = [lost_engine(1, 0, 1), lost_engine(1, 0, 0), lost_engine(0, 1, 5), lost_engine(1, 2, 0)]
+    assert lost_engines(words, 1) == [(0, 1), (2, 0)] and lost_engines(words, 2) == []
 
 
 def test_row_2_the_other_engine_of_a_node_goes_on(node, expected):

@@ -150,6 +150,9 @@ def lost_engine(node: int, index: int, start: int) -> str:
 
 
 def lost_engines(words: list[str], node: int) -> list[tuple[int, int]]:
-    """Return index and number of the process of each lost engine of `node` among the words of a meeting."""
-    found = [tuple(map(int, word.split(":"))) for word in words]
-    return [(index, start) for where, index, start in found if where == node]
+    """Return index and number of the last process of each lost engine of `node` among the words of a meeting.
+
+    A rank that could not connect to a process before it ended asks with the number of the one before.
+    """
+    found = sorted(tuple(map(int, word.split(":"))) for word in words)
+    return list({index: start for where, index, start in found if where == node}.items())
