@@ -63,6 +63,13 @@ class StubHost:
     def align(self):
         pass
 
+    def engines_to_restore(self):
+        return []
+
+    def meet(self, lost=()):
+        self.align()
+        return False
+
     def start_engines(self, model, processing_class, keywords):
         self.keywords = keywords
         return self.engines

@@ -11,8 +11,8 @@ import pytest
 from datasets import Dataset
 from forks import forked
 
+import trl_multinode.host.ending as host_module
 from trl_multinode import GRPOConfig, GRPOTrainer
-from trl_multinode import host as host_module
 from trl_multinode.host import NodeHost
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.topology import EngineDevices

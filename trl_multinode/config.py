@@ -60,6 +60,9 @@ class NodeFields(_Arguments):
         stuck_timeout (`float`, *optional*, defaults to `600.0`):
             Seconds without progress of any rank after which the run ends, although all send heartbeats. Generation,
             rewards, pushes, and a script's own work outside of the trainer are left out. 0: no limit.
+        engine_restarts (`int`, *optional*, defaults to `2`):
+            How often each engine is started again when its processes die or stall. The ranks then send it the current
+            weights, and its rows are generated again. With 0, the end of an engine ends the run. See docs/running.md.
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
             Size, in MiB, of the buckets in which weights are gathered and sent; a single larger tensor (an embedding,
             fused experts) is a bucket of its own. Peak extra memory is about two buckets on a local main process, and
@@ -175,6 +178,10 @@ class NodeFields(_Arguments):
     stuck_timeout: float = field(
         default=NodeSettings.stuck_timeout,
         metadata={"help": "Seconds without progress of any rank after which the run ends; 0 for no limit."},
+    )
+    engine_restarts: int = field(
+        default=NodeSettings.engine_restarts,
+        metadata={"help": "How often each engine is started again when it dies or stalls; 0: its end ends the run."},
     )
     sync_bucket_mb: float = field(
         default=NodeSettings.sync_bucket_mb,

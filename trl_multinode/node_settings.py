@@ -92,6 +92,7 @@ class NodeSettings:
     engine_stall_timeout: float = 300.0  # seconds
     heartbeat_timeout: float = 30.0  # seconds; 0: no limit
     stuck_timeout: float = 600.0  # seconds; 0: no limit
+    engine_restarts: int = 2  # of each engine; 0: its end ends the run
     sync_bucket_mb: float = 512.0  # MiB
     weight_transport: str = "auto"
     lora_sync: str = "auto"
@@ -221,6 +222,8 @@ def _check_numbers(settings: NodeSettings) -> None:
     for name in ("heartbeat_timeout", "stuck_timeout"):
         if (value := getattr(settings, name)) < 0:
             raise ConfigurationError(f"`{name}` must not be negative, got {value}; 0: no limit.")
+    if settings.engine_restarts < 0:
+        raise ConfigurationError(f"`engine_restarts` must be at least 0, got {settings.engine_restarts}; 0: none.")
     if settings.node_table_steps < 0:
         raise ConfigurationError(
             f"`node_table_steps` must be at least 0, got {settings.node_table_steps}; 0: no table."

@@ -182,7 +182,7 @@ class NodeTrainer(HubTrainer):
         if self.host is None:
             return make()
         self._begin_round(following)
-        with self._aligned(self.host):
+        with self.vllm_generation.recovering(), self._aligned(self.host):
             output = make()
         if self.vllm_generation.generated:  # a `rollout_func` may take its completions from elsewhere
             counts = self._check_completions(output)

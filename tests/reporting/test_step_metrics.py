@@ -191,7 +191,7 @@ def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
     devices = SimpleNamespace(per_engine=per_engine, shared_with_training=False)
     host = SimpleNamespace(
         topology=topology, devices=devices, settings=NodeSettings(**settings), phases=Phases(), step=lambda: host.at,
-        engine_clocks=[(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)], take_kv_use=lambda: 0.7, at=1,
+        engine_clocks=[(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)], take_kv_use=lambda: 0.7, at=1, num_restarts=2,
         transport=("host", ""),
     )  # fmt: skip
     generation = SimpleNamespace(take_seconds_ahead=lambda: (0.0, 0.0))

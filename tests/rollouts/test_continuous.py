@@ -28,7 +28,7 @@ class Engines(StubEngines):
     def __init__(self):
         super().__init__()
         self.running, self.ended, self.changed = [], [], threading.Condition()
-        self.rows_left, self.held = 0, set()
+        self.rows_left, self.held, self.stopped = 0, set(), False
 
     def open_stream(self, max_tokens, sampling):
         return self

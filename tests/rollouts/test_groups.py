@@ -29,6 +29,8 @@ class Rows:
         self._left, self._changed = 0, threading.Condition()
         self.error: BaseException | None = None
 
+    stopped = False
+
     @property
     def rows_left(self) -> int:
         return self._left

@@ -1,6 +1,7 @@
 """The alarm on log-probs: what it compares, what it leaves out, when it trips, when it is off."""
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -183,7 +184,9 @@ class Unscored(NodeTrainer):
         self.model = SimpleNamespace(training=True)
         self._meter = StalenessMeter(SimpleNamespace())
         rows = [Rollout(np.zeros(len(logprobs), np.int32), np.array(logprobs, np.float32), WeightVersion(4, 12), 0)]
-        self.vllm_generation = SimpleNamespace(rows=rows, version=WeightVersion(4, 12), lag=(0, 0), generated=True)
+        self.vllm_generation = SimpleNamespace(
+            rows=rows, version=WeightVersion(4, 12), lag=(0, 0), generated=True, recovering=nullcontext
+        )
 
     def _begin_round(self, following=None) -> None:
         pass
@@ -272,7 +275,8 @@ class Engines:
         return 2
 
     def __getitem__(self, engine: int) -> SimpleNamespace:
-        return SimpleNamespace(post_score=partial(self.post_score, engine), scored=partial(self.scored, engine))
+        score, scored = partial(self.post_score, engine), partial(self.scored, engine)
+        return SimpleNamespace(post_score=score, scored=scored, lost=None)
 
     def post_score(self, engine: int, tokens, temperature: float) -> int:
         self.asked.append((list(tokens), engine))

@@ -12,7 +12,7 @@ from served import Keeper, serving
 from test_weight_sync import Sharded
 from torch import nn
 
-import trl_multinode.host as host_module
+import trl_multinode.host.syncing as host_module
 from trl_multinode.errors import WeightsNotFiniteError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_trainer import NodeTrainer
@@ -199,9 +199,9 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
     for rank in (0, 1):
         host = SimpleNamespace(
             _sync=SimpleNamespace(run=lambda version: "timings"),
-            engines=SimpleNamespace(ask_all=lambda request: [], expect=lambda version: None), ahead_engines=None,
+            engines=SimpleNamespace(post_all=lambda request: [], expect=lambda version: None), ahead_engines=None,
             _base=model, _model=model, _report=told.append, divergence_limit=1.0,
-            topology=SimpleNamespace(rank=rank, is_local_main=False), _kv_use=0.0,
+            topology=SimpleNamespace(rank=rank, is_local_main=False), _read_clocks=list,
         )  # fmt: skip
         for update in (1, 2):
             assert NodeHost.sync(host, WeightVersion(update)) == "timings"

@@ -1,14 +1,18 @@
 """A rank's client for one engine of its node: requests, replies, and the time of the engine's last message."""
 
 import itertools
+import os
+import select
+import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from msgspec.structs import replace
 
-from ..errors import EngineDiedError, EngineStalledError, WeightVersionError
+from ..errors import EngineDiedError, EngineError, EngineStalledError, WeightVersionError
 from ..wire.connection import Connection
 from ..wire.messages import (
     Completions,
@@ -91,6 +95,34 @@ class EngineClient:
         ready = self.ask(Hello(rank=rank))
         assert isinstance(ready, Ready), ready
         self.ready = ready
+        self.lost: EngineError | None = None  # why this engine serves this connection no more
+        self._process: int | None = None  # pidfd: a later process with the same pid must not be killed
+        with suppress(OSError):  # the server is a thread of a test, or has ended
+            self._process = os.pidfd_open(ready.pid)
+
+    def lose(self, error: EngineError) -> None:
+        """Give this engine up. A stalled one is killed, so that its owner starts it again; its owner gets the reason.
+
+        All requests of this rank to it are lost.
+        """
+        if self.lost is not None:
+            return
+        self.lost = error
+        self.unanswered.clear()
+        self._early.clear()
+        if isinstance(error, EngineStalledError) and self._process is not None and self.ready.pid != os.getpid():
+            self._connection.explain_end(f"it stalled and was killed. {error}")
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether this engine is lost, or has closed the connection; without waiting."""
+        if self.lost is not None:
+            return True
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        return bool(poll.poll(0)) and self._connection.at_end()
 
     def fileno(self) -> int:
         """Return the connection's file descriptor, so that a selector can wait for the engine."""
@@ -201,6 +233,9 @@ class EngineClient:
 
     def close(self) -> None:
         self._connection.close()
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
 
 
 def wrong_spans(versions: Sequence[VersionSpan], num_tokens: int, sent: Mapping[int, int]) -> str | None:

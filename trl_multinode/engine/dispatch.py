@@ -4,7 +4,7 @@ import fcntl
 import mmap
 import os
 import selectors
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
+from ..errors import EngineError
 from ..wire.messages import Generate, Image, Message, pack_ids
 from .client import EngineClient, Rollout
+from .group import LOSSES
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class Dispatch:
             Prompts of this rank.
         message (`Generate`):
             Message with the settings that all requests share.
+        tolerant (`bool`, *optional*, defaults to `False`):
+            Send the open requests of an engine that died or stalled again, to the engines that are left.
+        recover (`Callable[[], None]`, *optional*):
+            Function that returns when an engine serves again, or raises; called when no engine is left.
     """
 
     def __init__(
@@ -96,12 +102,17 @@ class Dispatch:
         window: int,
         requests: Sequence[PromptRequest],
         message: Generate,
+        tolerant: bool = False,
+        recover: Callable[[], None] = lambda: None,
     ):
+        self._tolerant = tolerant
+        self._recover = recover
         self._clients = clients
         self._load = load
         self._window = window
         self._requests = requests
         self._message = message
+        self._waiting = list(range(len(requests)))[::-1]  # indices of requests, the next one last
         self._open: dict[tuple[int, int], int] = {}  # engine, request id -> index of the request
         self._selector = selectors.DefaultSelector()
         self.rows_left = sum(
@@ -109,9 +120,15 @@ class Dispatch:
         )  # without a reply; any thread may read it
 
     def __enter__(self) -> "Dispatch":
-        for client in self._clients:
-            self._selector.register(client, selectors.EVENT_READ, client)
+        self._select()
         return self
+
+    def _select(self) -> None:
+        self._selector.close()
+        self._selector = selectors.DefaultSelector()
+        for client in self._clients:
+            if client.lost is None:
+                self._selector.register(client, selectors.EVENT_READ, client)
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()
@@ -122,16 +139,37 @@ class Dispatch:
     def run(self) -> list[list[Rollout]]:
         """Return the completions of every request, in the requests' order."""
         results: list[list[Rollout]] = [[] for _ in self._requests]
-        waiting = list(range(len(self._requests)))[::-1]
-        while waiting or self._open:
-            while waiting and (room := self._engines_with_room()):
-                self._send(waiting.pop(), room)
+        while self._waiting or self._open:
+            while all(client.lost is not None for client in self._clients):
+                self._recover()
+                self._select()
+            while self._waiting and (room := self._engines_with_room()):
+                self._send(self._waiting.pop(), room)
             for client, reply in self._replies():
-                index = self._open.pop((client.index, reply.request_id))
-                self._load.give_back(client.index, self._cost(index))
-                results[index] = client.rows(client.checked(reply))
-                self.rows_left -= len(results[index])
+                index = self._close((client.index, reply.request_id))
+                try:
+                    results[index] = client.rows(client.checked(reply))
+                    self.rows_left -= len(results[index])
+                except LOSSES as error:
+                    self._waiting.append(index)
+                    self._lose(client, error)
         return results
+
+    def _close(self, request: tuple[int, int]) -> int:
+        """Count a request as answered, and return its index."""
+        index = self._open.pop(request)
+        self._load.give_back(request[0], self._cost(index))
+        return index
+
+    def _lose(self, client: EngineClient, error: EngineError) -> None:
+        """Give an engine up, and let its open requests wait for another one."""
+        if not self._tolerant:
+            raise error
+        if client.lost is None:
+            self._selector.unregister(client)
+            client.lose(error)
+        self._waiting += [self._close(request) for request in list(self._open) if request[0] == client.index]
+        self._waiting.sort(reverse=True)
 
     def _cost(self, index: int) -> int:
         """Return an upper bound on the tokens that a request costs its engine."""
@@ -139,12 +177,14 @@ class Dispatch:
         return len(request.prompt) + request.num_completions * self._message.max_tokens
 
     def _engines_with_room(self) -> list[int]:
-        if len(self._clients) == 1:
+        if len(self._clients) == 1 and self._clients[0].lost is None:
             return [0]
         rows = [0] * len(self._clients)
         for (engine, _request_id), index in self._open.items():
             rows[engine] += self._requests[index].num_completions
-        return [engine for engine, count in enumerate(rows) if count < self._window]
+        return [
+            engine for engine, count in enumerate(rows) if count < self._window and self._clients[engine].lost is None
+        ]
 
     def _send(self, index: int, room: list[int]) -> None:
         request = self._requests[index]
@@ -153,16 +193,28 @@ class Dispatch:
             self._message, prompt=pack_ids(request.prompt), num_completions=request.num_completions,
             seed=request.seed, images=request.images,
         )  # fmt: skip
-        self._open[engine, self._clients[engine].post(message)] = index
+        try:
+            self._open[engine, self._clients[engine].post(message)] = index
+        except LOSSES as error:
+            self._load.give_back(engine, self._cost(index))
+            self._waiting.append(index)
+            self._lose(self._clients[engine], error)
 
     def _replies(self) -> Iterator[tuple[EngineClient, Message]]:
         """Wait up to a second and yield the replies to this call's requests that have arrived."""
         for key, _ in self._selector.select(1.0):
             client: EngineClient = key.data
-            reply = client.receive()
+            try:
+                reply = client.receive()
+            except LOSSES as error:
+                self._lose(client, error)
+                continue
             if reply is not None and (client.index, reply.request_id) in self._open:
                 yield client, reply
             elif reply is not None:
                 client.keep(reply)
         for client in self._clients:
-            client.check_stall()
+            try:
+                client.check_stall()
+            except LOSSES as error:
+                self._lose(client, error)

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ..run.topology import Topology
 from ..run.watchdog import Watchdog
 from .node_engines import NodeEngines
 from .process import EngineProcess, RunFolder, wait_until_ready
+from .restarts import EngineRestarts
 from .settings import EngineSettings, save_without_weights
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ class EngineFleet:
         topology (`Topology`):
             Topology of this rank.
         watch (`Watchdog`):
-            Watchdog of this rank: it ends the run when an engine's process ends, and kills the engines with the run.
+            Watchdog of this rank: it starts an engine again whose process ends, ends the run when that was tried often
+            enough, and kills the engines with the run.
         store (`torch.distributed.Store`, *optional*):
             Store of the run, through which the other ranks of the node find the engines; `None` for a single process.
         settings (`NodeSettings`):
@@ -66,6 +69,7 @@ class EngineFleet:
         self._report = report
         self._processes: list[EngineProcess] = []
         self._run_folder: RunFolder | None = None
+        self.restarts: EngineRestarts | None = None  # on the local main process
 
     def start(self, engine_settings: EngineSettings, num_engines: int, model: Any, processing_class: Any) -> None:
         """Start the node's engines and wait until they are ready. Local main process only.
@@ -77,21 +81,28 @@ class EngineFleet:
         model_folder = self._run_folder.path / "model"
         save_without_weights(model, processing_class, model_folder)
         self._report(f"starting {num_engines} engine(s); logs in {self._logs}")
-        for index in range(num_engines):
-            process = EngineProcess(
-                index,
-                self._topology.node,
-                self._run_folder,
-                self._logs / f"engine{index}.log",
-                engine_settings.arguments(model_folder, index),
-                engine_settings.environment(index),
-                module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_process.main"),
-            )
-            self._processes.append(process)
+        start = partial(self._start_engine, engine_settings, model_folder)
+        self._processes += [start(index) for index in range(num_engines)]
         self._watch.add_cleanup(self._kill)
-        wait_until_ready(self._processes, self._settings.engine_start_timeout, self._report)
-        for process in self._processes:  # not earlier: the error of a failed start explains more than the watchdog's
-            self._watch.add_process(process.pid, lambda p=process: f"{p.name} ended: {p.why_ended()}")  # type: ignore
+        settings = self._settings
+        wait_until_ready(self._processes, settings.engine_start_timeout, self._report)
+        self.restarts = EngineRestarts(
+            self._processes, start, settings.engine_restarts, settings.engine_start_timeout, self._watch, self._report
+        )
+        self.restarts.watch_engines()  # not earlier: the error of a failed start explains more than the watchdog's
+
+    def _start_engine(self, settings: EngineSettings, model_folder: Path, index: int) -> EngineProcess:
+        assert self._run_folder is not None
+        return EngineProcess(
+            index,
+            self._topology.node,
+            self._run_folder,
+            self._logs / f"engine{index}.log",
+            settings.arguments(model_folder, index),
+            settings.environment(index),
+            module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_process.main"),
+            start=self._processes[index].start + 1 if index < len(self._processes) else 0,
+        )
 
     @property
     def folder(self) -> Path:
@@ -114,6 +125,7 @@ class EngineFleet:
             self._settings.engine_stall_timeout,
             window=window,
             log_folder=self._logs,
+            tolerant=self._settings.engine_restarts > 0,
         )
 
     def _folder_of_node(self) -> Path:
@@ -136,6 +148,8 @@ class EngineFleet:
         """End the node's engines, cleanly if this rank is connected to them. A second call does nothing."""
         if not self._processes:
             return
+        if self.restarts is not None:
+            self.restarts.close()
         if engines is not None:
             engines.shutdown(STOP_TIMEOUT_S)
         for process in self._processes:

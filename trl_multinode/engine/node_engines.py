@@ -3,46 +3,22 @@
 Nothing in here is a collective: a rank communicates with the engines of its own node only.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import overload
 
-from ..errors import EngineError, MultiNodeError
+from ..errors import EngineError
 from ..wire.connection import Connection
-from ..wire.messages import Generate, Message, WeightVersion
+from ..wire.messages import Generate, WeightVersion
 from .client import EngineClient, Rollout
 from .dispatch import Dispatch, EngineLoad, PromptRequest
+from .group import EngineGroup
 from .row_stream import RowStream
 
-
-class PendingReplies:
-    """Replies to requests that were sent to every engine of a node.
-
-    Args:
-        requests (`list[tuple[EngineClient, int]]`):
-            Each engine's client and the id of its request.
-    """
-
-    def __init__(self, requests: list[tuple[EngineClient, int]]):
-        self._requests = requests
-
-    def wait(self) -> list[Message]:
-        """Return the replies in the engines' order; raise the first failure at once."""
-        return [client.wait(request_id) for client, request_id in self._requests]
-
-    def failures(self) -> list[MultiNodeError]:
-        """Wait for every reply, and return the errors of the requests that failed."""
-        errors = []
-        for client, request_id in self._requests:
-            try:
-                client.wait(request_id)
-            except MultiNodeError as error:
-                errors.append(error)
-        return errors
+CONNECT_AGAIN_S = 5.0  # limit for a connection to an engine that was started again and is ready
 
 
-class NodeEngines(Sequence[EngineClient]):
+class NodeEngines(EngineGroup):
     """A rank's clients for the engines of its node, by their index.
 
     Args:
@@ -61,6 +37,13 @@ class NodeEngines(Sequence[EngineClient]):
             Folder of the engines' logs, for error messages.
         sent (`dict[int, int]`, *optional*):
             Optimizer step of every weight update that was sent, by its number; shared with other clients of this rank.
+        tolerant (`bool`, *optional*, defaults to `False`):
+            Give an engine up that died or stalled, instead of raising its error: its owner starts it again.
+
+    Attributes:
+        recover (`Callable[[], None]`, *optional*):
+            Function that returns when lost engines serve again. `generate` calls it when no engine is left; without it
+            `generate` raises the error of the first engine that was lost.
     """
 
     def __init__(
@@ -73,43 +56,65 @@ class NodeEngines(Sequence[EngineClient]):
         window: int,
         log_folder: Path,
         sent: dict[int, int] | None = None,
+        tolerant: bool = False,
     ):
+        self.recover: Callable[[], None] | None = None
+        self._renew_next: set[int] = set()  # engines for `_renew_now`
+        self._sockets, self._log_folder = sockets, log_folder
+        self._of_client = (rank, node, stall_timeout_s)
         self._arguments = (sockets, node, rank, load, stall_timeout_s, window, log_folder)
         self._sent = {} if sent is None else sent
         self._window = window
         self._load = EngineLoad(load, len(sockets))
         self._dispatch: Dispatch | RowStream | None = None  # the running `generate`, or the open stream
-        connections = [
-            Connection(str(path), f"engine {i} of node {node}", log_folder / f"engine{i}.log")
-            for i, path in enumerate(sockets)
-        ]
-        self._clients = [
-            EngineClient(c, i, rank, node, stall_timeout_s, self._sent) for i, c in enumerate(connections)
-        ]
+        super().__init__([self._connect(index) for index in range(len(sockets))], tolerant)
+
+    def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
+        rank, node, stall_timeout_s = self._of_client
+        log = self._log_folder / f"engine{index}.log"
+        connection = Connection(str(self._sockets[index]), f"engine {index} of node {node}", log, timeout_s)
+        return EngineClient(connection, index, rank, node, stall_timeout_s, self._sent)
 
     def connect_again(self) -> "NodeEngines":
         """Return further connections of this rank to the same engines, for use by another thread."""
-        return NodeEngines(*self._arguments, sent=self._sent)
+        return NodeEngines(*self._arguments, sent=self._sent, tolerant=self.tolerant)
+
+    # ---- engines that are started again -----------------------------------------------------------------------------
+
+    @property
+    def lost(self) -> list[EngineClient]:
+        """Clients whose engines have ended. Only the thread that uses these connections reads it."""
+        return [client for client in self if client.has_ended]
+
+    def renew(self, indices: Iterable[int]) -> None:
+        """Connect to the engines that were started again. Only the thread that uses the connections calls it."""
+        for client in [self[index] for index in indices if self[index].has_ended]:
+            try:
+                self._clients[client.index] = self._connect(client.index, CONNECT_AGAIN_S)
+                client.close()
+            except EngineError as error:  # it has ended again
+                client.lose(error)
+
+    def renew_later(self, indices: Iterable[int]) -> None:
+        """Let the thread that uses these connections call `renew` before its next request. Any thread calls it."""
+        self._renew_next |= set(indices)
+        if isinstance(self._dispatch, RowStream):
+            self._dispatch.renew_with(self._renew_now)
+
+    def _renew_now(self) -> None:
+        indices, self._renew_next = self._renew_next, set()
+        self.renew(indices)
+
+    def serving(self, indices: Sequence[int]) -> EngineGroup:
+        """Return those of the engines `indices` that are not lost."""
+        return EngineGroup([self[index] for index in indices if self[index].lost is None], self.tolerant)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
 
     def expect(self, version: WeightVersion) -> None:
         """Accept completions of `version` from now on. Every rank calls it before its part in sending these weights;
         once it was called, completions of other versions raise `WeightVersionError`."""
         self._sent[version.update] = version.step
-
-    def __len__(self) -> int:
-        return len(self._clients)
-
-    @overload
-    def __getitem__(self, index: int) -> EngineClient: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[EngineClient]: ...
-
-    def __getitem__(self, index: int | slice) -> EngineClient | Sequence[EngineClient]:
-        return self._clients[index]
-
-    def __iter__(self) -> Iterator[EngineClient]:
-        return iter(self._clients)
 
     @property
     def max_model_len(self) -> int:
@@ -121,14 +126,6 @@ class NodeEngines(Sequence[EngineClient]):
         """Number of completions for which the running `generate` or the open stream waits. Any thread may read it."""
         dispatch = self._dispatch
         return 0 if dispatch is None else dispatch.rows_left
-
-    def post_all(self, message: Message | Callable[[int], Message]) -> PendingReplies:
-        """Send a message to every engine without waiting; a function returns the message for an engine's index."""
-        return PendingReplies([(client, client.post(_for(client, message))) for client in self])
-
-    def ask_all(self, message: Message) -> list[Message]:
-        """Send the same message to every engine, and return the replies in the engines' order."""
-        return self.post_all(message).wait()
 
     def generate(
         self, requests: Sequence[PromptRequest], max_tokens: int, sampling: dict, min_update: int
@@ -153,12 +150,22 @@ class NodeEngines(Sequence[EngineClient]):
         message = Generate(
             prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling, min_update=min_update
         )
-        with Dispatch(self, self._load, self._window, requests, message) as dispatch:
+        self._renew_now()
+        with Dispatch(self, self._load, self._window, requests, message, self.tolerant, self._recover) as dispatch:
             self._dispatch = dispatch
             try:
                 return dispatch.run()
             finally:
                 self._dispatch = None
+
+    def _recover(self) -> None:
+        """Wait until an engine serves again, or raise the error of the first one that was lost."""
+        if self.recover is not None:
+            self.recover()
+            return
+        for client in self:
+            if client.lost is not None:
+                raise client.lost
 
     def open_stream(self, max_tokens: int, sampling: dict) -> RowStream:
         """Return a stream of single rows, which from now on is the only user of these connections.
@@ -170,7 +177,7 @@ class NodeEngines(Sequence[EngineClient]):
                 Keywords of vLLM's `SamplingParams`.
         """
         message = Generate(prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling)
-        self._dispatch = stream = RowStream(self, self._load, self._window, message)
+        self._dispatch = stream = RowStream(self, self._load, self._window, message, self.tolerant)
         return stream
 
     def shutdown(self, timeout_s: float) -> None:
@@ -185,7 +192,3 @@ class NodeEngines(Sequence[EngineClient]):
         for client in self:
             client.close()
         self._load.close()
-
-
-def _for(client: EngineClient, message: Message | Callable[[int], Message]) -> Message:
-    return message if isinstance(message, Message) else message(client.index)

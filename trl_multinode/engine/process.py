@@ -105,6 +105,8 @@ class EngineProcess:
             Variables on top of the allow-listed environment: devices, thread counts.
         module (`str`):
             Module to run, and arguments for it, separated by blanks; the test kit passes engines of its own.
+        start (`int`, *optional*, defaults to 0):
+            Number of restarts before this process. The files of the process before it are removed.
     """
 
     def __init__(
@@ -116,13 +118,17 @@ class EngineProcess:
         engine_args: dict,
         environment: dict[str, str],
         module: str = "trl_multinode.engine_process.main",
+        start: int = 0,
     ):
         self.index = index
+        self.start = start
         self.name = f"engine {index} of node {node}"
         self.socket_path = folder.socket(index)
         self.log_path = log_path
         self._failure = folder.path / f"engine{index}.failure"
         self._shared_memory = folder.path / f"engine{index}.shm"
+        for left in (self.socket_path, self._failure, self._shared_memory):
+            left.unlink(missing_ok=True)
         spec = EngineSpec(
             index=index,
             socket_path=str(self.socket_path),
@@ -131,6 +137,7 @@ class EngineProcess:
             shared_memory_record=str(self._shared_memory),
             owner_pid=os.getpid(),
             engine_args=engine_args,
+            start=start,
         )
         spec_path = folder.path / f"engine{index}.json"
         spec_path.write_bytes(msgspec.json.encode(spec))
@@ -149,6 +156,10 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+        return self._process.poll() is None
 
     def is_ready(self) -> bool:
         """Return whether the engine's socket exists; raise `EngineStartError` if its process has ended."""
@@ -178,10 +189,16 @@ class EngineProcess:
 
     def why_ended(self) -> str:
         """Return the reason that the engine wrote, or else how its process ended, and the path of its log."""
-        reason = reason_of_end(self._failure) or f"its process {self.pid} {exit_cause(self.pid)}"
+        reason = reason_of_end(self._failure) or f"its process {self.pid} {self._how_it_ended()}"
         if any(words in reason for words in REFERS_TO_ANOTHER):
             reason = self.start_log.cause() or reason
         return f"{reason.rstrip('.')}. Log: {self.log_path}"
+
+    def _how_it_ended(self) -> str:
+        code = self._process.returncode  # set if another thread has asked for it, which removes the zombie
+        if code is None:
+            return exit_cause(self.pid)
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def stop(self, timeout_s: float) -> None:
         """Wait `timeout_s` for the process to end, and again after SIGTERM; then kill what is left of its group."""

@@ -4,14 +4,16 @@ import os
 import selectors
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from msgspec.structs import replace
 
+from ..errors import EngineError
 from ..wire.messages import Completions, Generate, Message, Peek, pack_ids, unpack_ids
 from .client import EngineClient, Rollout
+from .group import LOSSES
 
 GroupId = tuple[int, int]  # chosen by the caller
 
@@ -79,9 +81,20 @@ class RowStream:
             Rows that this rank keeps in flight per engine. Further rows wait in the rank, oldest first.
         message (`Generate`):
             Message with the settings that all rows share.
+        tolerant (`bool`, *optional*, defaults to `False`):
+            Begin the rows of an engine that died or stalled again, on the engines that are left or come back.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], load: Load, window: int, message: Generate):
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        load: Load,
+        window: int,
+        message: Generate,
+        tolerant: bool = False,
+    ):
+        self._tolerant = tolerant
+        self._renew: Callable[[], None] | None = None
         self._clients = clients
         self._load = load
         self._window = window
@@ -95,10 +108,24 @@ class RowStream:
         self._peeking: dict[tuple[int, int], Peeking] = {}  # by engine and request id
         self._closed = False
         self._woken, self._waker = os.pipe()
+        self._select()
+
+    def _select(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        for client in clients:
-            self._selector.register(client, selectors.EVENT_READ, client)
+        for client in self._clients:
+            if client.lost is None:
+                self._selector.register(client, selectors.EVENT_READ, client)
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether rows wait and no engine is left. Any thread may read it."""
+        return self.rows_left > 0 and self._renew is None and all(client.lost for client in self._clients)
+
+    def renew_with(self, renew: Callable[[], None]) -> None:
+        """Let the thread that polls call `renew`, which connects to the engines that were started again."""
+        self._renew = renew
+        os.write(self._waker, b"x")
 
     @property
     def rows_left(self) -> int:
@@ -124,18 +151,53 @@ class RowStream:
         Raises:
             `EngineError`: if an engine failed, or made no token for `engine_stall_timeout` seconds.
         """
+        self._renew_engines()
         self._send_waiting()
         self._send_peeks()
         ended = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 os.read(self._woken, 4096)
-            elif (found := self._receive(key.data)) is not None:
+            elif (found := self._received(key.data)) is not None:
                 ended.append(found)
         for client in self._clients:
-            client.check_stall()
+            try:
+                client.check_stall()
+            except LOSSES as error:
+                self._lose(client, error)
         self._num_ended += len(ended)
         return ended
+
+    def _renew_engines(self) -> None:
+        if (renew := self._renew) is not None:
+            renew()
+            self._selector.close()
+            self._select()
+            self._renew = None
+
+    def _received(self, client: EngineClient) -> tuple[RowRequest, Rollout] | None:
+        try:
+            return self._receive(client)
+        except LOSSES as error:
+            self._lose(client, error)
+            return None
+
+    def _lose(self, client: EngineClient, error: EngineError) -> None:
+        """Give an engine up. Its rows begin again, before those that wait."""
+        if not self._tolerant:
+            raise error
+        if client.lost is not None:
+            return
+        self._selector.unregister(client)
+        client.lose(error)
+        rows = [(key, request) for key, request in self._open.items() if key[0] == client.index]
+        for key, request in reversed(rows):
+            del self._open[key]
+            self._load.give_back(client.index, self._cost(request))
+            self._waiting.appendleft(request)
+        self._in_flight[client.index] = 0
+        for key in [key for key in self._peeking if key[0] == client.index]:
+            self._peeking.pop(key).add([])  # these rows have no tokens any more
 
     def _send_waiting(self) -> None:
         while self._waiting and (room := self._engines_with_room()):
@@ -146,20 +208,32 @@ class RowStream:
                 self._message, prompt=pack_ids(request.prompt), seed=request.seed, min_update=request.min_update,
                 max_tokens=self._message.max_tokens - request.num_made,
             )  # fmt: skip
-            self._open[engine, self._clients[engine].post(message)] = request
-            self._in_flight[engine] += 1
+            try:
+                self._open[engine, self._clients[engine].post(message)] = request
+                self._in_flight[engine] += 1
+            except LOSSES as error:
+                self._load.give_back(engine, self._cost(request))
+                self._waiting.appendleft(request)
+                self._lose(self._clients[engine], error)
 
     def _send_peeks(self) -> None:
         while self._asked:
             peeking = self._asked.popleft()
             for engine, rows in enumerate(self._in_flight):
-                if rows:
-                    self._peeking[engine, self._clients[engine].post(Peek())] = peeking
-                    peeking.num_open += 1
+                if rows and self._clients[engine].lost is None:
+                    try:
+                        self._peeking[engine, self._clients[engine].post(Peek())] = peeking
+                        peeking.num_open += 1
+                    except LOSSES as error:
+                        self._lose(self._clients[engine], error)
             peeking.end_if_complete()
 
     def _engines_with_room(self) -> list[int]:
-        return [engine for engine, rows in enumerate(self._in_flight) if rows < self._window]
+        return [
+            engine
+            for engine, rows in enumerate(self._in_flight)
+            if rows < self._window and self._clients[engine].lost is None
+        ]
 
     def _candidates(self, request: RowRequest, room: list[int]) -> list[int]:
         """Return the engine of the group's row before, which has computed its prompt, if it has room."""
@@ -177,10 +251,11 @@ class RowStream:
         if (peeking := self._peeking.pop((client.index, reply.request_id), None)) is not None:
             peeking.add(self._rows_so_far(client, client.checked(reply)))
             return None
+        client.checked(reply)  # before the request is closed: a lost row begins again
         request = self._open.pop((client.index, reply.request_id))
         self._in_flight[client.index] -= 1
         self._load.give_back(client.index, self._cost(request))
-        (rollout,) = client.rows(client.checked(reply))
+        (rollout,) = client.rows(reply)
         return request, rollout
 
     def _rows_so_far(self, client: EngineClient, reply: Message) -> list[tuple[RowRequest, Rollout]]:

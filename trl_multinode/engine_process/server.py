@@ -158,7 +158,7 @@ class EngineServer:
         match request:
             case Hello():
                 ready = self._backend.ready()
-                return msgspec.structs.replace(ready, request_id=request.request_id)
+                return msgspec.structs.replace(ready, request_id=request.request_id, start=self._spec.start)
             case Generate() | Score():
                 return await self._rows(request, start)
             case Await():

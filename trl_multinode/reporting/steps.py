@@ -91,7 +91,7 @@ class StepReport:
         steps = max(1, self._host.step() - self._logged_step)
         mine = self._host.phases.take_sums() + sync.stages()
         ahead, kv_use = self._generation.take_seconds_ahead(), self._host.take_kv_use()
-        mine += self._meter.take(ahead, self._host.engine_clocks, kv_use)
+        mine += self._meter.take(ahead, self._host.engine_clocks, kv_use, self._host.num_restarts)
         mine += astuple(self._take_step())
         rows = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
         ranks = [RankNumbers.of(row) for row in rows]

@@ -4,8 +4,9 @@ TRL's `GRPOTrainer` builds one `VLLMGeneration` with 25 keywords and afterwards 
 class replaces it; a contract test pins the keywords and the shape of the return value.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from ..engine.client import Rollout
 from ..engine.dispatch import PromptRequest
+from ..engine.group import LOSSES
 from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError, PromptTooLongError
 from ..run.reporter import report
@@ -84,6 +86,7 @@ class NodeGeneration:
         self.max_tokens: int = self.engines.max_model_len if max_tokens is None else max_tokens
         self.last_sync = SyncTimings()
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
+        host.on_lost = self._restore
         self.continuous = self._build_continuous() if host.settings.in_flight else None
         self._returns_logprobs = logprobs is not None
         if self._returns_logprobs:
@@ -145,6 +148,8 @@ class NodeGeneration:
             self.sync_weights()
             self._begin_following()
         with self._phases("generate"):
+            while self.continuous.groups.wait_for(num_rows // group_size, self._number):
+                self._recover()
             return self.continuous.take(num_rows)
 
     def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
@@ -194,15 +199,64 @@ class NodeGeneration:
         Raises:
             `WeightVersionError`, `WeightSyncError` or `EngineError`: see [`WeightSync.run`].
         """
-        if self.version.step == self._host.step() and not self._weights_changed:
+        if self._engines_are_current:
             return
         self._weights_changed = True  # until the sync has succeeded
         if self.continuous is None:
             with self._phases("generate"):
                 self.look_ahead.wait()  # before the barrier: an engine loads no weights while it generates
-        self._host.align()  # the barrier's limit is `ddp_timeout`, and a look-ahead may take longer
+        # the barrier's limit is `ddp_timeout`, and a look-ahead may take longer
+        if self._host.meet(self._host.engines_to_restore()):
+            self._restore()
+            return
         with self._phases("wait"):
             self.accelerator.wait_for_everyone()  # then no rank generates, and all ranks start to gather together
+        self._send_weights()
+
+    @property
+    def _engines_are_current(self) -> bool:
+        """Return whether the engines have the weights of this optimizer step. The same on every rank."""
+        return self.version.step == self._host.step() and not self._weights_changed
+
+    def _restore(self) -> None:
+        """Send the weights to engines that were started again, after a meeting that asked for it. A collective.
+
+        If the others have the weights of an earlier optimizer step, all engines get the present ones.
+        """
+        if self._engines_are_current:
+            with self._phases("sync"):
+                self._host.restore(self.version)
+        else:
+            self._host.restore_all()
+            self._send_weights()
+
+    @contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Let `generate` wait for engines that are started again. All ranks then come to `NodeHost.align`."""
+        engines = self.engines
+        engines.recover = self._recover
+        try:
+            yield
+        finally:
+            engines.recover = None
+
+    def _recover(self) -> None:
+        """Meet all ranks, and send the weights to this node's engines, of which none serves.
+
+        Raises:
+            `EngineError`: the end of the first engine, if the weights of these rows are gone: a trainer with
+                `vllm_sync_frequency` has taken optimizer steps since then.
+        """
+        if self.continuous is None and not self._engines_are_current:
+            raise next(client.lost for client in self.engines if client.lost is not None)
+        if not (lost := self._host.lost_engines()):  # only the connections of the rows in flight have ended
+            self._host.ahead_engines.renew_later(range(len(self.engines)))
+            time.sleep(0.1)
+        elif self._host.meet(lost):
+            self._restore()
+
+    def _send_weights(self) -> None:
+        self._weights_changed = True
         with self._phases("sync"):
             self.version = WeightVersion(self.version.update + 1, self._host.step())
             if self.continuous is not None:
@@ -301,8 +355,20 @@ class NodeGeneration:
             return  # that round's `generate` raises, and names the row
         requests = self._requests(prompts, None, self.seeds.of_round("train", number, len(prompts)))
         self.look_ahead.submit(
-            number, prompts, self.version, partial(self._ask, self._host.ahead_engines, requests, self.version)
+            number, prompts, self.version, partial(self._ask_ahead, self._host.ahead_engines, requests, self.version)
         )
+
+    def _ask_ahead(
+        self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion
+    ) -> list[Rollout] | None:
+        """Return completions of exactly these weights; `None` if all engines of the node have ended, which are started
+        again: the round then generates its completions itself, with its own weights."""
+        try:
+            return self._ask(engines, requests, version)
+        except LOSSES:
+            if not engines.tolerant:
+                raise
+            return None
 
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         requests = self._requests(prompts, images, self.seeds.of_call(prompts))

@@ -111,6 +111,9 @@ class Stream(Protocol):
     @property
     def rows_left(self) -> int: ...
 
+    @property
+    def stopped(self) -> bool: ...
+
     def add(self, requests: list[RowRequest]) -> None: ...
 
     def poll(self) -> list[tuple[RowRequest, Rollout]]: ...
@@ -185,6 +188,20 @@ class OpenGroups:
                 self._thread.start()
         return len(requests)
 
+    def wait_for(self, count: int, number: int) -> bool:
+        """Wait until `take` with these arguments would return, or until no engine is left for the rows.
+
+        Returns:
+            `bool`: whether no engine is left.
+        """
+        start = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error is not None or self._may_take(count, number) or self._stream.stopped
+            )
+            self._waited_s += time.monotonic() - start
+            return self._error is None and not self._may_take(count, number)
+
     def take(self, count: int, number: int) -> list[Group]:
         """Remove and return the `count` oldest complete groups, in the order of their ids; wait for them.
 
@@ -216,6 +233,9 @@ class OpenGroups:
                 start = time.monotonic()
                 for request, rollout in self._stream.poll():
                     self._add(request, rollout)
+                if self._stream.stopped:
+                    with self._changed:
+                        self._changed.notify_all()
                 self._generated_s += time.monotonic() - start
         except BaseException as error:  # the main thread raises it in `take`
             with self._changed:

@@ -57,16 +57,21 @@ class LookAhead:
         self.waited_s = 0.0  # part of `generated_s` in which the rank blocked in `wait`
 
     def submit(
-        self, number: int, prompts: list[list[int]], version: WeightVersion, generate: Callable[[], list[Rollout]]
+        self,
+        number: int,
+        prompts: list[list[int]],
+        version: WeightVersion,
+        generate: Callable[[], list[Rollout] | None],
     ) -> None:
-        """Call `generate` in a background thread, and return at once."""
+        """Call `generate` in a background thread, and return at once. If it returns `None`, nothing is made ahead."""
         assert self._thread is None, "the previous look-ahead was neither taken nor dropped"
         self._made = self._error = None
 
         def run() -> None:
             start = time.monotonic()
             try:
-                self._made = RoundRollouts(number, prompts, generate(), version)
+                if (rows := generate()) is not None:
+                    self._made = RoundRollouts(number, prompts, rows, version)
             except BaseException as error:  # the main thread raises it in `wait`
                 self._error = error
             self.generated_s += time.monotonic() - start

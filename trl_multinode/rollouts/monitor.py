@@ -1,10 +1,14 @@
 """Check for wrong engine weights in every round, on every node: equal weights must give equal log-probs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ..engine.client import EngineClient
+from ..engine.group import LOSSES
 from ..errors import LogprobDivergenceError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
@@ -49,7 +53,8 @@ class DivergenceMonitor:
         self.last = 0.0
         self._temperature = args.temperature
         self._turn = -1
-        self._requested: tuple[int, int, int, int] | None = None  # row, number of scored tokens, engine, request id
+        # row, number of scored tokens, engine, request id
+        self._requested: tuple[int, int, EngineClient, int] | None = None
         generation.on_stale = self.ask
 
     @cached_property
@@ -87,7 +92,8 @@ class DivergenceMonitor:
         elif self._requested is not None:
             scores = self._rescored(output, mask)
             check_nan(self._where, scores, self._generation.version, self._generation.version)
-            self._judge(scores)
+            if scores:
+                self._judge(scores)
         return counts
 
     def _judge(self, scores: dict[str, torch.Tensor]) -> None:
@@ -115,16 +121,32 @@ class DivergenceMonitor:
         engines, row = self._generation.engines, self._turn % len(made.rows)
         engine, prompt = self._turn % len(engines), made.prompts[row]
         tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM adds one token
-        if len(tokens) > len(prompt):
-            request_id = engines[engine].post_score(tokens, temperature=self._temperature)
-            self._requested = row, len(tokens) - len(prompt), engine, request_id
+        client = engines[engine]
+        if len(tokens) > len(prompt) and client.lost is None:
+            with self._without_lost(client):
+                request_id = client.post_score(tokens, temperature=self._temperature)
+                self._requested = row, len(tokens) - len(prompt), client, request_id
+
+    @contextmanager
+    def _without_lost(self, client: EngineClient) -> Iterator[None]:
+        """Leave a check out whose engine ends and is started again."""
+        try:
+            yield
+        except LOSSES as error:
+            if not self._generation.engines.tolerant:
+                raise
+            client.lose(error)
 
     def _rescored(self, output: dict, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the log-probs of the trained tokens of the row that `ask` chose."""
+        """Return the log-probs of the trained tokens of the row that `ask` chose; none if its engine has ended."""
         assert self._requested is not None
-        row, kept, engine, request_id = self._requested
-        self._requested = None
-        scored = torch.from_numpy(self._generation.engines[engine].scored(request_id).logprobs[-kept:].copy())
+        row, kept, client, request_id = self._requested
+        self._requested = rollout = None
+        with self._without_lost(client):
+            rollout = client.scored(request_id) if client.lost is None else None
+        if rollout is None:
+            return {}
+        scored = torch.from_numpy(rollout.logprobs[-kept:].copy())
         trained, own = mask[row][:kept].cpu(), output[SIDES["trainer"]][row][:kept].float().cpu()
         return {"engine": scored[trained], "trainer": own[trained]}
 

@@ -47,6 +47,7 @@ class RoundSums:
     engine_kv_use: float = 0.0  # greatest share of an engine's key-value cache in use
     engine_slot_s: float = 0.0  # row-seconds over the engine's slots
     engine_tail_s: float = 0.0  # part of `engine_busy_s` with fewer than 10 % of the rows running
+    engine_restarts: float = 0.0  # of the node's engines, since their start
 
 
 NUM_SUMS = len(fields(RoundSums))
@@ -117,7 +118,11 @@ class StalenessMeter:
         sums.clipped, sums.tokens = sums.clipped + clipped, sums.tokens + weights.numel()
 
     def take(
-        self, ahead: tuple[float, float], engine_clocks: list[tuple[float, float, float, float]], kv_use: float = 0.0
+        self,
+        ahead: tuple[float, float],
+        engine_clocks: list[tuple[float, float, float, float]],
+        kv_use: float = 0.0,
+        restarts: int = 0,
     ) -> list[float]:
         """Return the `NUM_SUMS` numbers since the last call, for [`summarize_rounds`], and reset them.
 
@@ -129,9 +134,11 @@ class StalenessMeter:
                 every engine of the node, since its start.
             kv_use (`float`, *optional*, defaults to 0):
                 Greatest share of an engine's key-value cache that was in use on this node; 0: unknown.
+            restarts (`int`, *optional*, defaults to 0):
+                Restarts of the engines that this rank owns, since their start.
         """
         sums, self._sums = self._sums, RoundSums()
-        sums.engine_kv_use = kv_use
+        sums.engine_kv_use, sums.engine_restarts = kv_use, restarts
         now, (sums.ahead_s, sums.waited_s) = time.monotonic(), ahead
         sums.wall_s, self._since = now - self._since, now
         before = self._clocks or [(0.0, 0.0, 0.0, 0.0)] * len(engine_clocks)
@@ -162,6 +169,7 @@ def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[s
     if total.engine_clock_s:
         metrics["engine/busy"] = total.engine_slot_s / total.engine_clock_s
         metrics["engine/tail_share"] = total.engine_tail_s / total.engine_clock_s
+        metrics["engine/restarts"] = total.engine_restarts
     if kv_use := max(rank.engine_kv_use for rank in ranks):
         metrics["engine/kv_use"] = kv_use
     if total.trained_tokens:

@@ -8,8 +8,9 @@ from .frames import bytes_written
 from .meeting import Meeting
 from .phases import Phases
 
-# Phases with a limit of their own (`engine_stall_timeout`, the Hub's), or that run the user's functions
-LONG_PHASES = ("generate", "reward", "push")
+# Phases with a limit of their own (`engine_stall_timeout`, `engine_start_timeout`, the Hub's), or that run the user's
+# functions
+LONG_PHASES = ("generate", "restart", "reward", "push")
 
 
 class RankActivity:

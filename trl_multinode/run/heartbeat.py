@@ -20,6 +20,7 @@ WORDS = {
     "generate": "generating",
     "reward": "computing rewards",
     "sync": "sending weights",
+    "restart": "waiting for an engine that is started again",
     "train": "training",
     "checkpoint": "saving a checkpoint",
     "push": "pushing to the Hub",

@@ -215,10 +215,12 @@ class WatchThread:
         self.report(cause, code=PEER_LOST)
         return True
 
-    def process_ended(self, cause: Callable[[], str]) -> None:
-        """Report the end of a process that a trainer has added."""
-        if self.store.fatal() is None and not (self.trainers and self.trainers[-1].all_finished()):
-            self.report(cause(), code=ENGINE)
+    def process_ended(self, cause: Callable[[], str | None]) -> None:
+        """Report the end of a process that a trainer has added, unless `cause` returns `None`."""
+        if self.store.fatal() is not None or (self.trainers and self.trainers[-1].all_finished()):
+            return
+        if (line := cause()) is not None:
+            self.report(line, code=ENGINE)
 
     # ---- the thread -------------------------------------------------------------------------------------------------
 

@@ -79,8 +79,9 @@ class Watchdog:
 
     # ---- watched processes and failures -----------------------------------------------------------------------------
 
-    def add_process(self, pid: int, cause: Callable[[], str]) -> None:
-        """Treat the end of process `pid` as a failure of an engine; `cause` then returns the message."""
+    def add_process(self, pid: int, cause: Callable[[], str | None]) -> None:
+        """Treat the end of process `pid` as a failure of an engine; `cause` then returns the message, or `None` if
+        the run goes on without it."""
         self._watch.processes.add(pid, lambda: self._watch.process_ended(cause), self)
 
     def forget_processes(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..engine.node_engines import NodeEngines, PendingReplies
+from ..engine.group import EngineGroup, PendingReplies
 from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
@@ -82,8 +82,8 @@ class WeightSync:
     Args:
         source (`WeightSource`):
             Source of the weights.
-        engines (`NodeEngines`, *optional*):
-            Engines of this node on its local main process, `None` on other ranks.
+        engines (`EngineGroup`, *optional*):
+            Engines of this node on its local main process, `None` on other ranks. Those that are lost get nothing.
         limit_bytes (`int`):
             Largest size of a bucket, in bytes; only a single larger tensor exceeds it. A local main process holds at
             most two buckets and its own part of a third; a node holds two slots.
@@ -98,7 +98,7 @@ class WeightSync:
     def __init__(
         self,
         source: WeightSource,
-        engines: NodeEngines | None,
+        engines: EngineGroup | None,
         limit_bytes: int,
         transport: Transport | None = None,
         in_flight: bool = False,
@@ -139,20 +139,64 @@ class WeightSync:
             `WeightVersionError`: if an engine's workers committed another version than `version`.
             `WeightSyncError` or `EngineError`: if an engine failed; it must not serve requests any more.
         """
+        timings = self._begin_timings(version)
+        if self._engines is not None and self._slots is None:
+            self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._layouts)
+        self._send(self._engines, self._slots, timings)
+        self._first = sum(bucket[0].frozen for bucket in self.buckets)
+        self._check_frozen = False
+        return timings
+
+    def send_again(self, version: WeightVersion, engines: EngineGroup | None) -> SyncTimings:
+        """Send all weights of `version` to engines that were started again. A collective of all training ranks.
+
+        The slots are in host memory, whatever the transport is, because a broadcast needs all engines of the node. The
+        next `run` opens the transport's own slots in all engines.
+
+        Args:
+            version (`WeightVersion`):
+                Version that the other engines have.
+            engines (`EngineGroup`, *optional*):
+                Engines of this node that were started again, on its local main process.
+        """
+        kept, self._first = self._first, 0
+        slots = None
+        if engines:
+            self.forget_slots()
+            slots = self._transport.open_on_host(engines, slot_bytes(self.buckets), self._layouts)
+        timings = self._begin_timings(version)
+        try:
+            self._send(engines or None, slots, timings)
+        finally:
+            if slots is not None:
+                slots.close()
+        self._first = kept
+        return timings
+
+    def forget_slots(self) -> None:
+        """Make the next `run` open new slots, because an engine without the old ones was started."""
+        if self._slots is not None:
+            self._slots.close()
+        self._slots = None
+
+    def _begin_timings(self, version: WeightVersion) -> SyncTimings:
+        """Check the weights that are sent, and return their numbers."""
         sent = self.buckets[self._first :]
         # before the first message: the other ranks then wait in their first gathering, so no engine loads anything
         self._source.check([meta for bucket in sent for meta in bucket], version.step, self._check_frozen)
         counts = [self._source.collectives(bucket) for bucket in sent]
         timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
         timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
-        if self._engines is not None and self._slots is None:
-            self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._layouts)
+        return timings
+
+    def _send(self, engines: EngineGroup | None, slots: Slots | None, timings: SyncTimings) -> None:
+        """Gather the buckets from `_first` on; with `engines`, send them there."""
         self.num_gathered = self._first
         start = time.perf_counter()
-        if self._engines is not None:
-            self._engines.ask_all(
+        if engines is not None:
+            engines.ask_all(
                 BeginUpdate(
-                    version=version,
+                    version=timings.version,
                     first_bucket=self._first,
                     in_flight=self.in_flight,
                     recompute_kv=self.recompute_kv,
@@ -160,31 +204,28 @@ class WeightSync:
             )
         begun = time.perf_counter()
         try:
-            with self._sending(timings) as sender:
+            with self._sending(engines, slots, timings) as sender:
                 self._gather(timings, sender)
         finally:
             self._source.release()
         timings.stream_s = time.perf_counter() - begun
-        if self._engines is not None:
-            self._commit(self._engines, version, timings)
+        if engines is not None:
+            self._commit(engines, timings.version, timings)
         timings.total_s = time.perf_counter() - start
-        self._first = sum(bucket[0].frozen for bucket in self.buckets)
-        self._check_frozen = False
-        return timings
 
     def close(self) -> None:
         """Release the slots, after the last sync. A second call does nothing."""
-        if self._slots is not None:
-            self._slots.close()
-        self._slots = None
+        self.forget_slots()
         self._transport.close()
 
     @contextmanager
-    def _sending(self, timings: SyncTimings) -> Iterator["BucketSender | None"]:
-        if self._engines is None or self._slots is None:
+    def _sending(
+        self, engines: EngineGroup | None, slots: Slots | None, timings: SyncTimings
+    ) -> Iterator["BucketSender | None"]:
+        if engines is None or slots is None:
             yield None
             return
-        with BucketSender(self._engines, self._slots, self._layouts, timings) as sender:
+        with BucketSender(engines, slots, self._layouts, timings) as sender:
             yield sender
 
     def _gather(self, timings: SyncTimings, sender: "BucketSender | None") -> None:
@@ -212,9 +253,9 @@ class WeightSync:
         own = everything.enter_context(ExitStack())
         return own, own.enter_context(self._source.gathering(bucket))
 
-    def _commit(self, engines: NodeEngines, version: WeightVersion, timings: SyncTimings) -> None:
+    def _commit(self, engines: EngineGroup, version: WeightVersion, timings: SyncTimings) -> None:
         start = time.perf_counter()
-        for engine, done in zip(engines, engines.ask_all(CommitUpdate()), strict=True):
+        for engine, done in engines.post_all(CommitUpdate()).answers():
             assert isinstance(done, Done)
             engine.check_version(done.version, version)
             timings.frozen_s = max(timings.frozen_s, done.frozen_s - self._frozen_s.get(engine.index, 0.0))
@@ -228,10 +269,10 @@ class BucketSender:
     While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait for a reply.
     """
 
-    def __init__(self, engines: NodeEngines, slots: Slots, layouts: list, timings: SyncTimings):
+    def __init__(self, engines: EngineGroup, slots: Slots, layouts: list, timings: SyncTimings):
         self._engines, self._slots, self._layouts, self._timings = engines, slots, layouts, timings
         self._in_flight: deque[PendingReplies] = deque()  # one per bucket in flight
-        self._load_s = [0.0] * len(engines)
+        self._load_s = {engine.index: 0.0 for engine in engines}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
 
@@ -243,7 +284,7 @@ class BucketSender:
         try:
             if kind is None:
                 self._thread.submit(self._wait_for_all).result()
-                self._timings.load_s = max(self._load_s)
+                self._timings.load_s = max(self._load_s.values())
         finally:
             self._thread.shutdown()
 
@@ -286,9 +327,9 @@ class BucketSender:
         return self._stream
 
     def _wait_for_oldest(self) -> None:
-        for engine, done in enumerate(self._in_flight.popleft().wait()):
+        for engine, done in self._in_flight.popleft().answers():
             assert isinstance(done, Done)
-            self._load_s[engine] += done.seconds
+            self._load_s[engine.index] += done.seconds
 
     def _wait_for_all(self) -> None:
         while self._in_flight:

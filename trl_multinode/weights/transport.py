@@ -9,7 +9,7 @@ from itertools import chain
 import msgspec
 import torch
 
-from ..engine.node_engines import NodeEngines
+from ..engine.group import EngineGroup
 from ..errors import ConfigurationError
 from ..run.reporter import warn
 from ..run.topology import EngineDevices, visible_devices
@@ -95,11 +95,11 @@ class Transport(SlotSettings):
             self._reserved.close()
         self._reserved = None
 
-    def open(self, engines: NodeEngines, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+    def open(self, engines: EngineGroup, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
         """Return slots that every worker has opened, and that passed a self test if they are not in host memory.
 
         Args:
-            engines (`NodeEngines`):
+            engines (`EngineGroup`):
                 Engines of this node.
             num_bytes (`int`):
                 Size of a slot, in bytes.
@@ -121,7 +121,11 @@ class Transport(SlotSettings):
                 )
                 if slots is not None:
                     slots.close()
-        return self._open_in_workers(self._make("host", num_bytes), engines, layouts)
+        return self.open_on_host(engines, num_bytes, layouts)
+
+    def open_on_host(self, engines: EngineGroup, num_bytes: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+        """Return slots in host memory that every worker of `engines` has opened. The arguments are those of `open`."""
+        return self._open_in_workers(self._make("host", max(num_bytes, SELF_TEST_BYTES)), engines, layouts)
 
     def _make(self, kind: str, num_bytes: int) -> Slots:
         self.close()  # the slots take this memory; if another process is faster, that is an error and no SIGBUS
@@ -131,7 +135,7 @@ class Transport(SlotSettings):
         return slots
 
     @staticmethod
-    def _open_in_workers(slots: Slots, engines: NodeEngines, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
+    def _open_in_workers(slots: Slots, engines: EngineGroup, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
         try:
             engines.post_all(lambda engine: _open_request(slots, engine, layouts)).wait()
         finally:
@@ -139,7 +143,7 @@ class Transport(SlotSettings):
         return slots
 
     @staticmethod
-    def _test(slots: Slots, engines: NodeEngines) -> None:
+    def _test(slots: Slots, engines: EngineGroup) -> None:
         """Write noise into a slot and make every worker compare its checksum; raise the first failure."""
         noise = torch.randint(0, 256, (SELF_TEST_BYTES,), dtype=torch.uint8)
         slots.memory[0][:SELF_TEST_BYTES].copy_(noise)

@@ -7,6 +7,7 @@ import asyncio
 import socket
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -136,6 +137,20 @@ class Connection:
         reason = reason_of_end(self._socket_path.with_suffix(".failure"))
         what = f"ended: {reason}" if reason else symptom
         return EngineDiedError(f"{self.name} {what}. Log: {self.log_path}")
+
+    def at_end(self) -> bool:
+        """Return whether the engine has closed a connection that is readable."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def explain_end(self, reason: str) -> None:
+        """Write the reason for an end that the engine cannot explain itself, unless there is one."""
+        with suppress(OSError), open(self._socket_path.with_suffix(".failure"), "x") as file:
+            file.write(reason)
 
     def close(self) -> None:
         self._socket.close()

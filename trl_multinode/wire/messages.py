@@ -77,6 +77,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     shared_memory_record: str  # file that lists the segments that vLLM may leave behind
     owner_pid: int
     engine_args: dict  # keywords of vLLM's EngineArgs
+    start: int = 0  # number of restarts before this process
 
 
 # ---- rank -> engine -------------------------------------------------------------------------------------------------
@@ -179,6 +180,7 @@ class Ready(Message, frozen=True):
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
     slots: int = 1  # completions that the engine can generate at once
     truncated_logprobs: str = ""  # reason why log-probs of truncated samples are not over the whole vocabulary
+    start: int = 0  # number of restarts before this process
     model_runner: str = ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
 
 

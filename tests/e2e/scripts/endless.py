@@ -42,7 +42,8 @@ faulthandler.register(signal.SIGUSR1)  # the test asks a silent rank for its sta
 prompts = [f"{i} + {i + 1} =" for i in range(64)]
 trainer = make_trainer(
     tiny_qwen2(), reward, folder, prompts, per_device_train_batch_size=4, learning_rate=1e-3, max_steps=100_000,
-    save_steps=1_000_000, heartbeat_timeout=float(os.environ.get("HEARTBEAT_TIMEOUT", 30.0)),
+    save_steps=1_000_000, engine_restarts=0,
+    heartbeat_timeout=float(os.environ.get("HEARTBEAT_TIMEOUT", 30.0)),
 )  # fmt: skip
 trainer.model.register_forward_pre_hook(allocate_too_much)
 trainer.train()

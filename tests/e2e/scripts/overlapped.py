@@ -74,6 +74,7 @@ class Connection:
 
     ready = SimpleNamespace(truncated_logprobs="")
     rows_left = 0
+    lost, tolerant = None, False
 
     def __init__(self, engine: Engine, who: str):
         self._engine, self._who = engine, who

@@ -5,10 +5,8 @@ read the folder of the engines' sockets from the run's rendezvous store.
 """
 
 import atexit
-import gc
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,40 +16,36 @@ from typing import Any
 
 import torch
 
-from .engine.fleet import EngineFleet
-from .engine.node_engines import NodeEngines
-from .engine.settings import EngineSettings, check_vllm, engine_dtype, gpu_share, training_dtype
-from .errors import ConfigurationError, EngineError
-from .node_settings import NodeSettings
-from .run.activity import RankActivity
-from .run.beats import Beats
-from .run.begin import begin_run
-from .run.clock import clock_offset
-from .run.decision import StepDecision
-from .run.heartbeat import Heartbeat
-from .run.judges import Limits
-from .run.meeting import Meeting
-from .run.phase_file import PhaseFile
-from .run.phases import Phases
-from .run.reporter import report
-from .run.store import connect_store
-from .run.topology import EngineDevices, Topology, assign_engines
-from .run.warn_once import WarnOnce
-from .run.watchdog import Watchdog
-from .transports.opening import TRANSPORTS
-from .weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
-from .weights.finite import check_finite, unchecked
-from .weights.probe import divergence_limit, probe_engines
-from .weights.shards import ShardGather
-from .weights.source import keep_head_during_backward
-from .weights.sync import SyncTimings, WeightSync
-from .weights.transport import Transport, choose, machine_of
-from .wire.messages import Await, Done, WeightVersion
-
-_with_engines: "weakref.WeakSet[NodeHost]" = weakref.WeakSet()  # hosts of this process whose engines run
+from ..engine.fleet import EngineFleet
+from ..engine.node_engines import NodeEngines
+from ..engine.settings import EngineSettings, check_vllm, engine_dtype, training_dtype
+from ..errors import ConfigurationError
+from ..node_settings import NodeSettings
+from ..run.activity import RankActivity
+from ..run.beats import Beats
+from ..run.begin import begin_run
+from ..run.clock import clock_offset
+from ..run.decision import StepDecision
+from ..run.heartbeat import Heartbeat
+from ..run.judges import Limits
+from ..run.meeting import Meeting
+from ..run.phase_file import PhaseFile
+from ..run.phases import Phases
+from ..run.store import connect_store
+from ..run.topology import EngineDevices, Topology, assign_engines
+from ..run.warn_once import WarnOnce
+from ..run.watchdog import Watchdog
+from ..transports.opening import TRANSPORTS
+from ..weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
+from ..weights.probe import divergence_limit
+from ..weights.shards import ShardGather
+from ..weights.sync import WeightSync
+from ..weights.transport import Transport, choose, machine_of
+from .ending import EndingHost, _with_engines
+from .syncing import SyncingHost
 
 
-class NodeHost:
+class NodeHost(SyncingHost, EndingHost):
     """The engines of a node, as one of its ranks uses them.
 
     Args:
@@ -79,6 +73,10 @@ class NodeHost:
         self._ends = False
         # per engine, at the last sync: busy seconds, total seconds, and row-seconds over slots
         self.engine_clocks: list[tuple[float, float, float, float]] = []
+        self.on_lost: Callable[[], None] = lambda: None  # sends the weights, after a meeting that asked for them
+        self._renewed: list[tuple[int, int]] = []  # engines of this node for which the last meeting asked
+        self._clock_starts: dict[int, int] = {}  # by engine: number of the process whose clock was read last
+        self._clock_offsets: dict[int, tuple[float, float, float, float]] = {}  # by engine: clocks of those before it
         self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
         with self.watch.guard():
             begin_run(self.watch, folder, lambda: self.step(), self.settings.engine_start_timeout)
@@ -124,13 +122,12 @@ class NodeHost:
         limits = Limits(settings.heartbeat_timeout, settings.stuck_timeout, settings.engine_start_timeout)
         Beats(self.topology, self.watch, limits, self.activity)
 
-    def _report(self, text: str) -> None:
-        report(f"node {self.topology.node}: {text}")
-
     def _state(self) -> str:
         """Return what this rank does, for a line of a rank that waits for it. The watch thread calls it."""
         if self._ends:
             return "which has closed its trainer or ended its script"
+        if self.phases.current == "restart":
+            return f"in phase restart: {self._left('restart') or 'an engine starts again'}"
         if self.phases.current != "generate":
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + self.phases.since))
             return f"in phase {self.phases.current} since {since}"
@@ -141,6 +138,8 @@ class NodeHost:
         if phase == "generate":
             connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
             return f"{sum(engines.rows_left for engines in connections)} rows left"
+        if phase == "restart":
+            return self._fleet.restarts.state() if self._fleet.restarts is not None else ""
         if phase == "sync" and (sync := self._sync) is not None:
             return f"{sync.num_gathered} of {len(sync.buckets)} buckets gathered"
         if phase == "checkpoint":
@@ -175,60 +174,6 @@ class NodeHost:
             )
 
     # ---- engines ----------------------------------------------------------------------------------------------------
-
-    def follow(self, trainer: Any) -> None:
-        """Read the optimizer steps of `trainer`, and end the engines when it is garbage-collected.
-
-        This object keeps no reference to the trainer: `atexit` and the watchdog keep this object, and thus would keep
-        the trainer too.
-        """
-        self._trainer = followed = weakref.ref(trainer, self._on_collected)
-        last = 0
-
-        def step() -> int:
-            nonlocal last
-            if (alive := followed()) is not None:
-                last = alive.state.global_step
-            return last
-
-        self.step = step
-
-    def _on_collected(self, _: weakref.ref) -> None:
-        """Let the watch thread end the engines. The garbage collector calls this in any thread, so it takes no lock.
-
-        In a launch, other ranks of the node may still use the engines, so these end when the next trainer is built.
-        """
-        if not self.topology.launched:
-            self.watch.end_with(self._close_unattended)
-
-    def _close_unattended(self) -> None:
-        try:
-            self.close()
-        except Exception:  # the process goes on: a notebook, for example
-            traceback.print_exc()
-
-    def _make_room(self) -> None:
-        """End the engines of this process's earlier trainers that are collected, or whose GPUs the new engines need.
-
-        All ranks of the node are building the new trainer now, so none uses the earlier engines.
-        """
-        earlier = [host for host in _with_engines if host is not self]
-        if earlier:
-            gc.collect()  # a trainer refers to itself, so that it outlives its last name until a collection
-        for host in earlier:
-            is_collected = host._trainer is not None and host._trainer() is None
-            if is_collected or not host._leaves_room_for(self):
-                if self.topology.is_local_main and not is_collected:
-                    self._report(
-                        "the new trainer's engines need the GPUs of an earlier trainer's engines, which end now"
-                    )
-                host._end_engines() if host.topology.launched else host.close()
-
-    def _leaves_room_for(self, other: "NodeHost") -> bool:
-        """Return whether no GPU would have to give both hosts' engines more memory than it has."""
-        hosts = (self, other)
-        mine, theirs = ({gpu for gpus in host.devices.per_engine for gpu in gpus} for host in hosts)
-        return not mine & theirs or sum(gpu_share(host.settings, host.devices) for host in hosts) <= 1.0
 
     def start_engines(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> NodeEngines:
         """Start this node's engines (local main process) and connect to them (every rank of the node)."""
@@ -276,98 +221,6 @@ class NodeHost:
             workers=[self.settings.vllm_tensor_parallel_size] * count,
             report=self._report,
         )
-
-    def align(self) -> None:
-        """Wait until all ranks call this; unlike a collective, the wait has no limit. The log counts it as `wait`."""
-        with self.phases("wait"):
-            self._meeting.wait()
-            measure, self._measure_clock = self._measure_clock, None
-            if measure is not None:  # all ranks have just met, so each finds the others ready to respond
-                self._phase_file.clock_offset = measure()
-
-    # ---- weights ----------------------------------------------------------------------------------------------------
-
-    def sync(self, version: WeightVersion) -> SyncTimings:
-        """Send the weights; after the first update, verify that no dummy weight remains. A collective of all ranks."""
-        if self._sync is None or self.engines is None:
-            raise EngineError(
-                f"{self.topology}: `trainer.close()`, or a later trainer that needs their GPUs, ended this trainer's "
-                "engines. Build another trainer."
-            )
-        if version.update == 1:
-            keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
-            if self.topology.rank == 0 and (line := unchecked(self._model)):
-                self._report(line)
-        for connections in filter(None, (self.engines, self.ahead_engines)):
-            connections.expect(version)
-        timings = self._sync.run(version)
-        done = self.engines.ask_all(Await(min_update=version.update))  # counts the wait for the engines as sync
-        self.engine_clocks = [
-            (reply.busy_s, reply.clock_s, reply.slot_s, reply.tail_s) for reply in done if isinstance(reply, Done)
-        ]
-        self._kv_use = max([self._kv_use, *(reply.kv_use for reply in done if isinstance(reply, Done))])
-        if version.update == 1:
-            engines = self.engines if self.topology.is_local_main else None
-            probe_engines(self._model, engines, self.divergence_limit, self.topology)
-        self.activity.synced = True
-        return timings
-
-    def take_kv_use(self) -> float:
-        """Return the greatest share of a node's engine's key-value cache that was in use, up to the last sync."""
-        use, self._kv_use = self._kv_use, 0.0
-        return use
-
-    def send_everything(self) -> None:
-        """Make the next sync send the frozen weights too."""
-        if self._sync is not None:
-            self._sync.send_everything()
-
-    def check_before_save(self, model: torch.nn.Module) -> None:
-        """Check this rank's own part of the trained weights for NaN and infinity. Not a collective.
-
-        Frozen weights are left out, because a sync has checked them.
-
-        Raises:
-            `WeightsNotFiniteError`: if there is one. The other ranks wait in the save until the watchdog ends them.
-        """
-        trained = [(name, p, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
-        check_finite(trained, str(self.topology), self.step(), sends_whole=self.topology.is_local_main)
-
-    # ---- end --------------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Shut the engines down cleanly. `atexit` calls this, and the watch thread for a trainer that is collected; a
-        script may call it earlier, and more than once. The ranks of a launch wait for each other."""
-        self._close(self.watch.close)
-
-    def _close_at_exit(self) -> None:
-        self._close(self.watch.close_at_exit)
-
-    def _close(self, close_watch: Callable[[], None]) -> None:
-        self._ends = True
-        self._heartbeat.close()
-        self._warn_once.restore()
-        with self._closing:
-            close_watch()
-            self._end_engines()
-            atexit.unregister(self._close_at_exit)
-
-    def _end_engines(self) -> None:
-        self.watch.forget_processes()
-        self._fleet.close(self.engines)
-        self._drop_large_objects()
-        _with_engines.discard(self)
-
-    def _drop_large_objects(self) -> None:
-        """Drop all large objects: a script's next trainer needs the memory, and `atexit` would keep them alive."""
-        for engines in filter(None, (self.engines, self.ahead_engines)):
-            engines.close()
-        self.engines = self.ahead_engines = None  # otherwise a second close could close reused file descriptors
-        if self._sync is not None:
-            self._sync.close()
-        last = self.step()
-        self.step = lambda: last
-        self._model = self._base = self._sync = None
 
 
 def size_of(folder: Path) -> int:

@@ -1,0 +1,61 @@
+"""Engines die in a run of two nodes of two ranks: it goes on, and without rows ahead it trains what it would have."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.faults import FAKE, Faults
+from trl_multinode.testing.nodes import Nodes
+
+SCRIPT = Path(__file__).parent / "scripts" / "restarted.py"
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(400)]
+
+IN_FLIGHT = {
+    "weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 2.0,
+}  # fmt: skip
+EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}
+JOBS = [
+    {"name": "plain", "deaths": [], **EVAL},
+    {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "sync@4"}], **EVAL},
+    {"name": "eval", "deaths": [{"moment": "idle@1"}, {"moment": "eval@2"}], **EVAL},
+    {"name": "turns", "deaths": [], "turns": True},
+    {"name": "a turn", "deaths": [{"moment": "generate@1", "call": 3}, {"moment": "idle@2"}], "turns": True},
+    {"name": "ahead", "deaths": [{"moment": "ahead@0"}], "max_staleness": 1},
+    {"name": "in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT},
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By job: what each rank has written. Beside them the log of rank 2, whose engine dies."""
+    folder = tmp_path_factory.mktemp("restarted")
+    with Nodes(2, 2, folder=folder, forked=True, env=Faults().slow_tokens(0.01).environment(FAKE)) as nodes:
+        nodes.launch(SCRIPT, str(folder), json.dumps(JOBS))
+        assert nodes.wait(timeout_s=300, grace_s=20) == [0, 0], nodes.tails()
+        found = {
+            job["name"]: [json.loads((folder / f"{job['name']}_rank{rank}.json").read_text()) for rank in range(4)]
+            for job in JOBS
+        }
+        found["log"] = nodes.rank_log(2)
+    return found
+
+
+@pytest.mark.parametrize(("name", "same"), [("generate", "plain"), ("eval", "plain"), ("a turn", "turns")])
+def test_rows_1_2_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(results, name, same):
+    """Also if ranks call `generate` a different number of times: the others are in the meeting after it."""
+    for plain, died in zip(results[same], results[name], strict=True):
+        assert died["rounds"] == plain["rounds"] and died["losses"] == plain["losses"]
+        assert died["evals"] == plain["evals"]
+    assert results[name][2]["left"] == 0 and results[name][0]["restarts"][-1] == 2
+    assert "node 1: engine 0 ended (its process" in results["log"] and "was killed by SIGKILL" in results["log"]
+
+
+@pytest.mark.parametrize("name", ["ahead", "in_flight"])
+def test_row_2_rows_ahead_are_made_again_and_the_run_goes_on(results, name):
+    ranks = results[name]
+    assert ranks[2]["left"] == 0 and ranks[0]["restarts"][-1] == len(
+        next(j for j in JOBS if j["name"] == name)["deaths"]
+    )
+    assert len(ranks[0]["losses"]) == 4 and all(rank["losses"] == ranks[0]["losses"] for rank in ranks)

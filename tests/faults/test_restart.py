@@ -1,0 +1,341 @@
+"""An engine that dies is started again: the rows are those of a run in which no engine dies. Rows 1 to 4 and 8.
+
+The node here has one rank, and real engine processes behind the code of the fleet, the host and the generation. The
+launches with several ranks and nodes are in `tests/e2e/test_restarted.py`.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.fleet import EngineFleet
+from trl_multinode.engine.restarts import lost_engine, lost_engines
+from trl_multinode.engine.row_stream import RowRequest
+from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
+from trl_multinode.errors import EngineDiedError
+from trl_multinode.host.syncing import SyncingHost
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.run.meeting import Meeting
+from trl_multinode.run.phases import Phases
+from trl_multinode.run.topology import Topology
+from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.testing.engines import ENGINE_ARGS
+from trl_multinode.testing.faults import FORKED, HOOK
+from trl_multinode.testing.forking import forked_fake_engine
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.weights.source import ModuleSource
+from trl_multinode.weights.sync import WeightSync
+from trl_multinode.weights.transport import Transport
+
+PROMPTS = [[5, 6, 7]] * 4 + [[8, 9]] * 4
+ROUNDS = 3
+STALL_S = 2.0
+
+
+class OneNode(SyncingHost):
+    """A node of one rank and its engines. `story` is a run of a few rounds on them."""
+
+    wait_for_rows_s = 0.04  # in a generation, before an engine is killed
+
+    divergence_limit = 0.02
+
+    def __init__(
+        self, folder: Path, num_engines: int = 1, staleness: int = 0, max_completion_length: int = 12, **settings
+    ):
+        settings = {"rollout_seed": 5, "engine_stall_timeout": STALL_S, "max_staleness": staleness} | settings
+        self.settings = NodeSettings(**settings)
+        self.topology, self.phases = Topology(0, 1, 0, 1, 0, 1, False), Phases()
+        self.watch = Watchdog(self.topology)
+        self.lines: list[str] = []
+        self.ends: list[str] = []
+        self.watch._leave = self.ends.append  # otherwise it ends this process
+        self._meeting, self._measure_clock = Meeting(self.topology, None, lambda: ""), None
+        self._fleet = EngineFleet(self.topology, self.watch, None, self.settings, folder, self.lines.append)
+        self.model = self._model = self._base = tiny_qwen2()
+        arguments = {"arguments": self._arguments, "environment": lambda index: CPU_ENVIRONMENT | cores_per_worker(1)}
+        self._fleet.start(SimpleNamespace(**arguments), num_engines, self.model, tiny_tokenizer())
+        self.engines = self._fleet.connect(num_engines, 64)
+        self.ahead_engines = self._fleet.connect(num_engines, 64) if staleness else None
+        self._sync = WeightSync(ModuleSource(self.model, torch.float32), self.engines, 40_000, Transport())
+        self.engine_clocks, self._clock_starts, self._clock_offsets, self._kv_use = [], {}, {}, 0.0
+        self._renewed = []
+        self.done = 0
+        self.step = lambda: self.done
+        accelerator = SimpleNamespace(process_index=0, wait_for_everyone=lambda: None)
+        self.generation = NodeGeneration(
+            host=self,
+            model=self.model,
+            accelerator=accelerator,
+            processing_class=None,
+            max_completion_length=max_completion_length,
+        )
+
+    @staticmethod
+    def _arguments(folder: Path, index: int) -> dict:
+        return ENGINE_ARGS | {"model": str(folder), "seed": index}
+
+    def _report(self, text: str) -> None:
+        self.lines.append(text)
+
+    def start_engines(self, *_):
+        return self.engines
+
+    def story(self, act: Callable[[str, int], None] = lambda moment, number: None, first: int = 0) -> list:
+        """Train some rounds. `act` is called with a moment and the number of the round, beginning with `first`."""
+        found = []
+        for number in range(first, first + ROUNDS):
+            self.perturb(number - first)
+            act("idle", number)
+            following = (lambda: PROMPTS) if self.ahead_engines is not None and number < ROUNDS - 1 else None
+            self.generation.begin_round("train", number - first, following)
+            act("sync", number)
+            self.generation.sync_weights()
+            act("generate", number)
+            with self.generation.recovering():
+                ids = self.generation.generate(PROMPTS, None, 4)[1]
+                ids += self.generation.generate([PROMPTS[0] + ids[0] + [3]], None, 1)[1]  # as a tool loop does
+                self.align()
+            versions = [row.version.step for row in self.generation.used.rows]
+            found.append((ids, versions, self.generation.version.step))
+            self.done += 1
+        return found
+
+    def begin_again(self) -> None:
+        """Give the model the weights of the beginning."""
+        self.model.load_state_dict(tiny_qwen2().state_dict())
+
+    @torch.no_grad()
+    def perturb(self, seed: int) -> None:
+        noise = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.02)
+
+    def kill(self, index: int = 0, how: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.engines[index].ready.pid, how)
+
+    def kill_in_generation(self, index: int = 0, how: signal.Signals = signal.SIGKILL, ahead: bool = False) -> None:
+        engines = self.ahead_engines if ahead else self.engines
+
+        def later() -> None:
+            while not engines.rows_left:
+                time.sleep(0.002)
+            time.sleep(self.wait_for_rows_s)
+            self.kill(index, how)
+
+        threading.Thread(target=later).start()
+
+    def kill_core_in_generation(self) -> None:
+        (core, *_) = [child for child in psutil.Process(self.engines[0].ready.pid).children(recursive=True)
+                      if "EngineCore" in " ".join(child.cmdline())]  # fmt: skip
+        threading.Timer(0.3, core.kill).start()
+
+    def kill_in_sync(self, index: int = 0) -> None:
+        """Kill an engine while the third bucket of the next sync is gathered."""
+        begin, sync = self._sync._begin, self._sync
+
+        def begun(bucket, everything):
+            if bucket is sync.buckets[2]:
+                sync._begin = begin
+                self.kill(index)
+            return begin(bucket, everything)
+
+        sync._begin = begun
+
+    def close(self) -> None:
+        self.watch.forget_processes()
+        self._fleet.close(self.engines)
+        for engines in filter(None, (self.engines, self.ahead_engines)):
+            engines.close()
+        self._sync.close()
+        self.watch.close()
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """Builds nodes; their engines are forks, so that a restart takes tenths of a second."""
+    made = []
+
+    def build(module: str | None = None, slow: float = 0.01, **settings) -> OneNode:
+        monkeypatch.setenv(HOOK, module or f"{forked_fake_engine()} slow_tokens={slow}")
+        made.append(OneNode(tmp_path, **settings))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Rows of the run in which no engine dies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HOOK, forked_fake_engine())
+        one = OneNode(tmp_path_factory.mktemp("expected"))
+        try:
+            return one.story()
+        finally:
+            one.close()
+
+
+def at(moment: str, number: int, do: Callable[[], None]) -> Callable[[str, int], None]:
+    return lambda found, count: do() if (found, count) == (moment, number) else None
+
+
+def test_row_1_an_idle_engine_that_is_killed_is_started_again(node, expected):
+    one = node()
+    assert one.story(at("idle", 1, one.kill)) == expected
+    text = "\n".join(one.lines)
+    assert "engine 0 ended (its process" in text and "was killed by SIGKILL" in text and "1 restart(s) left" in text
+    assert "engine 0 was started again in" in text and one.num_restarts == 1 and not one.ends
+
+
+def test_row_1_an_engine_that_dies_after_the_sync_gets_the_same_weights_again(node, expected):
+    one = node()
+    assert one.story(at("generate", 1, one.kill)) == expected
+    assert any("got the weights of update 2 (step 1) again" in line for line in one.lines)
+
+
+def test_row_1_the_clocks_of_an_engine_go_on_after_a_restart(node):
+    one, clocks = node(), []
+    one.story(lambda moment, number: [one.kill() if (moment, number) == ("idle", 1) else None,
+                                      clocks.append(one.engine_clocks) if moment == "generate" else None])  # fmt: skip
+    seconds = [clock for ((_, clock, _, _),) in clocks]
+    assert len(seconds) == ROUNDS and seconds == sorted(seconds) and seconds[-1] > seconds[0]
+
+
+def test_row_2_an_engine_that_is_killed_in_generation_makes_the_same_rows(node, expected):
+    one = node()
+    assert one.story(at("generate", 1, one.kill_in_generation)) == expected
+    assert one.num_restarts == 1
+
+
+def test_row_3_an_engine_may_die_twice_and_the_third_time_ends_the_run_with_the_count(node, expected):
+    one = node()
+    acts = [at("generate", 0, one.kill_in_generation), at("idle", 2, one.kill)]
+    assert one.story(lambda *moment: [act(*moment) for act in acts]) == expected
+    assert one.num_restarts == 2 and not one.ends
+    one.kill()
+    wait_until(lambda: one.ends)
+    assert "engine 0 of node 0 ended after 2 restart(s) (`engine_restarts=2`): its process" in one.ends[0]
+    assert "engine0.log" in one.ends[0]
+
+
+def test_row_3_twice_in_a_row(node, expected):
+    """The second time as soon as the new process serves, before it has weights."""
+    one = node()
+    renew = one.engines.renew
+
+    def renew_and_kill(indices):
+        renew(indices)
+        one.engines.renew = renew
+        one.kill()
+
+    one.engines.renew = renew_and_kill
+    assert one.story(at("generate", 1, one.kill_in_generation)) == expected
+    assert one.num_restarts == 2 and not one.ends
+
+
+def test_row_3_without_restarts_the_first_death_ends_the_run(node):
+    one = node(engine_restarts=0)
+    one.story(at("idle", 3, lambda: None))
+    one.kill()
+    wait_until(lambda: one.ends)
+    assert "engine 0 of node 0 ended: its process" in one.ends[0] and one.num_restarts == 0
+
+
+def test_row_4_a_stopped_engine_is_killed_and_started_again(node, expected):
+    one = node()
+    start = time.monotonic()
+    assert one.story(at("generate", 1, lambda: one.kill_in_generation(how=signal.SIGSTOP))) == expected
+    assert "it stalled and was killed" in "\n".join(one.lines) and f"for {STALL_S:.0f} s" in "\n".join(one.lines)
+    assert time.monotonic() - start < 30
+
+
+def test_row_8_an_engine_that_dies_while_weights_are_sent_gets_them_again(node, expected):
+    one = node()
+    assert one.story(at("sync", 1, one.kill_in_sync)) == expected
+    assert any("got the weights of update 2 (step 1) again" in line for line in one.lines)
+
+
+def test_row_3_ranks_that_lost_different_processes_of_an_engine_ask_for_the_same_restart():
+    words = [lost_engine(1, 0, 1), lost_engine(1, 0, 0), lost_engine(0, 1, 5), lost_engine(1, 2, 0)]
+    assert lost_engines(words, 1) == [(0, 1), (2, 0)] and lost_engines(words, 2) == []
+
+
+def test_row_2_the_other_engine_of_a_node_goes_on(node, expected):
+    one = node(num_engines=2)
+    made = one.story(at("generate", 0, lambda: one.kill_in_generation(1)))
+    assert made == expected and one.num_restarts == 1
+    assert not any("again in" in line and "got the weights" in line for line in one.lines)  # with the next sync
+    assert [client.lost for client in one.engines] == [None, None]
+
+
+def test_row_2_rows_ahead_are_made_again_with_the_weights_of_that_moment(node):
+    one = node(staleness=1, slow=0.04)
+    made = one.story(at("generate", 0, lambda: one.kill_in_generation(ahead=True)))
+    assert one.num_restarts == 1 and not one.ends
+    # the rows of round 1 are not those of round 0's weights, as those of round 2 are those of round 1's
+    assert [set(steps) for _, steps, _ in made] == [{0}, {1}, {1}]
+
+
+def test_row_2_rows_in_flight_begin_again(node):
+    """Some rows have ended before, some are under way, and some wait for room."""
+    one = node(slow=0.02)
+    one.generation.sync_weights()
+    one.ahead_engines = ahead = one._fleet.connect(1, 3)
+    stream = ahead.open_stream(12, {})
+    alone = one.engines.generate([PromptRequest(PROMPTS[0], 8, seed=1)], 12, {}, 1)[0]
+    stream.add([RowRequest((0, 0), row, PROMPTS[0], 1 + row, 1) for row in range(8)])
+    found = {}
+    while len(found) < 3:
+        found |= {request.row: rollout for request, rollout in stream.poll()}
+    peeking = stream.peek()
+    one.kill()
+    while not stream.stopped:
+        found |= {request.row: rollout for request, rollout in stream.poll(0.1)}
+    assert peeking.complete.wait(0) and len(found) < 8 and stream.rows_left == 8 - len(found)
+    one.generation._recover()
+    while len(found) < 8:
+        found |= {request.row: rollout for request, rollout in stream.poll()}
+    assert [found[row].tokens.tolist() for row in range(8)] == [row.tokens.tolist() for row in alone]
+    assert stream.rows_left == 0 and not stream.stopped
+    stream.close()
+
+
+def test_row_2_a_generation_outside_of_a_round_ends_with_the_error(node):
+    one = node()
+    one.story()
+    one.kill()
+    with pytest.raises(EngineDiedError, match="engine 0 of node 0"):
+        one.generation.generate(PROMPTS, None, 4)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_rows_1_2_8_with_vllm(node):
+    """One engine: its core is killed in generation, the engine itself idle, and then while weights are sent."""
+    one = node(FORKED, engine_restarts=3, engine_stall_timeout=120.0, max_completion_length=100)
+    expected = one.story()
+    one.begin_again()
+    acts = [at("generate", 3, one.kill_core_in_generation), at("idle", 4, one.kill), at("sync", 5, one.kill_in_sync)]
+    made = one.story(lambda *moment: [act(*moment) for act in acts], first=3)
+    assert [ids for ids, *_ in made] == [ids for ids, *_ in expected]
+    assert one.num_restarts == 3 and not one.ends
+    assert "VLLM::EngineCore" in "\n".join(one.lines)
+
+
+def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

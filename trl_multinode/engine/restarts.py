@@ -1,0 +1,158 @@
+"""Restarts of a node's engines that died, by its local main process: in threads, beside the training."""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ..errors import EngineStartError
+from ..run.watchdog import Watchdog
+from .process import EngineProcess, wait_until_ready
+
+DYING_S = 5.0  # an engine that is given up has so long to end with a reason of its own
+
+
+class EngineRestarts:
+    """Engine processes of a node, each of which is started again a number of times.
+
+    ```python
+    restarts = EngineRestarts(processes, start_again, limit, timeout_s, watch, report)
+    restarts.watch_engines()
+    ...
+    restarts.wait_for(index, start)  # until a later process than number `start` is ready
+    ```
+
+    Args:
+        processes (`list[EngineProcess]`):
+            Processes of the engines, by their index; a restart replaces its entry.
+        start_again (`Callable[[int], EngineProcess]`):
+            Function that starts the engine of an index.
+        limit (`int`):
+            Number of restarts of each engine; with 0, the end of an engine ends the run.
+        timeout_s (`float`):
+            Longest start of an engine.
+        watch (`Watchdog`):
+            Watchdog of this rank, which sees the end of a process.
+        report (`Callable[[str], None]`):
+            Function that prints a line of progress.
+    """
+
+    def __init__(
+        self,
+        processes: list[EngineProcess],
+        start_again: Callable[[int], EngineProcess],
+        limit: int,
+        timeout_s: float,
+        watch: Watchdog,
+        report: Callable[[str], None],
+    ):
+        self._processes = processes
+        self._start_again = start_again
+        self._limit = limit
+        self._timeout_s = timeout_s
+        self._watch = watch
+        self._report = report
+        self._counts = [0] * len(processes)
+        self._starting: set[int] = set()  # indices
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def count(self) -> int:
+        """Number of restarts so far, of all engines."""
+        return sum(self._counts)
+
+    def watch_engines(self) -> None:
+        """Watch all processes, which are ready."""
+        for process in self._processes:
+            self._watch.add_process(process.pid, partial(self._on_end, process))
+
+    def close(self) -> None:
+        """Start no engine any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def state(self) -> str:
+        """Return which engines start, for a line of progress."""
+        return ", ".join(
+            f"engine {index} starts again ({self._processes[index].start_log.stage})" for index in list(self._starting)
+        )
+
+    def is_ready(self, index: int) -> bool:
+        """Return whether the process of an engine runs and is not starting."""
+        return index not in self._starting and self._processes[index].is_alive()
+
+    def wait_for(self, index: int, start: int) -> None:
+        """Wait until a later process than number `start`, which a rank has given up, is ready.
+
+        The wait ends with the run if the engine may not be started again; each start has the limit
+        `engine_start_timeout`.
+        """
+        deadline = time.monotonic() + DYING_S
+        with self._changed:
+            while not self._closed and (self._processes[index].start <= start or index in self._starting):
+                if self._processes[index].start <= start and time.monotonic() > deadline:
+                    self._processes[index].kill()  # it lives although its connection has ended
+                self._changed.wait(0.2)
+
+    def _on_end(self, process: EngineProcess) -> str | None:
+        """Start a new process for one that has ended, or return the message that ends the run."""
+        index, why = process.index, process.why_ended()
+        with self._changed:
+            if self._closed or process is not self._processes[index]:
+                return None
+            if self._counts[index] >= self._limit:
+                return self._last_end(process, why)
+            self._counts[index] += 1
+            self._starting.add(index)
+        self._announce(index, why)
+        threading.Thread(target=self._start, args=(index,), name=f"restart of engine {index}", daemon=True).start()
+        return None
+
+    def _last_end(self, process: EngineProcess, why: str) -> str:
+        if not self._limit:
+            return f"{process.name} ended: {why}"
+        return f"{process.name} ended after {self._limit} restart(s) (`engine_restarts={self._limit}`): {why}"
+
+    def _announce(self, index: int, why: str) -> None:
+        left = self._limit - self._counts[index]
+        self._report(f"engine {index} ended ({why}); it is started again, {left} restart(s) left")
+
+    def _start(self, index: int) -> None:
+        begin = time.monotonic()
+        while True:
+            try:
+                self._processes[index].kill()
+                if self._closed:
+                    return
+                self._processes[index] = process = self._start_again(index)
+                wait_until_ready([process], self._timeout_s, lambda text: self._report(f"engine {index}: {text}"))
+                break
+            except Exception as error:  # this thread has no caller that would see it
+                if self._closed:
+                    return
+                if self._counts[index] >= self._limit or not isinstance(error, EngineStartError):
+                    self._watch.report(f"{type(error).__name__}: {error}")
+                    return
+                self._counts[index] += 1
+                self._announce(index, str(error))
+        self._report(f"engine {index} was started again in {time.monotonic() - begin:.1f} s and waits for its weights")
+        self._watch.add_process(process.pid, partial(self._on_end, process))
+        with self._changed:
+            self._starting.discard(index)
+            self._changed.notify_all()
+
+
+def lost_engine(node: int, index: int, start: int) -> str:
+    """Return the word with which a rank asks all ranks for the weights of an engine whose process has ended."""
+    return f"{node}:{index}:{start}"
+
+
+def lost_engines(words: list[str], node: int) -> list[tuple[int, int]]:
+    """Return index and number of the last process of each lost engine of `node` among the words of a meeting.
+
+    A rank that could not connect to a process before it ended asks with the number of the one before.
+    """
+    found = sorted(tuple(map(int, word.split(":"))) for word in words)
+    return list({index: start for where, index, start in found if where == node}.items())
