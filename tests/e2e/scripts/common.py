@@ -30,7 +30,8 @@ def make_trainer(
     model, reward, folder: str, prompts: list, eval_prompts: list[str] | None = None, iterable: bool = False,
     **settings,
 ) -> GRPOTrainer:  # fmt: skip
-    peft_config, tools = settings.pop("peft_config", None), settings.pop("tools", None)
+    peft_config = settings.pop("peft_config", None)
+    keywords = {"tools": settings.pop("tools")} if "tools" in settings else {}
     tokenizer = settings.pop("processing_class", None) or tiny_tokenizer()
     args = GRPOConfig(
         output_dir=folder,
@@ -49,7 +50,7 @@ def make_trainer(
     return GRPOTrainer(
         model, reward, args, dataset.to_iterable_dataset() if iterable else dataset,
         eval_dataset=eval_prompts and Dataset.from_dict({"prompt": eval_prompts}), processing_class=tokenizer,
-        peft_config=peft_config, tools=tools,
+        peft_config=peft_config, **keywords,
     )  # fmt: skip
 
 
