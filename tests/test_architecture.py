@@ -42,8 +42,8 @@ ARROWS = {
     "engine_process": "vllm_worker wire",
     "vllm_worker": "transports wire",
     "transports": "errors wire",
+    "run": "errors wire",
     "wire": "errors",
-    "run": "errors",
     "images": "errors",
     "config": "errors node_settings",
     "node_settings": "errors",
@@ -78,7 +78,8 @@ LIBRARIES = {
 }
 # Files that import torch.distributed
 DISTRIBUTED = {
-    "run.decision", "run.meeting", "run.store", "run.watchdog", "rollouts.text_logging", "batches.row_exchange",
+    "run.decision", "run.meeting", "run.preemption", "run.store", "run.watchdog", "rollouts.text_logging",
+    "batches.row_exchange",
     "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
 }  # fmt: skip

@@ -28,6 +28,7 @@ from .run.heartbeat import Heartbeat
 from .run.meeting import Meeting
 from .run.phase_file import PhaseFile
 from .run.phases import Phases
+from .run.preemption import Preemption
 from .run.reporter import report
 from .run.store import connect_store
 from .run.topology import EngineDevices, Topology, assign_engines
@@ -42,6 +43,7 @@ from .weights.source import keep_head_during_backward
 from .weights.sync import SyncTimings, WeightSync
 from .weights.transport import Transport, choose, machine_of
 from .wire.messages import Await, Done, WeightVersion
+from .wire.stop_signals import check_preempt_signal
 
 _with_engines: "weakref.WeakSet[NodeHost]" = weakref.WeakSet()  # hosts of this process whose engines run
 
@@ -82,6 +84,7 @@ class NodeHost:
             if store is not None:
                 self.watch.watch_local_ranks(store)
         self.save_decision = StepDecision(self.topology, store, "save")
+        self.preemption = Preemption(self.topology, store, self.settings.preemption_grace, self.watch)
         self._meeting = Meeting(self.topology, store, self._state)
         self._measure_clock: Callable[[], float | None] | None = partial(clock_offset, self.topology, store)
         self.watch.add_chore(self._meeting.report_progress)
@@ -137,6 +140,7 @@ class NodeHost:
 
     def _check(self) -> EngineDevices:
         self.topology.check()
+        check_preempt_signal()
         check_vllm()
         num_gpus = 0 if self.args.use_cpu else torch.cuda.device_count()
         return assign_engines(

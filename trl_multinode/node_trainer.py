@@ -30,6 +30,7 @@ from .rollouts.text_logging import TextLogging
 from .saving.by_time import SaveByTime
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
+from .saving.preempted import SaveAtPreemption
 from .saving.resume import Resume
 
 
@@ -122,6 +123,7 @@ class NodeTrainer(HubTrainer):
         self._resume = Resume(self)
         if (minutes := host.settings.save_minutes) is not None:
             self.add_callback(SaveByTime(minutes, host.save_decision, decides=host.topology.rank == 0))
+        self.add_callback(SaveAtPreemption(host.preemption, self.args.output_dir))
 
     @property
     def steps_per_round(self) -> int:

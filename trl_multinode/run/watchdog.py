@@ -10,6 +10,7 @@ with `os._exit`, because its main thread may be blocked inside NCCL for ever.
 import itertools
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -19,9 +20,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineDiedError, PeerFailureError
+from .exit_codes import PREEMPTED
 from .exits import ScriptExits, is_good
 from .reporter import report
-from .signals import StopSignals
+from .signals import Preempted, StopSignals, is_preemption
 from .store import GRACE_S, STORE_TIMEOUT_S, RunStore, store_gone, when_written
 from .topology import Topology
 
@@ -64,6 +66,8 @@ class Watchdog:
         self._local_failure: tuple[str, float] | None = None  # line, time at which to report it
         self._only_symptom = False
         self._note = ""  # added to every failure that this rank reports
+        # returns `False` for a signal that ends the run at once
+        self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
         self._end: Callable[[], None] | None = None  # called by the watch thread as the last thing
         self._closed = threading.Event()
         self._store_call_start: float | None = None  # of the pending call, if any
@@ -145,8 +149,7 @@ class Watchdog:
         try:
             yield
         except (Exception, SystemExit) as error:
-            good_exit = isinstance(error, SystemExit) and is_good(error.code)
-            if self._store.alone or self._closed.is_set() or good_exit:
+            if self._store.alone or self._closed.is_set() or ends_well(error):
                 raise
             self.fail_with(error)
 
@@ -178,7 +181,7 @@ class Watchdog:
         if self._closed.is_set():
             return
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit) and not is_good(error.code):  # the script leaves, and closes in a `finally`
+        if isinstance(error, SystemExit) and not ends_well(error):  # the script leaves, and closes in a `finally`
             self._fail_at_exit(error.code)
         self._store.wait_for_all(linger_s=2 * POLL_S)
         self._closed.set()
@@ -264,7 +267,8 @@ class Watchdog:
     def _on_event(self, fd: int) -> None:
         if fd == self._signals.read_end:
             for stop in self._signals.received():
-                self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S)
+                if not self.on_stop(stop):
+                    self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S)
             return
         with self._lock:
             cause = self._processes.pop(fd, None)
@@ -296,7 +300,12 @@ class Watchdog:
         sys.stdout.flush()
         self._printing.acquire(timeout=PRINTING_S)  # never released: a later traceback would follow the line
         report(f"the run failed: {line}", error=True)
-        os._exit(EXIT_CODE)
+        os._exit(PREEMPTED if is_preemption(line) else EXIT_CODE)
+
+
+def ends_well(error: BaseException) -> bool:
+    """Return whether an error ends the script on all ranks alike: `sys.exit(0)`, or after a pre-emption."""
+    return isinstance(error, Preempted) or (isinstance(error, SystemExit) and is_good(error.code))
 
 
 def is_symptom(error: BaseException) -> bool:
