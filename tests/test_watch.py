@@ -14,6 +14,7 @@ from store_host import RANKS, StoreHost, enter
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.run import store as run_store
 from trl_multinode.run import watchdog as watch_module
+from trl_multinode.run.exit_codes import PREEMPTED
 from trl_multinode.run.watchdog import Watchdog
 
 FAILED = "[trl_multinode] the run failed: "
@@ -38,10 +39,10 @@ def in_a_collective(watch: Watchdog | None) -> None:
     time.sleep(60)
 
 
-def the_line(ranks) -> str:
+def the_line(ranks, code: int = watch_module.EXIT_CODE) -> str:
     """All `ranks` end in time, and all with one and the same last line."""
     statuses = [rank.wait(10) for rank in ranks]
-    assert statuses == [watch_module.EXIT_CODE] * len(ranks), [rank.text for rank in ranks]
+    assert statuses == [code] * len(ranks), [rank.text for rank in ranks]
     last = {rank.text.splitlines()[-1] for rank in ranks}
     assert len(last) == 1, last
     (line,) = last
@@ -163,7 +164,8 @@ def test_a_signal_ends_all_though_the_main_thread_is_in_a_collective(tmp_path, s
     with forked(body, RANKS, tmp_path) as ranks:
         all_up(ranks)
         os.kill(ranks[1].process.pid, number)
-        assert the_line(ranks) == f"node 0, rank 1, phase reward: stopped by {number.name}"
+        code = PREEMPTED if number == signal.SIGTERM else watch_module.EXIT_CODE
+        assert the_line(ranks, code) == f"node 0, rank 1, phase reward: stopped by {number.name}"
 
 
 def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(tmp_path, store):

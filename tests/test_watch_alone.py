@@ -14,6 +14,7 @@ from store_host import StoreHost
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run import watchdog as watch_module
+from trl_multinode.run.exit_codes import PREEMPTED
 from trl_multinode.run.signals import noop_handler
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
@@ -67,7 +68,7 @@ def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
         time.sleep(20)
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(10) == watch_module.EXIT_CODE and "stopped by SIGTERM" in rank.text
+        assert rank.wait(10) == PREEMPTED and "stopped by SIGTERM" in rank.text
 
 
 def test_a_note_goes_with_the_failures_inside_and_with_none_after_it(tmp_path):

@@ -171,8 +171,8 @@ def check_settings(args: Any) -> None:
     if is_node_mode(args) and getattr(args, "enable_jit_checkpoint", False):
         raise ConfigurationError(
             "`enable_jit_checkpoint` must stay False in node mode: transformers may save after the optimizer has "
-            "changed the weights and before the step is counted, so that a resumed run repeats the step, and it saves only on "
-            "ranks that got the signal. Leave it out: node mode saves a checkpoint at SIGTERM by itself."
+            "changed the weights and before the step is counted, so that a resumed run repeats the step, and it saves "
+            "only on ranks that got the signal. Leave it out: node mode saves a checkpoint at SIGTERM by itself."
         )
     if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
         raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")

@@ -49,7 +49,9 @@ def results(launches: dict, name: str) -> list[dict]:
 
 
 def test_row_15_every_rank_leaves_with_143_after_a_checkpoint(launches):
-    assert launches["codes"] == [[{"143"}, {"143"}]] * 3, launches["logs"][0][0][-3000:]
+    of_signalled_launcher: set[str] = set()  # torchrun lists no codes then
+    codes = [[{"143"}, of_signalled_launcher], [{"143"}, {"143"}], [{"143"}, {"143"}]]
+    assert launches["codes"] == codes, launches["logs"][0][0][-3000:]
     for number, step in ((0, 3), (1, 5)):
         saved = f"pre-empted: {launches['folder']}/broken/checkpoint-{step} is saved"
         assert saved in launches["logs"][number][0], launches["logs"][number][0][-3000:]
@@ -66,9 +68,8 @@ def test_row_15_the_signal_and_the_time_that_is_left_are_named(launches):
 
 def test_row_15_the_run_goes_on_bitwise(launches):
     """Rows, losses and norms of the gradient of all steps, in two runs that were pre-empted and one that ended."""
-    for whole, *parts in zip(
-        *(results(launches, name) for name in ("whole", "first", "second", "third")), strict=True
-    ):
+    runs = [results(launches, name) for name in ("whole", "first", "second", "third")]
+    for whole, *parts in zip(*runs, strict=True):
         assert [list(map(int, part["steps"])) for part in parts] == [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]
         assert parts[-1]["steps"] == whole["steps"] and len(set(map(tuple, whole["steps"].values()))) == LAST
         assert [one for part in parts for one in part["rounds"]] == whole["rounds"]
@@ -78,7 +79,5 @@ def test_row_15_a_step_that_takes_too_long_ends_at_the_deadline(launches):
     last = {log.splitlines()[-1] for log in launches["logs"][2]}
     line = last.pop()
     assert not last, last
-    assert re.search(
-        r"node 1, rank 3, phase reward: pre-empted by SIGTERM: the end of step 3 did not come within", line
-    )
+    assert "node 1, rank 3, phase reward: pre-empted by SIGTERM: the end of step 3 did not come within" in line
     assert f"`preemption_grace` (3 s). The last whole checkpoint is {launches['folder']}/late/checkpoint-2" in line

@@ -3,8 +3,8 @@
 A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill_at` (optimizer
 step) ends every rank by SIGKILL right after that step's checkpoint, `kill_inside` in the middle of writing it,
 `kill_deleting` the rank that then deletes an older one, when two of its files are gone; `signals` are lists of rank,
-optimizer steps done, name and target of a signal, which the rank sends its launcher or itself while it scores; `slow` are
-seconds for which every rank then scores; `resume` goes to `train()`;
+optimizer steps done, name and target of a signal, which the rank sends its launcher or itself while it scores; `slow`
+are seconds for which every rank then scores; `resume` goes to `train()`;
 `copy_of` is a checkpoint that it resumes from a copy of, `without_rollouts` (ranks)
 removes their file from the copy; `prompts` is the size of the dataset; "{node}" in `output` is the node's number.
 Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, per generation
