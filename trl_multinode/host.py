@@ -24,6 +24,7 @@ from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
 from .run.clock import clock_offset
 from .run.decision import StepDecision
+from .run.disk import as_disk_error, written_folders
 from .run.heartbeat import Heartbeat
 from .run.meeting import Meeting
 from .run.phase_file import PhaseFile
@@ -67,6 +68,7 @@ class NodeHost:
         self._phase_file = PhaseFile(folder / "phases", self.topology.rank, self.topology.node)
         self.phases = Phases(self._phase_file)
         self.watch = Watchdog(self.topology, lambda: self.phases.current)
+        self.watch.explain = partial(as_disk_error, folders=written_folders(args.output_dir))
         self.step: Callable[[], int] = lambda: 0
         self._closing = threading.Lock()
         self._trainer: weakref.ref | None = None

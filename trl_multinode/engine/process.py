@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -137,9 +138,9 @@ class EngineProcess:
         spec_path = folder.path / f"engine{index}.json"
         spec_path.write_bytes(msgspec.json.encode(spec))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "ab") as log:  # append: an earlier run's error message may refer to this file
-            log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-            log.flush()
+        with open(log_path, "ab", buffering=0) as log:  # append: an earlier run's error message may refer to this file
+            with suppress(OSError):  # a full disk
+                log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             self.start_log = StartLog(log_path)
             # a session of its own: Ctrl-C in the terminal must reach only the ranks, which then log why they end
             with stop_signals_blocked():

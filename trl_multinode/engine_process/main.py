@@ -31,6 +31,7 @@ from ..wire.supervisor import (
     title_of,
     unlink_shared_memory,
 )
+from ..wire.tolerant_output import tolerate_full_disk
 from .backend import Backend
 from .server import EngineServer
 from .vllm_backend import VllmBackend, vllm_processes
@@ -118,6 +119,7 @@ def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
     spec = msgspec.json.decode(Path(sys.argv[-1]).read_bytes(), type=EngineSpec)
     become_subreaper()
     ignore_stop_signals()
+    tolerate_full_disk()
     os.environ[RUN_MARKER] = f"{os.getpid()}:{spec.report_folder}"
     Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
     try:

@@ -4,7 +4,7 @@
 into `_multinode/ending-node<k>.json`.
 """
 
-from ..errors import ConfigurationError, EngineError, HubPushError, PeerFailureError
+from ..errors import ConfigurationError, DiskError, EngineError, HubPushError, PeerFailureError
 
 OTHER = 1  # none of the causes below
 CONFIGURATION = 3  # a setting, or the way the run was launched
@@ -19,6 +19,7 @@ _OF_ERRORS: tuple[tuple[type[BaseException], int], ...] = (
     (ConfigurationError, CONFIGURATION),
     (PeerFailureError, PEER_LOST),
     (EngineError, ENGINE),
+    (DiskError, DISK),
     (HubPushError, PUSH),
 )
 

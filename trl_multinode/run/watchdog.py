@@ -68,6 +68,7 @@ class Watchdog:
         self._note = ""  # added to every failure that this rank reports
         # returns `False` for a signal that ends the run at once
         self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
+        self.explain: Callable[[BaseException], BaseException] = lambda error: error  # names a full disk
         self._end: Callable[[], None] | None = None  # called by the watch thread as the last thing
         self._closed = threading.Event()
         self._store_call_start: float | None = None  # of the pending call, if any
@@ -157,6 +158,7 @@ class Watchdog:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
         with self._printing:
             traceback.print_exception(error)
+        error = self.explain(error)
         self._fail(f"{type(error).__name__}: {error}", SYMPTOM_DELAY_S if is_symptom(error) else 0.0)
 
     def _fail(self, cause: str, delay_s: float = 0.0) -> None:
