@@ -24,7 +24,7 @@ ARROWS = {
     "testing": "engine engine_process trainer transports vllm_worker weights wire",
     "command": "__init__ check examples",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
-    "check": "errors libraries node_settings run",  # a launch that has not begun: accelerate's code
+    "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
     "trainers": "config host node_trainer rollouts",

@@ -25,7 +25,8 @@ from trl_multinode.run.signals import Preempted, is_preemption, noop_handler
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watchdog import Watchdog
-from trl_multinode.saving.checkpoint_files import MARKERS, newest_whole
+from trl_multinode.saving.checkpoint_files import MARKERS
+from trl_multinode.saving.newest import newest_whole
 from trl_multinode.saving.preempted import SaveAtPreemption
 from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE, check_preempt_signal, preempt_signals
 

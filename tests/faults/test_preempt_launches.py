@@ -19,7 +19,7 @@ RUN = {
     "prompts": 16, "num_train_epochs": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2,
     "gradient_accumulation_steps": 1, "max_steps": LAST, "max_completion_length": 8, "max_staleness": 0,
 }  # fmt: skip
-BROKEN = {"output": "broken"}  # saves nothing by itself
+BROKEN = {"output": "broken", "save_strategy": "no"}  # nothing else saves a checkpoint
 LATE = {"output": "late", "name": "late", "save_strategy": "steps", "save_steps": 1, "preemption_grace": 3.0}
 
 

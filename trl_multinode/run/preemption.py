@@ -180,6 +180,7 @@ class Preemption:
         torchrun sends SIGTERM to the ranks of a node when its first rank has left, so they ignore it from now on.
         """
         self._saved = True
+        self._watch.exit_code = PREEMPTED
         with suppress(ValueError):  # not the main thread
             for number in preempt_signals():
                 signal.signal(number, signal.SIG_IGN)

@@ -68,6 +68,7 @@ class Watchdog:
         self._note = ""  # added to every failure that this rank reports
         # returns `False` for a signal that ends the run at once
         self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
+        self.exit_code = 0  # with which the script ends if all ranks end well; 143 after a pre-emption
         self.explain: Callable[[BaseException], BaseException] = lambda error: error  # names a full disk
         self._end: Callable[[], None] | None = None  # called by the watch thread as the last thing
         self._closed = threading.Event()

@@ -34,16 +34,6 @@ def why_unfinished(folder: Path) -> str | None:
     return None
 
 
-def newest_whole(output_dir: Path) -> Path | None:
-    """Return the finished checkpoint of the latest step, as far as this node sees it; `None` if there is none."""
-    steps = {}
-    for folder in output_dir.glob("checkpoint-*"):
-        number = folder.name.rpartition("-")[2]
-        if number.isdigit() and why_unfinished(folder) is None:
-            steps[int(number)] = folder
-    return steps[max(steps)] if steps else None
-
-
 def check_finished(folder: Path) -> None:
     """Check that a checkpoint that the script names is finished.
 

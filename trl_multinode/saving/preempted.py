@@ -6,8 +6,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..run.preemption import Preemption
-from .checkpoint_files import newest_whole
 from .checkpoints import PREFIX
+from .newest import newest_whole
 
 
 class SaveAtPreemption(TrainerCallback):
