@@ -11,7 +11,7 @@
 | `at/<rank>`, `state/<rank>` | every rank | the number of its last meeting; what it does, for ranks that wait for it |
 | `met/<number>` | the last rank of a meeting | empty; the key wakes the ranks that wait for it |
 | `save/<step>` | rank 0 | whether the step ends with a checkpoint; see [`StepDecision`](decision.py) |
-| `preempt/<training>/<step>` | the first rank at the end of the step | whether all ranks leave; see [`Preemption`](preemption.py) |
+| `preempt/<training>/<step>` | the first rank at its end | whether all leave; see [`Preemption`](preemption.py) |
 | `warned/<node>/<digest>` | every rank of the node with a library's warning | their number; the first one shows it |
 | `reporter/<side>/<number>` | ranks that waited 15 s | their number, on node 0 and elsewhere; the first one reports |
 """
