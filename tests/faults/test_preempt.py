@@ -16,11 +16,12 @@ from store_host import RANKS, StoreHost, enter, topology_of
 
 from trl_multinode import GRPOConfig
 from trl_multinode.errors import ConfigurationError
+from trl_multinode.run import preemption as preemption_module
 from trl_multinode.run import store as run_store
 from trl_multinode.run import watchdog as watch_module
 from trl_multinode.run.exit_codes import PREEMPTED
 from trl_multinode.run.meeting import Meeting
-from trl_multinode.run.preemption import Preemption, grace_after, grace_note
+from trl_multinode.run.preemption import Preemption, grace_after, grace_note, launcher_would_end
 from trl_multinode.run.signals import Preempted, is_preemption, noop_handler
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
@@ -86,10 +87,10 @@ def test_row_15_all_ranks_save_the_same_step_and_leave_with_143(tmp_path, store,
         assert [rank.wait(20) for rank in ranks] == [PREEMPTED] * RANKS, ranks[0].text
         assert len({tuple(saved(rank)) for rank in ranks}) == 1 and len(saved(ranks[0])) == 1
         ended = [rank.text.count("ends") for rank in ranks]
-        asked = next(line for line in ranks[signalled[0]].text.splitlines() if "received SIGTERM" in line)
-        step = int(asked.partition("at the end of step ")[2].split(",")[0])
+        asked = [line for rank in ranks for line in rank.text.splitlines() if "received SIGTERM" in line]
+        assert len(asked) == len({k // 2 for k in signalled})  # once per node
+        step = min(int(line.partition("at the end of step ")[2].split(",")[0]) for line in asked)
         assert step <= ended[0] <= step + 1  # one more only if another rank had ended the step already
-        assert sum(rank.text.count("received SIGTERM") for rank in ranks) == len({k // 2 for k in signalled})
 
 
 def test_row_15_a_step_that_does_not_end_ends_the_run_at_the_deadline(tmp_path, store):
@@ -122,6 +123,24 @@ def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_
     monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.result == [True, False, True, True], rank.text
+
+
+def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_path, monkeypatch):
+    def launcher(rank: int) -> list:
+        found = []
+        for handler in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGUSR1, handler)
+            found.append(launcher_would_end(os.getpid()))
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        Preemption(LAUNCHED, None, 60.0, SimpleNamespace(add_chore=lambda _: None))
+        return found
+
+    assert not launcher_would_end(os.getpid())  # no signal is named
+    monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
+    with forked(launcher, 1, tmp_path) as (parent,):
+        assert parent.result == [True, False]
+        assert "node 0: a SIGUSR1 would end the launcher" in parent.text and "trap '' USR1; exec" in parent.text
 
 
 def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
@@ -191,7 +210,9 @@ def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
     found.on_train_begin(None, None, None)
     found.on_step_begin(None, SimpleNamespace(global_step=7), None)
     if asked:
-        assert preemption.ask(signal.SIGTERM)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(preemption_module.threading, "Timer", lambda *_: SimpleNamespace(start=lambda: None))
+            assert preemption.ask(signal.SIGTERM)
     return found
 
 

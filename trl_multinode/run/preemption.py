@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed import Store
@@ -58,6 +59,17 @@ def grace_note(grace_s: float, environ: Mapping[str, str] = os.environ) -> str:
     return text
 
 
+def launcher_would_end(launcher: int) -> bool:
+    """Return whether the signal of the environment would end the launcher, which neither ignores nor handles it."""
+    numbers = preempt_signals()[1:]
+    try:
+        lines = Path(f"/proc/{launcher}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
+    return any(not any(mask >> (number - 1) & 1 for mask in masks) for number in numbers)
+
+
 class Preemption:
     """Pre-emption of one rank.
 
@@ -96,12 +108,19 @@ class Preemption:
         self._grace_s = grace_s
         self._watch = watch
         self._clock = clock
+        self.leaves = False  # whether the ranks leave as soon as the checkpoint is saved
         self._training = 0  # calls of `train` so far, the same number on all ranks
         self._step = 0  # optimizer step under way, counted from 1; 0 outside of training
         self._asked = False
         self._decided = False
         self._saved = False
         self._deadline = float("inf")
+        if topology.launched and topology.is_local_main and launcher_would_end(os.getppid()):
+            name = preempt_signals()[1].name.removeprefix("SIG")
+            report(
+                f"warning: node {topology.node}: a SIG{name} would end the launcher, and with it the run. If the "
+                f"scheduler sends it to every process, start with `trap '' {name}; exec accelerate launch ...`"
+            )
         watch.on_stop = self.ask
         watch.add_chore(self.publish)
 

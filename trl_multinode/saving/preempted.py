@@ -13,8 +13,8 @@ from .newest import newest_whole
 class SaveAtPreemption(TrainerCallback):
     """Callback that saves a checkpoint and ends the script at the end of the step in which a signal has come.
 
-    An evaluation that is due at that step is left out, because it may take longer than the launcher waits. A run
-    whose last step has just ended goes on to its end.
+    An evaluation or a push that is due at that step is left out, because it may take longer than the launcher waits. A
+    run whose last step has just ended goes on to its end.
 
     Args:
         preemption ([`Preemption`]):
@@ -26,7 +26,6 @@ class SaveAtPreemption(TrainerCallback):
     def __init__(self, preemption: Preemption, output_dir: str):
         self._preemption = preemption
         self._output_dir = Path(output_dir)
-        self._leaves = False
         preemption.last_checkpoint = lambda: newest_whole(self._output_dir)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -41,11 +40,11 @@ class SaveAtPreemption(TrainerCallback):
         control.should_save = True
         if not control.should_training_stop:
             control.should_training_stop, control.should_evaluate = True, False
-            self._leaves = True
+            self._preemption.leaves = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave: transformers ends the epoch after the save, and would evaluate or save again because of its end."""
-        if self._leaves:
+        if self._preemption.leaves:
             self._preemption.leave(str(self._output_dir / f"{PREFIX}{state.global_step}"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
