@@ -21,7 +21,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # From top to bottom: a room (a folder of the package, or a file beside them) imports exactly the rooms of its row, and
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
-    "testing": "engine engine_process trainer transports vllm_worker weights wire",
+    "testing": "engine engine_process run trainer transports vllm_worker weights wire",
     "command": "__init__ check examples",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
@@ -78,9 +78,9 @@ LIBRARIES = {
 }
 # Files that import torch.distributed
 DISTRIBUTED = {
-    "run.decision", "run.meeting", "run.preemption", "run.store", "run.watchdog", "rollouts.text_logging",
-    "batches.row_exchange",
-    "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
+    "run.arrivals", "run.decision", "run.meeting", "run.preemption", "run.store", "run.watchdog",
+    "rollouts.text_logging", "batches.row_exchange", "weights.shards", "transports.broadcast", "testing.sources",
+    "testing.forked_process",
     "check.reading",  # torchrun's parser
 }  # fmt: skip
 COLLECTIVES = {

@@ -7,9 +7,9 @@ import pytest
 from forks import forked
 from store_host import RANKS, StoreHost, topology_of
 
+from trl_multinode.run import exit_codes
 from trl_multinode.run import meeting as meeting_module
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watchdog as watch_module
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
@@ -20,7 +20,7 @@ from trl_multinode.run.watchdog import Watchdog
 def store(monkeypatch):
     monkeypatch.setattr(meeting_module, "PROGRESS_EVERY_S", 1.5)
     monkeypatch.setattr(meeting_module, "STATE_EVERY_S", 0.0)
-    for module in (watch_module, run_store, meeting_module):
+    for module in (run_store, meeting_module):
         monkeypatch.setattr(module, "GRACE_S", 1.5)
         monkeypatch.setattr(module, "STORE_TIMEOUT_S", 3.0)
     host = StoreHost()
@@ -100,7 +100,7 @@ def test_a_failure_ends_the_ranks_that_wait(tmp_path, store):
             meeting.wait()
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert [rank.wait(10) for rank in ranks] == [watch_module.EXIT_CODE] * RANKS
+        assert [rank.wait(10) for rank in ranks] == [exit_codes.USER_CODE] * RANKS
         assert all("node 1, rank 2, phase wait: ValueError: no completions" in rank.text for rank in ranks)
 
 
@@ -117,7 +117,7 @@ def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path,
             rank.wait_for("up")
         time.sleep(0.3)
         store.end()
-        assert [rank.wait(10) for rank in ranks] == [watch_module.EXIT_CODE] * RANKS
+        assert [rank.wait(10) for rank in ranks] == [exit_codes.PEER_LOST] * RANKS
         assert all("PeerFailureError: the launcher of node 0" in rank.text.splitlines()[-1] for rank in ranks)
 
 

@@ -12,9 +12,8 @@ from forks import forked
 from store_host import RANKS, StoreHost, enter
 
 from trl_multinode.errors import EngineDiedError
+from trl_multinode.run import exit_codes
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watchdog as watch_module
-from trl_multinode.run.exit_codes import PREEMPTED
 from trl_multinode.run.watchdog import Watchdog
 
 FAILED = "[trl_multinode] the run failed: "
@@ -29,9 +28,8 @@ def store():
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    for module in (watch_module, run_store):
-        monkeypatch.setattr(module, "GRACE_S", 1.5)
-        monkeypatch.setattr(module, "STORE_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(run_store, "GRACE_S", 1.5)
+    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 3.0)
 
 
 def in_a_collective(watch: Watchdog | None) -> None:
@@ -39,8 +37,8 @@ def in_a_collective(watch: Watchdog | None) -> None:
     time.sleep(60)
 
 
-def the_line(ranks, code: int = watch_module.EXIT_CODE) -> str:
-    """All `ranks` end in time, and all with one and the same last line."""
+def the_line(ranks, code: int = exit_codes.USER_CODE) -> str:
+    """All `ranks` end in time with the same exit code, and all with one and the same last line."""
     statuses = [rank.wait(10) for rank in ranks]
     assert statuses == [code] * len(ranks), [rank.text for rank in ranks]
     last = {rank.text.splitlines()[-1] for rank in ranks}
@@ -102,7 +100,7 @@ def test_a_killed_rank_is_named_by_its_node(tmp_path, store):
     with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
         all_up(ranks)
         ranks[2].process.kill()
-        line = the_line([ranks[0], ranks[1], ranks[3]])
+        line = the_line([ranks[0], ranks[1], ranks[3]], exit_codes.PEER_LOST)
         assert line.startswith("node 1, rank 3, phase reward: the process of rank 2 (local main process) ended")
         assert f"(pid {ranks[2].process.pid})" in line
 
@@ -127,7 +125,7 @@ def test_a_closed_store_ends_all_with_the_same_line(tmp_path, store):
     with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
         all_up(ranks)
         store.end()
-        line = the_line(ranks)
+        line = the_line(ranks, exit_codes.PEER_LOST)
         assert "PeerFailureError: the launcher of node 0" in line and f"127.0.0.1:{store.port}" in line
 
 
@@ -135,7 +133,7 @@ def test_a_store_that_stops_answering_ends_all_with_the_same_line(tmp_path, stor
     with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
         all_up(ranks)
         os.kill(store.process.pid, signal.SIGSTOP)
-        assert "PeerFailureError: the launcher of node 0" in the_line(ranks)
+        assert "PeerFailureError: the launcher of node 0" in the_line(ranks, exit_codes.PEER_LOST)
 
 
 def test_the_end_of_a_watched_process_is_told_with_its_cause_and_before_its_symptoms(tmp_path, store):
@@ -150,7 +148,8 @@ def test_the_end_of_a_watched_process_is_told_with_its_cause_and_before_its_symp
             in_a_collective(watch)
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert the_line(ranks) == "node 0, rank 0, phase reward: engine 0 of node 0 was killed by SIGKILL"
+        line = the_line(ranks, exit_codes.ENGINE)
+        assert line == "node 0, rank 0, phase reward: engine 0 of node 0 was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -164,7 +163,7 @@ def test_a_signal_ends_all_though_the_main_thread_is_in_a_collective(tmp_path, s
     with forked(body, RANKS, tmp_path) as ranks:
         all_up(ranks)
         os.kill(ranks[1].process.pid, number)
-        code = PREEMPTED if number == signal.SIGTERM else watch_module.EXIT_CODE
+        code = exit_codes.PREEMPTED if number == signal.SIGTERM else exit_codes.OTHER
         assert the_line(ranks, code) == f"node 0, rank 1, phase reward: stopped by {number.name}"
 
 

@@ -12,9 +12,9 @@ import pytest
 from forks import FORK, forked
 from store_host import StoreHost
 
+from trl_multinode.run import exit_codes
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watchdog as watch_module
-from trl_multinode.run.exit_codes import PREEMPTED
+from trl_multinode.run import watch_thread as watch_module
 from trl_multinode.run.signals import noop_handler
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
@@ -68,7 +68,7 @@ def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
         time.sleep(20)
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(10) == PREEMPTED and "stopped by SIGTERM" in rank.text
+        assert rank.wait(10) == exit_codes.PREEMPTED and "stopped by SIGTERM" in rank.text
 
 
 def test_a_note_goes_with_the_failures_inside_and_with_none_after_it(tmp_path):
@@ -83,7 +83,7 @@ def test_a_note_goes_with_the_failures_inside_and_with_none_after_it(tmp_path):
             time.sleep(20)
 
     with forked(body, 2, tmp_path) as ranks:
-        assert [rank.wait(10) for rank in ranks] == [watch_module.EXIT_CODE] * 2
+        assert [rank.wait(10) for rank in ranks] == [exit_codes.OTHER, exit_codes.ENGINE]
         last = [rank.text.splitlines()[-1] for rank in ranks]
         assert last[0].endswith("phase set-up: engine 0 ended")
         assert last[1].endswith("phase set-up: engine 0 ended. Lower `max_num_seqs`.")
@@ -130,7 +130,7 @@ def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):
         time.sleep(20)
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(10) == watch_module.EXIT_CODE
+        assert rank.wait(10) == exit_codes.ENGINE
         assert rank.text.splitlines()[-1].endswith("node 0, rank 0, phase set-up: engine 0 was gone")
 
 
@@ -253,4 +253,4 @@ def test_a_failure_of_the_watch_itself_is_not_silent(tmp_path):
         time.sleep(10)
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(5) == watch_module.EXIT_CODE, rank.text
+        assert rank.wait(5) == exit_codes.OTHER, rank.text

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .libraries import explanation
+from .run.early import start as _start_watch
 
 if TYPE_CHECKING:
     from .config import MultiNodeGRPOConfig
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     ]  # fmt: skip
 
 __version__ = "0.1.0"
+
+_start_watch()  # of a rank of a launch; it loads nothing
 
 # Classes load on first use, because vLLM's processes import this package for its plugin and must not load TRL.
 _HOMES = {"GRPOConfig": "config", "GRPOTrainer": "trainer"} | {

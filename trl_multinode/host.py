@@ -22,6 +22,7 @@ from .engine.node_engines import NodeEngines
 from .engine.settings import EngineSettings, check_vllm, engine_dtype, gpu_share, training_dtype
 from .errors import ConfigurationError, EngineError
 from .node_settings import NodeSettings
+from .run.begin import begin_run
 from .run.clock import clock_offset
 from .run.decision import StepDecision
 from .run.disk import as_disk_error, written_folders
@@ -80,6 +81,7 @@ class NodeHost:
         self.engine_clocks: list[tuple[float, float, float, float]] = []
         self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
         with self.watch.guard():
+            begin_run(self.watch, folder, lambda: self.step(), self.settings.engine_start_timeout)
             store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))

@@ -30,6 +30,7 @@ from .rollouts.text_logging import TextLogging
 from .saving.by_time import SaveByTime
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
+from .saving.newest import newest_whole
 from .saving.preempted import SaveAtPreemption
 from .saving.resume import Resume
 
@@ -121,6 +122,7 @@ class NodeTrainer(HubTrainer):
         self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations)
         report_steps(self.callback_handler.callbacks, host.settings.node_table_steps)
         self._resume = Resume(self)
+        host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))
         if (minutes := host.settings.save_minutes) is not None:
             self.add_callback(SaveByTime(minutes, host.save_decision, decides=host.topology.rank == 0))
         self.add_callback(SaveAtPreemption(host.preemption, self.args.output_dir))
@@ -144,6 +146,8 @@ class NodeTrainer(HubTrainer):
                 there are only unfinished ones.
         """
         with self._guarded():
+            if self.host is not None:
+                self.host.watch.ending.resumes = True
             folder = CheckpointLog(Path(self.args.output_dir), self.accelerator).last_whole()
             return str(folder) if folder else None
 
@@ -226,6 +230,7 @@ class NodeTrainer(HubTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         with self._guarded():
             if self.host is not None:
+                self.host.watch.ending.resumes |= resume_from_checkpoint is True
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
                 self.weights_changed()
                 self._report.restart()

@@ -20,7 +20,6 @@ from trl_multinode.engine.process import RunFolder
 from trl_multinode.errors import DiskError
 from trl_multinode.run import disk
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watchdog as watch_module
 from trl_multinode.run.disk import as_disk_error, written_folders
 from trl_multinode.run.exit_codes import DISK, code_of
 from trl_multinode.saving.newest import newest_whole
@@ -106,8 +105,7 @@ def test_row_33_other_errors_stay_as_they_are(error, monkeypatch):
 
 
 def test_row_33_all_ranks_name_the_disk_of_one(tmp_path, monkeypatch):
-    for module in (watch_module, run_store):
-        monkeypatch.setattr(module, "GRACE_S", 1.5)
+    monkeypatch.setattr(run_store, "GRACE_S", 1.5)
     store = StoreHost()
 
     def body(rank: int) -> None:
@@ -122,7 +120,7 @@ def test_row_33_all_ranks_name_the_disk_of_one(tmp_path, monkeypatch):
         codes = {rank.wait(20) for rank in ranks}
         (line,) = {rank.text.splitlines()[-1] for rank in ranks}
     store.end()
-    assert 0 not in codes
+    assert codes == {DISK}
     assert line.startswith("[trl_multinode] the run failed: node 1, rank 2, phase reward: DiskError: A file could not")
     assert f"because the disk is full: {tmp_path}" in line
 

@@ -4,7 +4,18 @@
 into `_multinode/ending-node<k>.json`.
 """
 
-from ..errors import ConfigurationError, DiskError, EngineError, HubPushError, PeerFailureError
+import errno
+
+from ..errors import (
+    ConfigurationError,
+    DiskError,
+    EngineDiedError,
+    EngineError,
+    HubPushError,
+    MultiNodeError,
+    PeerFailureError,
+)
+from .user_code import is_users
 
 OTHER = 1  # none of the causes below
 CONFIGURATION = 3  # a setting, or the way the run was launched
@@ -21,9 +32,36 @@ _OF_ERRORS: tuple[tuple[type[BaseException], int], ...] = (
     (EngineError, ENGINE),
     (DiskError, DISK),
     (HubPushError, PUSH),
+    (MultiNodeError, OTHER),
 )
+_OF_A_DISK = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}
 
 
-def code_of(error: BaseException) -> int:
-    """Return the exit code of an error of this library; `OTHER` for any other error."""
-    return next((code for kind, code in _OF_ERRORS if isinstance(error, kind)), OTHER)
+def code_of(error: BaseException, has_trainer: bool = True) -> int:
+    """Return the exit code of an error.
+
+    Args:
+        error (`BaseException`):
+            Error with its traceback.
+        has_trainer (`bool`, *optional*, defaults to `True`):
+            Whether a trainer exists. Before that, every error of no other kind is the script's.
+    """
+    for kind, code in _OF_ERRORS:
+        if isinstance(error, kind):
+            return code
+    if isinstance(error, KeyboardInterrupt):
+        return OTHER
+    if has_trainer and is_users(error):
+        return USER_CODE
+    if isinstance(error, OSError) and error.errno in _OF_A_DISK:
+        return DISK
+    if is_symptom(error):
+        return PEER_LOST
+    return OTHER if has_trainer else USER_CODE
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Return whether another process's end caused the error: an engine's end of file, a collective without a peer."""
+    if isinstance(error, EngineDiedError | PeerFailureError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))

@@ -19,6 +19,7 @@ from torch.distributed import Store
 
 from ..wire.stop_signals import preempt_signals
 from .exit_codes import PREEMPTED
+from .fatal import Fatal
 from .reporter import report
 from .signals import Preempted
 from .topology import Topology
@@ -164,7 +165,7 @@ class Preemption:
         checkpoint = self.last_checkpoint()
         last = f"The last whole checkpoint is {checkpoint}" if checkpoint else "There is no whole checkpoint"
         line = f"pre-empted by {stop.name}: {what} did not come within {limit}. {last}"
-        self._watch.report(line)
+        self._watch.report(line, code=PREEMPTED)
         time.sleep(MARGIN_S - 1.0)  # the watch thread ends the process meanwhile, unless it has ended itself
         report(f"{self._topology}: {line}", error=True)
         os._exit(PREEMPTED)
@@ -199,7 +200,7 @@ class Preemption:
         torchrun sends SIGTERM to the ranks of a node when its first rank has left, so they ignore it from now on.
         """
         self._saved = True
-        self._watch.exit_code = PREEMPTED
+        self._watch.ending.preempted = Fatal(f"pre-empted: {checkpoint} is saved", PREEMPTED)
         with suppress(ValueError):  # not the main thread
             for number in preempt_signals():
                 signal.signal(number, signal.SIG_IGN)

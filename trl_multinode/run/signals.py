@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from ..wire.stop_signals import preempt_signals
 from .exit_codes import PREEMPTED
+from .exits import is_good
 
 PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -104,7 +105,6 @@ class Preempted(SystemExit):
         super().__init__(PREEMPTED)
 
 
-def is_preemption(line: str) -> bool:
-    """Return whether a run's last line reports a pre-emption, so that all ranks leave with its code."""
-    stops = (f"stopped by {number.name}" for number in preempt_signals())
-    return "pre-empted by SIG" in line or line.rstrip(".").endswith(tuple(stops))
+def ends_well(error: BaseException) -> bool:
+    """Return whether an error ends the script on all ranks alike: `sys.exit(0)`, or after a pre-emption."""
+    return isinstance(error, Preempted) or (isinstance(error, SystemExit) and is_good(error.code))

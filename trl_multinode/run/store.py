@@ -1,9 +1,20 @@
 """Keys in the launcher's rendezvous store, through which the ranks of a run exchange everything but tensors.
 
+Keys of the process, which every rank's watch thread uses:
+
 | key | written by | value |
 |---|---|---|
-| `fatal` | the first rank that fails | the line that every rank prints |
-| `readers` | every rank that has read `fatal` | the number of these ranks |
+| `fatal` | the first rank that fails | the exit code and the line that every rank prints |
+| `readers` | every rank that has read `fatal`, a neighbour for one that is dead | the number of these ranks |
+| `pid/<rank>`, `here` | every rank that has imported this library | its pid; the number of these ranks |
+| `left/<rank>` | every rank that has closed its trainers, or whose script has ended well | `closed`, `ended` |
+| `opened/<n>` | every rank that has built its trainer number n | the number of these ranks |
+| `gone/<n>` | a rank whose script ended well after n trainers | the rank |
+
+Keys of a trainer, below its number:
+
+| key | written by | value |
+|---|---|---|
 | `done` | every rank that has finished | the number of these ranks |
 | `pid/<rank>` | every rank | its pid, for the other ranks of its node |
 | `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
@@ -24,6 +35,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from .fatal import Fatal, store_gone
 from .reporter import report
 from .topology import Topology
 
@@ -32,7 +44,7 @@ STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as go
 PROGRESS_EVERY_S = 15.0
 
 
-def connect_store(topology: Topology, run: int, environ: Mapping[str, str] = os.environ) -> Store | None:
+def connect_store(topology: Topology, run: int | None, environ: Mapping[str, str] = os.environ) -> Store | None:
     """Connect a new client to the run's rendezvous store; return `None` for a single process.
 
     Every thread needs its own client, because a client that waits for a key blocks all other calls on it.
@@ -40,8 +52,8 @@ def connect_store(topology: Topology, run: int, environ: Mapping[str, str] = os.
     Args:
         topology (`Topology`):
             Topology of this rank.
-        run (`int`):
-            Number of the trainer in this process; it separates the keys of several trainers.
+        run (`int`, *optional*):
+            Number of the trainer in this process; it separates the keys of several trainers. `None`: the process's.
     """
     if topology.world_size == 1:
         return None
@@ -53,7 +65,7 @@ def connect_store(topology: Topology, run: int, environ: Mapping[str, str] = os.
         wait_for_workers=False,
     )
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"trl_multinode/{attempt}/{run}", client)
+    return PrefixStore(f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}"), client)
 
 
 def when_written(store: Store, key: str, waiting: str) -> str:
@@ -68,21 +80,27 @@ def when_written(store: Store, key: str, waiting: str) -> str:
 
 
 class RunStore:
-    """A rank's access to the keys about the end of the run. A single process has no store and skips every access.
+    """A rank's access to the keys of its process or of a trainer. A single process has none and skips every access.
 
-    `publish` and `fatal_line` return `store_gone()` when the store does not respond; that too ends the run.
+    `publish` and `fatal` return `store_gone()` when the store does not respond; that too ends the run.
 
     Args:
-        topology (`Topology`), run (`int`):
+        topology (`Topology`), run (`int`, *optional*):
             See [`connect_store`].
+        store (`torch.distributed.Store`, *optional*):
+            Client to use. Default: a new one.
     """
 
-    def __init__(self, topology: Topology, run: int):
+    def __init__(self, topology: Topology, run: int | None, store: Store | None = None):
         self._topology = topology
-        self._store = connect_store(topology, run)
+        self._store = connect_store(topology, run) if store is None else store
+
+    def of_trainer(self, run: int) -> "RunStore":
+        """Return the keys of a trainer, through the client of this object."""
+        return RunStore(self._topology, run, None if self._store is None else PrefixStore(str(run), self._store))
 
     def lend(self, use: Callable[[Store], None]) -> None:
-        """Call `use` with this thread's client. If the store is gone, `fatal_line` finds that."""
+        """Call `use` with this thread's client. If the store is gone, `fatal` finds that."""
         if (store := self._store) is not None:
             with suppress(RuntimeError):
                 use(store)
@@ -95,23 +113,80 @@ class RunStore:
         """Stop using the store, because it does not respond. Calls that have begun go on with their client."""
         self._store = None
 
-    def publish(self, line: str) -> str:
-        """Write the fatal line unless the store has one already; return the line that every rank prints."""
+    # ---- keys of the process ----------------------------------------------------------------------------------------
+
+    def publish(self, fatal: Fatal) -> Fatal:
+        """Write the failure unless the store has one already; return the one that every rank prints."""
         if (store := self._store) is None:
-            return line
+            return fatal
         try:
-            return store.compare_set("fatal", "", line).decode()
+            return Fatal.decode(store.compare_set("fatal", "", fatal.encode()).decode())
         except RuntimeError:
             return store_gone()
 
-    def fatal_line(self) -> str | None:
-        """Return the fatal line, or `None` if no rank has written one."""
+    def fatal(self) -> Fatal | None:
+        """Return the failure, or `None` if no rank has written one."""
         if (store := self._store) is None:
             return None
         try:
-            return store.get("fatal").decode() if store.check(["fatal"]) else None
+            return Fatal.decode(store.get("fatal").decode()) if store.check(["fatal"]) else None
         except RuntimeError:
             return store_gone()
+
+    def wait_for_readers(self) -> None:
+        """Wait until all ranks have read the line, `GRACE_S` at most, because the store ends with its host."""
+        if (store := self._store) is None:
+            return
+        deadline = time.monotonic() + GRACE_S
+        try:
+            store.add("readers", 1)
+            while time.monotonic() < deadline and store.add("readers", 0) < self._topology.world_size:
+                time.sleep(0.1)
+            time.sleep(0.3)  # keep the store alive until the last reader has seen the full count
+        except RuntimeError:
+            pass
+
+    def count_as_reader(self, rank: int) -> None:
+        """Count a rank that is dead as a reader, so that no rank waits for it. The neighbours of its node call it."""
+
+        def count(store: Store) -> None:
+            if store.add(f"dead/{rank}", 1) == 1:
+                store.add("readers", 1)
+
+        self.lend(count)
+
+    def open_trainer(self, number: int) -> str | None:
+        """Note that this rank has a trainer; return a rank whose script has ended without one of this number."""
+        store = self._store
+        if store is None:
+            return None
+        store.delete_key(f"left/{self._topology.rank}")
+        store.add(f"opened/{number}", 1)
+        gone = next((key for n in range(number + 1) if store.check([key := f"gone/{n}"])), None)
+        return store.get(gone).decode() if gone is not None else None
+
+    def leave(self, how: str) -> None:
+        """Note that this rank has no open trainer (`closed`), or that its script has ended well (`ended`)."""
+        self.lend(lambda store: store.set(f"left/{self._topology.rank}", how))
+
+    def leave_after(self, number: int) -> bool:
+        """Note that this script ends well after `number` trainers; return whether another rank has built one more."""
+        others: list[int] = []
+
+        def leave(store: Store) -> None:
+            store.set(f"gone/{number}", str(self._topology.rank))
+            others.append(store.add(f"opened/{number}", 0))
+
+        self.lend(leave)
+        return any(others)
+
+    def have_left(self, ranks: "range | list[int]") -> bool:
+        """Return whether all these ranks have ended well, or have closed their trainers."""
+        found: list[bool] = []
+        self.lend(lambda store: found.append(store.check([f"left/{rank}" for rank in ranks])))
+        return any(found)
+
+    # ---- keys of a trainer ------------------------------------------------------------------------------------------
 
     def is_first(self, key: str) -> bool:
         """Return whether no other rank of this node has called this with `key`, also if the store does not respond."""
@@ -129,19 +204,6 @@ class RunStore:
             return store is not None and store.add("done", 0) >= self._topology.world_size
         except RuntimeError:
             return False
-
-    def wait_for_readers(self) -> None:
-        """Wait until all ranks have read the line, `GRACE_S` at most, because the store ends with its host."""
-        if (store := self._store) is None:
-            return
-        deadline = time.monotonic() + GRACE_S
-        try:
-            store.add("readers", 1)
-            while time.monotonic() < deadline and store.add("readers", 0) < self._topology.world_size:
-                time.sleep(0.1)
-            time.sleep(0.3)  # keep the store alive until the last reader has seen the full count
-        except RuntimeError:
-            pass
 
     def wait_for_all(self, linger_s: float) -> None:
         """Wait until every rank of the run has finished. If a rank fails, the watch thread ends the wait.
@@ -165,11 +227,3 @@ class RunStore:
                 time.sleep(linger_s)
         except RuntimeError:
             time.sleep(STORE_TIMEOUT_S)  # the store ended too early; the watch thread ends this process
-
-
-def store_gone() -> str:
-    """Return the fatal line for a lost store, with the same words on every rank."""
-    return (
-        "node 0, phase unknown: PeerFailureError: the launcher of node 0, which hosts the rendezvous store, ended "
-        f"or cannot be reached ({os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}); see node 0's log"
-    )

@@ -63,6 +63,10 @@ class Topology:
         first = self.rank - self.local_rank
         return range(first, first + self.ranks_per_node)
 
+    def node_of(self, rank: int) -> int:
+        """Return the node of a global rank."""
+        return rank // self.ranks_per_node
+
     def __str__(self) -> str:
         return f"node {self.node}, rank {self.rank}"
 

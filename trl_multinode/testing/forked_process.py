@@ -20,10 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from ..run import early
 from .namespaces import enter_node
 
 POLL_S = 0.02
@@ -154,12 +157,35 @@ def begin_process(environment: Mapping[str, str], log: int, inherited: Inherited
 def run_script(script: str, arguments: list[str]) -> None:
     """Run a script as `python script` does: as `__main__`, with its folder as the first place of imports."""
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+    sys.meta_path.insert(0, FirstImport(sys.modules.pop("trl_multinode")))
     spec = importlib.util.spec_from_file_location("__main__", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     module.__spec__ = None
     sys.modules["__main__"] = module
     spec.loader.exec_module(module)
+
+
+class FirstImport(MetaPathFinder, Loader):
+    """Finder that starts the watch when the script imports the library, which is imported already.
+
+    Args:
+        package (`ModuleType`):
+            The imported library.
+    """
+
+    def __init__(self, package: ModuleType):
+        self._package, self._spec = package, package.__spec__
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name == self._package.__name__ else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._package
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+        early.start()
 
 
 def run_to_the_end(call: Callable[[], None], script: str | None = None) -> NoReturn:

@@ -1,0 +1,72 @@
+"""Processes whose end the watch thread notices at once, beside its own wake-ups and signals."""
+
+import os
+import select
+import threading
+from collections.abc import Callable
+
+from .signals import StopSignals
+
+
+class Pidfds:
+    """Watched processes of the watch thread.
+
+    Args:
+        signals ([`StopSignals`]):
+            Pipe that ends a wait, too.
+    """
+
+    def __init__(self, signals: StopSignals):
+        self._signals = signals
+        self._ended: dict[int, tuple[Callable[[], None], object]] = {}  # pidfd -> function, owner
+        self._names: set[str] = set()
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(signals.read_end, select.POLLIN)
+
+    def add(self, pid: int, ended: Callable[[], None], owner: object, once: str = "") -> None:
+        """Make the watch thread call `ended` when process `pid` ends, unless there is one with this name already.
+
+        Any thread may call this. It calls `ended` itself if the process has ended before.
+        """
+        with self._lock:
+            if once in self._names:
+                return
+            self._names |= {once} if once else set()
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                has_ended = True
+            else:
+                has_ended = False
+                self._ended[pidfd] = ended, owner
+                self._poll.register(pidfd, select.POLLIN)
+        self._signals.wake()
+        if has_ended:
+            ended()
+
+    def forget(self, owner: object) -> None:
+        """Stop watching the processes of an owner."""
+        with self._lock:
+            for pidfd in [fd for fd, (_, its) in self._ended.items() if its is owner]:
+                self._drop(pidfd)
+
+    def close(self) -> None:
+        """Stop watching all processes."""
+        with self._lock:
+            for pidfd in list(self._ended):
+                self._drop(pidfd)
+
+    def wait(self, seconds: float) -> tuple[list[Callable[[], None]], bool]:
+        """Wait; return the functions of the processes that have ended, and whether the pipe of `signals` has data."""
+        fired = [fd for fd, _ in self._poll.poll(seconds * 1000)]
+        with self._lock:
+            found = [(fd, self._ended[fd][0]) for fd in fired if fd in self._ended]
+            for fd, _ in found:
+                self._drop(fd)
+        return [ended for _, ended in found], self._signals.read_end in fired
+
+    def _drop(self, pidfd: int) -> None:
+        del self._ended[pidfd]
+        self._poll.unregister(pidfd)
+        os.close(pidfd)

@@ -1,0 +1,317 @@
+"""The watch thread of a process: when one rank fails, all ranks of the run end with the same line and exit code.
+
+Ranks wait inside collectives, torchrun stops only the workers of its own node, and NCCL can wait for half an hour. So
+each rank has a thread with its own TCPStore client. The thread polls one `fatal` key, and it holds pidfds on its
+launcher, on the other ranks of its node and, on the local main process, on the engines. The first failure written to
+the store wins. Every rank prints exactly that line, waits until all have read it (a few seconds at most) and exits
+with `os._exit`, because its main thread may be blocked inside NCCL for ever.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from . import store as stores
+from .arrivals import Arrivals
+from .ending import Ending
+from .exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
+from .exits import ScriptExits
+from .fatal import Fatal, store_gone
+from .pidfds import Pidfds
+from .reporter import report
+from .signals import StopSignals, ends_well
+from .store import RunStore
+from .topology import Topology
+
+if TYPE_CHECKING:
+    from .watchdog import Watchdog
+
+POLL_S = 0.5  # a failure then reaches every rank within about a second
+SYMPTOM_DELAY_S = 1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
+PRINTING_S = 2.0  # longest wait for the main thread to print its traceback
+NODE_0_LEFT_EVERY_S = 5.0
+
+
+class WatchThread:
+    """Watch thread of this process, to which its trainers' [`Watchdog`]s attach. `watch_of` has the only one.
+
+    Args:
+        topology (`Topology`):
+            Topology of this rank.
+        exits ([`ScriptExits`], *optional*):
+            Hooks on the end of the script, if the thread runs since the import of this library, until the script
+            ends. Default: it ends with the last trainer.
+    """
+
+    def __init__(self, topology: Topology, exits: ScriptExits | None = None):
+        self.topology = topology
+        self.pid = os.getpid()
+        self.since_import = exits is not None
+        self.note = ""  # added to every failure that this rank reports
+        self.ending = Ending(topology)
+        self.trainers: list[Watchdog] = []  # the open ones
+        self.num_built = 0
+        self.store = RunStore(topology, None)
+        self.stopped = threading.Event()
+        self.signals = StopSignals()
+        self.processes = Pidfds(self.signals)
+        self.exits = exits or ScriptExits(self.on_uncaught)
+        self.arrivals = Arrivals(topology, self.watch_rank) if self.since_import else None
+        self.ends: list[Callable[[], None]] = []  # of trainers that were collected; this thread calls them
+        self._failure: tuple[Fatal, float] | None = None  # of this rank, and the time at which to report it
+        self._only_symptom = False
+        self._store_call_start: float | None = None  # of the pending call, if any
+        self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
+        self._lock = threading.Lock()
+        self._printing = threading.Lock()  # the failure line comes after a traceback, not in the middle of one
+        if not self.since_import and not self.alone:
+            self.exits.watch()
+        if topology.launched:
+            self._watch_launcher()
+
+    @property
+    def alone(self) -> bool:
+        return self.store.alone
+
+    def start(self) -> None:
+        """Run in a thread of its own."""
+        self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
+        self.thread.start()
+
+    # ---- trainers ---------------------------------------------------------------------------------------------------
+
+    def attach(self, trainer: "Watchdog") -> str | None:
+        """Add a trainer, and return a rank whose script has ended without this trainer, if there is one."""
+        if self.topology.launched and not self.trainers:
+            self.signals.catch()
+        self.trainers.append(trainer)
+        self.num_built += 1
+        return self.store.open_trainer(self.num_built - 1)
+
+    def detach(self, trainer: "Watchdog", error: BaseException | None = None) -> None:
+        """Remove a trainer that all ranks have closed. The thread ends with the last one, or with the script.
+
+        Args:
+            trainer ([`Watchdog`]):
+                Trainer that is closed.
+            error (`BaseException`, *optional*):
+                Error with which a script of a single process ends.
+        """
+        phase = self._phase()
+        self.processes.forget(trainer)
+        if trainer in self.trainers:
+            self.trainers.remove(trainer)
+        if self.trainers:
+            return
+        self.store.leave("closed")
+        self.signals.restore()
+        if not self.since_import:
+            self.stop()
+            self.exits.restore()
+            if error is None:
+                self.ending.write_good()
+            else:
+                line = f"{self.topology}, phase {phase}: {type(error).__name__}: {' '.join(str(error).split())}"
+                self.ending.write(Fatal(line, code_of(error)))
+
+    def stop(self) -> None:
+        """End the thread, and wait for it unless it is the caller."""
+        self.stopped.set()
+        self.signals.wake()
+        if threading.current_thread() is self.thread:
+            return
+        self.thread.join(2 * POLL_S + stores.STORE_TIMEOUT_S)
+        if not self.thread.is_alive():
+            self.processes.close()
+            self.signals.close()
+
+    # ---- failures ---------------------------------------------------------------------------------------------------
+
+    def report(self, cause: str, delay_s: float = 0.0, code: int = OTHER) -> None:
+        """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
+        cause = cause if self.note in cause else f"{cause.rstrip('.')}. {self.note}"
+        line = f"{self.topology}, phase {self._phase()}: " + " ".join(cause.split())
+        with self._lock:
+            if self._failure is None or (delay_s == 0.0 and self._only_symptom):  # a cause replaces a symptom
+                self._failure = Fatal(line, code), time.monotonic() + delay_s
+                self._only_symptom = delay_s > 0.0
+        self.signals.wake()
+
+    def _phase(self) -> str:
+        return self.trainers[-1].phase() if self.trainers else "before the trainer" if not self.num_built else "script"
+
+    def fail_with(self, error: BaseException) -> None:
+        """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
+        with self._printing:
+            traceback.print_exception(error)
+        for trainer in self.trainers:
+            error = trainer.explain(error)
+        cause = "stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+        code = code_of(error, has_trainer=bool(self.trainers))
+        self.fail(cause, SYMPTOM_DELAY_S if is_symptom(error) else 0.0, code)
+
+    def fail(self, cause: str, delay_s: float = 0.0, code: int = OTHER) -> None:
+        """Report a failure, and wait until the watch thread ends the process."""
+        self.report(cause, delay_s, code)
+        time.sleep(stores.STORE_TIMEOUT_S + 2 * stores.GRACE_S)
+        os._exit(code)
+
+    def fail_at_exit(self, status: Any) -> None:
+        """End all ranks; a rank that waited for them with its own error would wait for ever."""
+        if self.alone:
+            return
+        how = f"exit code {int(status)}" if isinstance(status, int) else f"the message {str(status)!r}"
+        self.fail(f"SystemExit: the script of this rank ended with {how}", code=USER_CODE)
+
+    def on_uncaught(self, error: BaseException) -> bool:
+        """Treat an uncaught exception of the main thread, wherever it is raised, as a failure of all ranks."""
+        if self.stopped.is_set() or os.getpid() != self.pid or ends_well(error):
+            return False
+        self.fail_with(error)
+        return True
+
+    def leave(self) -> None:
+        """End the watch of a script that ends well. It waits for no other rank."""
+        if self.store.leave_after(self.num_built):
+            self.fail(
+                "the script of this rank has ended without the trainer that other ranks have built: all ranks must "
+                "take the same way through the script. `raise SystemExit` with an error ends like this, too.",
+                code=USER_CODE,
+            )
+        self.store.leave("ended")
+        self.ending.write_good()
+        self.stop()
+
+    # ---- watched processes ------------------------------------------------------------------------------------------
+
+    def _watch_launcher(self) -> None:
+        launcher = os.getppid()
+
+        def ended() -> None:
+            self._neighbour_ended(f"the launcher of node {self.topology.node} (pid {launcher}) ended")
+
+        self.processes.add(launcher, ended, self)
+
+    def watch_rank(self, rank: int, pid: int) -> None:
+        """Treat the end of another rank of this node as a failure, unless it has no trainer and ends well."""
+        main = " (local main process)" if rank == self.topology.local_ranks[0] else ""
+        why = f"the process of rank {rank}{main} ended (pid {pid}); if no line above gives the reason, it was killed"
+
+        def ended() -> None:
+            if self.store.have_left([rank]) and not self.trainers:
+                return
+            if self._neighbour_ended(why):
+                self.store.count_as_reader(rank)
+
+        self.processes.add(pid, ended, self, once=f"rank {rank}")
+
+    def _neighbour_ended(self, cause: str) -> bool:
+        """Report the end of a process, if the run has not ended. Return whether that is so.
+
+        A launcher ends after its ranks, and their own report explains more, so it takes precedence.
+        """
+        if self.store.fatal() is not None or (self.trainers and self.trainers[-1].all_finished()):
+            return False
+        self.report(cause, code=PEER_LOST)
+        return True
+
+    def process_ended(self, cause: Callable[[], str]) -> None:
+        """Report the end of a process that a trainer has added."""
+        if self.store.fatal() is None and not (self.trainers and self.trainers[-1].all_finished()):
+            self.report(cause(), code=ENGINE)
+
+    # ---- the thread -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Watch until the end of the run. It is the body of the thread."""
+        self.thread = threading.current_thread()
+        threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
+        try:
+            self._watch()
+        except Exception as error:
+            traceback.print_exception(error)
+            line = f"{self.topology}: the watchdog itself failed: {type(error).__name__}: {error}"
+            self._leave(self.store.publish(Fatal(line)))
+
+    def _watch_store(self) -> None:
+        """Exit if the store does not respond: its client waits without a deadline while the connection is open."""
+        while not self.stopped.wait(POLL_S):
+            start = self._store_call_start
+            if start is not None and time.monotonic() - start > stores.STORE_TIMEOUT_S:
+                self.store.give_up()
+                self._leave(store_gone())
+
+    def _watch(self) -> None:
+        while not self.stopped.is_set():
+            fired, woken = self.processes.wait(POLL_S)
+            while self.ends:
+                self.ends.pop(0)()
+            if self.stopped.is_set():
+                return
+            self._store_call_start = time.monotonic()
+            for ended in fired:
+                ended()
+            for stop in self.signals.received() if woken else ():
+                if not any(trainer.on_stop(stop) for trainer in self.trainers):
+                    code = OTHER if stop.name == "SIGINT" else PREEMPTED
+                    self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
+            fatal = self._due() or self.store.fatal()
+            if fatal is None:
+                self._do_chores()
+            self._store_call_start = None
+            if fatal is not None and not (fatal == store_gone() and self._may_outlive_the_store()):
+                self._leave(fatal)
+
+    def _do_chores(self) -> None:
+        if self.arrivals is not None and (late := self.arrivals.look(self.store)):
+            self.report(late, code=PEER_LOST)
+        for trainer in list(self.trainers):
+            trainer.do_chores()
+        looked = self._node_0_left[1]
+        if not self.trainers and self.topology.node and time.monotonic() - looked > NODE_0_LEFT_EVERY_S:
+            left = self.store.have_left(range(self.topology.world_size // self.topology.num_nodes))
+            self._node_0_left = left, time.monotonic()
+
+    def _may_outlive_the_store(self) -> bool:
+        """Stop watching, and return `True`, if node 0 has ended well and this rank's script needs no other rank."""
+        if self.trainers or not self._node_0_left[0]:
+            return False
+        self.stopped.set()
+        return True
+
+    def _due(self) -> Fatal | None:
+        with self._lock:
+            if self._failure is None or time.monotonic() < self._failure[1]:
+                return None
+            fatal = self._failure[0]
+        return self.store.publish(fatal)
+
+    def _write_end(self, fatal: Fatal) -> None:
+        self.ending.write(fatal)
+        for call in [call for trainer in self.trainers for call in trainer.closings]:
+            with suppress(Exception):
+                call()
+
+    def _leave(self, fatal: Fatal) -> None:
+        for cleanup in [cleanup for trainer in self.trainers for cleanup in trainer.cleanups]:
+            try:
+                cleanup()
+            except Exception:
+                traceback.print_exc()
+        # in threads, because a store whose host lost power never responds, nor does a lost file system
+        last_words = threading.Thread(target=self._write_end, args=(fatal,), daemon=True)
+        waiting = threading.Thread(target=self.store.wait_for_readers, daemon=True)
+        for thread in (last_words, waiting):
+            thread.start()
+        waiting.join(stores.GRACE_S + 1.0)
+        last_words.join(1.0)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        self._printing.acquire(timeout=PRINTING_S)  # never released: a later traceback would follow the line
+        report(f"the run failed: {fatal.line}", error=True)
+        os._exit(fatal.code)
