@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -167,6 +168,8 @@ def test_row_33_a_disk_that_fills_up_ends_a_save_and_nothing_else(tmp_path):
         assert 0 not in nodes.wait(timeout_s=120)
         logs = [nodes.rank_log(rank) for rank in range(2)]
         assert newest_whole(small / "a") == small / "a" / "checkpoint-2"
+        codes = [re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(node)) for node in range(2)]
+        assert codes == [["7"], ["7"]]
     done = json.loads((tmp_path / "saves_nothing_rank0.json").read_text())
     assert list(done["steps"]) == ["1", "2", "3", "4"]
     assert all("lines of phases are missing" in log for log in logs)

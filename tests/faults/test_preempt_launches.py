@@ -26,7 +26,7 @@ LATE = {"output": "late", "name": "late", "save_strategy": "steps", "save_steps"
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
     """An unbroken run, then one that is pre-empted twice and continued, then one whose step takes too long."""
-    folder, logs, codes = tmp_path_factory.mktemp("preempted"), [], []
+    folder, logs, codes, endings = tmp_path_factory.mktemp("preempted"), [], [], []
     jobs = [
         [{"name": "whole", "output": "whole"},
          {"name": "first", "signals": [[3, 2, "SIGTERM", "launcher"], [2, 2, "SIGTERM", "itself"]], "slow": 1.0}],
@@ -41,7 +41,9 @@ def launches(tmp_path_factory):
             launcher_logs = [nodes.launcher_log(node) for node in range(2)]
             codes.append([set(re.findall(r"exitcode +: (-?\d+)", log)) for log in launcher_logs])
             assert nodes.pids(0) + nodes.pids(1) == []
-    return {"folder": folder, "logs": logs, "codes": codes}
+            files = [folder / "broken" / "_multinode" / f"ending-node{node}.json" for node in range(2)]
+            endings.append([json.loads(file.read_text()) for file in files if file.exists()])
+    return {"folder": folder, "logs": logs, "codes": codes, "endings": endings}
 
 
 def results(launches: dict, name: str) -> list[dict]:
@@ -56,6 +58,14 @@ def test_row_15_every_rank_leaves_with_143_after_a_checkpoint(launches):
         saved = f"pre-empted: {launches['folder']}/broken/checkpoint-{step} is saved"
         assert saved in launches["logs"][number][0], launches["logs"][number][0][-3000:]
         assert not any("the run failed" in log for log in launches["logs"][number])
+
+
+def test_row_15_the_ending_file_has_the_code_and_the_checkpoint(launches):
+    for number, step in ((0, 3), (1, 5)):
+        for ending in launches["endings"][number]:
+            assert (ending["code"], ending["step"]) == (143, step), ending
+            assert ending["checkpoint"] == f"{launches['folder']}/broken/checkpoint-{step}"
+    assert [ending["continues"] for ending in launches["endings"][1]] == [True, True]  # that launch had resumed
 
 
 def test_row_15_the_signal_and_the_time_that_is_left_are_named(launches):
