@@ -1,10 +1,13 @@
 """Rules through a real launch: every rank ends with the same sentence, cause and cure, within a minute."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from trl_multinode.run import exit_codes
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes
 
@@ -12,25 +15,30 @@ SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(300)]
 
 
-def end_of_run(folder: Path, case: str, first_rank_says: str) -> tuple[set[str], list[str]]:
-    """The last lines of all ranks, and their logs."""
+def end_of_run(folder: Path, case: str, first_rank_says: str, code: int) -> tuple[set[str], list[str]]:
+    """The last lines of all ranks, and their logs. All ranks end with this code, and both nodes note it."""
     with Nodes(2, 2, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
         nodes.launch(SCRIPT, str(folder), case)
         nodes.wait_for(2, first_rank_says, timeout_s=200)
         codes = nodes.wait(timeout_s=60)
         assert all(codes), codes
         logs = [nodes.rank_log(rank) for rank in range(4)]
+        ended = {found for node in range(2) for found in re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(node))}
+        assert ended == {str(code)}
+        endings = [json.loads((folder / f"_multinode/ending-node{node}.json").read_text()) for node in range(2)]
+        assert [ending["code"] for ending in endings] == [code, code]
+        assert all(ending["cause"] in logs[0] for ending in endings)
         return {log.splitlines()[-1] for log in logs}, logs
 
 
 def test_a_small_dataset_is_found_before_any_weights_file_is_opened(tmp_path):
-    lines, _ = end_of_run(tmp_path, "small_dataset", "ConfigurationError")
+    lines, _ = end_of_run(tmp_path, "small_dataset", "ConfigurationError", exit_codes.CONFIGURATION)
     assert len(lines) == 1
     assert "The training dataset has 2 rows, one generation batch takes 4 prompts" in lines.pop()
 
 
 def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
-    lines, logs = end_of_run(tmp_path, "long_prompt", "PromptTooLongError")
+    lines, logs = end_of_run(tmp_path, "long_prompt", "PromptTooLongError", exit_codes.ENGINE)
     # One rank generated for twice as long as a collective may take, and the others did not wait in one.
     assert all("the slow round is done" in log for log in logs)
     assert len(lines) == 1
@@ -40,14 +48,14 @@ def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
 
 
 def test_a_rank_whose_script_exits_outside_train_does_not_leave_the_others_waiting(tmp_path):
-    lines, _ = end_of_run(tmp_path, "exit", "the run failed")
+    lines, _ = end_of_run(tmp_path, "exit", "the run failed", exit_codes.USER_CODE)
     assert len(lines) == 1
     assert "node 1, rank 2, phase set-up: SystemExit: the script of this rank ended with exit code 3" in lines.pop()
 
 
 def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpoint_stays(tmp_path):
     """Rank 3 finds it; the others wait in the gathering of the save. A limit of one deletes older checkpoints."""
-    lines, _ = end_of_run(tmp_path, "nan", "the run failed")
+    lines, _ = end_of_run(tmp_path, "nan", "the run failed", exit_codes.OTHER)
     assert len(lines) == 1
     line = lines.pop()
     assert "node 1, rank 3" in line and "WeightsNotFiniteError" in line
@@ -55,4 +63,6 @@ def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpo
     assert [path.name for path in tmp_path.rglob("trainer_state.json")] == ["trainer_state.json"]
     (kept,) = tmp_path.rglob("model.safetensors")
     assert kept.parent.name == "checkpoint-1"
+    ending = json.loads((tmp_path / "_multinode/ending-node1.json").read_text())
+    assert (ending["checkpoint"], ending["step"], ending["continues"]) == (str(kept.parent), 2, False)
     assert all(tensor.isfinite().all() for tensor in load_file(kept).values())

@@ -95,6 +95,23 @@ def test_a_launch_ends_in_the_same_way(ways, name):
     assert found[0] == found[1]
 
 
+def test_a_script_that_fails_before_its_trainer_ends_all_nodes_with_its_line_and_code(ways):
+    """Ordinary and forked: the watch begins with the import, which loads nothing."""
+    for nodes in ways:
+        endings = [nodes.folder / f"ending{node}.json" for node in range(2)]
+        arguments = str(nodes.folder), "watched"
+        nodes.launch(SCRIPT, *arguments, env_of=lambda node, to=endings: {"TRL_MULTINODE_ENDING_FILE": str(to[node])})
+        end = ended(nodes)
+        assert end["codes"] == [1, 1] and end["ranks"] == [["6"], ["6"]], end
+        (line,) = {log.splitlines()[-1] for log in end["logs"]}
+        assert "failed: node 1, rank 1, phase before the trainer: ValueError: on purpose" in line
+        found = [json.loads(path.read_text()) for path in endings]
+        assert [(ending["code"], ending["node"], ending["cause"] in line) for ending in found] == [
+            (6, 0, True),
+            (6, 1, True),
+        ]
+
+
 def of_node_1(nodes: Nodes) -> dict:
     """How the launcher and the rank of node 1 ended; node 0 is not told, for torchrun does not do that."""
     launcher = nodes._launchers[1]

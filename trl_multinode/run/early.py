@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .watch_thread import WatchThread
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-OWN_IMPORT_S = 10.0  # after so long without torch, the thread imports it
+OWN_IMPORT_S = 5.0  # after so long without torch, the thread imports it
 READY_S = 60.0  # longest wait for the thread when the script fails; a first import of torch may take half of it
 LEAVE_S = 10.0  # longest wait for it when the script ends well
 POLL_S = 0.1
@@ -37,6 +37,7 @@ class EarlyWatch:
         self._watch: WatchThread | None = None
         self._exits = ScriptExits(self._on_uncaught)
         self._exits.watch()
+        import_module("concurrent.futures.thread")  # torch needs it, and once a script has ended it cannot be imported
         atexit.register(self._at_exit)
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 

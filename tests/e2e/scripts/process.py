@@ -1,4 +1,4 @@
-"""A rank that reports its own state, or ends in some way. Usage: process.py FOLDER report|raise|hang."""
+"""A rank that reports its own state, or ends in some way. Usage: process.py FOLDER report|raise|exit|hang|watched."""
 
 import os
 import sys
@@ -22,8 +22,11 @@ def report() -> None:
     from accelerate import PartialState
 
     import trl_multinode
+    from trl_multinode.run import early
 
     trl_multinode.GRPOTrainer  # noqa: B018  imports all that ranks import; some of it sets variables
+    watch = early.early_watch()
+    watch.arrivals.look(watch.store)
     found = {
         "environment": dict(os.environ),
         "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals(), sys.argv, sys.path[0]],
@@ -78,6 +81,16 @@ elif case == "raise" and rank == 1:
     fail()
 elif case == "exit" and rank == 1:
     sys.exit("the reason")
+elif case == "watched":
+    import time
+
+    start = time.process_time()
+    import trl_multinode  # noqa: F401
+
+    assert time.process_time() - start < 1.0
+    if rank == 1:
+        fail()
+    time.sleep(600)
 else:
     import time
 
