@@ -3,10 +3,7 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +12,8 @@ from forks import Rank, forked
 from store_host import RANKS, StoreHost, enter, topology_of
 
 from trl_multinode import GRPOConfig
+from trl_multinode.engine.process import EngineProcess, RunFolder, wait_until_ready
+from trl_multinode.engine.settings import save_without_weights
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.run import preemption as preemption_module
 from trl_multinode.run import store as run_store
@@ -29,7 +28,9 @@ from trl_multinode.run.watchdog import Watchdog
 from trl_multinode.saving.checkpoint_files import MARKERS
 from trl_multinode.saving.newest import newest_whole
 from trl_multinode.saving.preempted import SaveAtPreemption
-from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE, check_preempt_signal, preempt_signals
+from trl_multinode.testing.engines import ENGINE_ARGS, FAKE
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.wire.stop_signals import END_ENGINE, PREEMPT_VARIABLE, check_preempt_signal, preempt_signals
 
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
 STEPS = 200
@@ -254,25 +255,29 @@ def test_row_15_the_newest_whole_checkpoint_is_found(tmp_path):
 # ---- engines --------------------------------------------------------------------------------------------------------
 
 
-def test_row_15_a_signal_during_the_first_imports_of_an_engine_is_ignored(tmp_path):
+def test_row_15_an_engine_ignores_signals_from_its_first_moment_on_and_ends_by_its_owners(tmp_path, monkeypatch):
     """The owner blocks the signals around the start, so that none arrives before the engine can ignore it."""
-    code = (
-        "import sys, time; sys.stdout.write('up\\n'); sys.stdout.flush(); time.sleep(0.5)\n"  # the imports
-        "from trl_multinode.wire.stop_signals import ignore_stop_signals; ignore_stop_signals(); print('ignores')\n"
-        "sys.stdout.flush(); time.sleep(0.5); print('serves')"
-    )
-    from trl_multinode.wire.stop_signals import stop_signals_blocked
+    monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
+    folder = RunFolder(0)
+    save_without_weights(tiny_qwen2(), tiny_tokenizer(), folder.path / "model")
+    args = ENGINE_ARGS | {"model": str(folder.path / "model")}
+    engine = EngineProcess(0, 0, folder, tmp_path / "engine0.log", args, {}, FAKE)
+    try:
+        for _ in range(5):  # during its first imports
+            send_all(engine)
+        assert not {signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        wait_until_ready([engine], 60.0, print)
+        send_all(engine)
+        time.sleep(0.5)
+        assert engine.is_ready()
+        os.kill(engine.pid, END_ENGINE)
+        assert engine._process.wait(20.0) == 1 and "ended by its owner" in engine.why_ended()
+    finally:
+        engine.kill()
+        folder.remove()
 
-    environment = os.environ | {PREEMPT_VARIABLE: "USR1"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PREEMPT_VARIABLE, "USR1")
-        with stop_signals_blocked():
-            engine = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with suppress(subprocess.TimeoutExpired):
-        for line in engine.stdout:
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                with suppress(ProcessLookupError):
-                    engine.send_signal(number)
-            assert line.strip() in ("up", "ignores", "serves")
-    assert engine.wait(10) == 0
+
+def send_all(engine: EngineProcess) -> None:
+    time.sleep(0.1)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(engine.pid, number)
