@@ -8,22 +8,22 @@ with `os._exit`, because its main thread may be blocked inside NCCL for ever.
 """
 
 import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from . import store as stores
+from .addresses import register, with_nodes
 from .arrivals import Arrivals
 from .ending import Ending
 from .exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
 from .exits import ScriptExits
+from .failure import LocalFailure
 from .fatal import Fatal, store_gone
+from .leaving import leave
 from .pidfds import Pidfds
-from .reporter import report
 from .signals import StopSignals, ends_well
 from .store import RunStore
 from .topology import Topology
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5  # a failure then reaches every rank within about a second
 SYMPTOM_DELAY_S = 1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
-PRINTING_S = 2.0  # longest wait for the main thread to print its traceback
 NODE_0_LEFT_EVERY_S = 5.0
 
 
@@ -63,11 +62,9 @@ class WatchThread:
         self.exits = exits or ScriptExits(self.on_uncaught)
         self.arrivals = Arrivals(topology, self.watch_rank) if self.since_import else None
         self.ends: list[Callable[[], None]] = []  # of trainers that were collected; this thread calls them
-        self._failure: tuple[Fatal, float] | None = None  # of this rank, and the time at which to report it
-        self._only_symptom = False
+        self._failure = LocalFailure()
         self._store_call_start: float | None = None  # of the pending call, if any
         self._node_0_left = (False, 0.0)  # as far as this thread knows, and when it looked
-        self._lock = threading.Lock()
         self._printing = threading.Lock()  # the failure line comes after a traceback, not in the middle of one
         if not self.since_import and not self.alone:
             self.exits.watch()
@@ -136,10 +133,7 @@ class WatchThread:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
         cause = cause if self.note in cause else f"{cause.rstrip('.')}. {self.note}"
         line = f"{self.topology}, phase {self._phase()}: " + " ".join(cause.split())
-        with self._lock:
-            if self._failure is None or (delay_s == 0.0 and self._only_symptom):  # a cause replaces a symptom
-                self._failure = Fatal(line, code), time.monotonic() + delay_s
-                self._only_symptom = delay_s > 0.0
+        self._failure.add(Fatal(line, code), delay_s)
         self.signals.wake()
 
     def _phase(self) -> str:
@@ -232,6 +226,7 @@ class WatchThread:
         self.thread = threading.current_thread()
         threading.Thread(target=self._watch_store, name="watch-store", daemon=True).start()
         try:
+            register(self.store, self.topology)
             self._watch()
         except Exception as error:
             traceback.print_exception(error)
@@ -285,33 +280,9 @@ class WatchThread:
         return True
 
     def _due(self) -> Fatal | None:
-        with self._lock:
-            if self._failure is None or time.monotonic() < self._failure[1]:
-                return None
-            fatal = self._failure[0]
-        return self.store.publish(fatal)
-
-    def _write_end(self, fatal: Fatal) -> None:
-        self.ending.write(fatal)
-        for call in [call for trainer in self.trainers for call in trainer.closings]:
-            with suppress(Exception):
-                call()
+        if (fatal := self._failure.due()) is None:
+            return None
+        return self.store.publish(fatal._replace(line=with_nodes(fatal.line, self.store, self.topology)))
 
     def _leave(self, fatal: Fatal) -> None:
-        for cleanup in [cleanup for trainer in self.trainers for cleanup in trainer.cleanups]:
-            try:
-                cleanup()
-            except Exception:
-                traceback.print_exc()
-        # in threads, because a store whose host lost power never responds, nor does a lost file system
-        last_words = threading.Thread(target=self._write_end, args=(fatal,), daemon=True)
-        waiting = threading.Thread(target=self.store.wait_for_readers, daemon=True)
-        for thread in (last_words, waiting):
-            thread.start()
-        waiting.join(stores.GRACE_S + 1.0)
-        last_words.join(1.0)
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-        self._printing.acquire(timeout=PRINTING_S)  # never released: a later traceback would follow the line
-        report(f"the run failed: {fatal.line}", error=True)
-        os._exit(fatal.code)
+        leave(fatal, self.store, self.ending, self.trainers, self._printing)

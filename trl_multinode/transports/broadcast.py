@@ -4,6 +4,7 @@ The sender and the workers of its node are a process group of their own, separat
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +15,9 @@ import torch.distributed as dist
 
 from ..errors import WeightSyncError
 from ..wire.messages import NUM_SLOTS
-from .base import Machine, OpenedSlots, Slots, SlotSettings
+from .base import Machine, OpenedSlots, Slots, SlotSettings, call_with_timeout
+
+LEAVE_S = 5.0
 
 
 class Broadcast(msgspec.Struct, frozen=True):
@@ -48,6 +51,12 @@ class OpenedBroadcastSlots(OpenedSlots):
             memory = self._memory
             self._group = pair_group(memory.backend, memory.store, self._rank, memory.size, memory.timeout_s)
         self._group.broadcast(data, 0).wait()
+
+    def close(self) -> None:
+        super().close()
+        group, self._group = self._group, None
+        if group is not None:
+            leave(group)
 
 
 class BroadcastSlots(Slots):
@@ -111,6 +120,18 @@ class BroadcastSlots(Slots):
             ) from error
         if self.memory[slot].is_cuda:
             torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Leave the group, without the workers, which have ended or are ending."""
+        group, self._group = self._group, None
+        if group is not None:
+            leave(group)
+
+
+def leave(group: Any) -> None:
+    """End a process group on this side only. Otherwise torch warns at exit that it was never destroyed."""
+    with suppress(Exception):  # a group with a dead peer; the process ends anyway
+        call_with_timeout(LEAVE_S, group.abort)
 
 
 def pair_group(backend: str, store: str, rank: int, size: int, timeout_s: float) -> Any:
