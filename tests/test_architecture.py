@@ -24,7 +24,7 @@ ARROWS = {
     "testing": "engine engine_process run trainer transports vllm_worker weights wire",
     "command": "__init__ check examples",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
-    "check": "errors libraries node_settings run",  # a launch that has not begun: accelerate's code
+    "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
     "trainers": "config host node_trainer rollouts",
@@ -42,8 +42,8 @@ ARROWS = {
     "engine_process": "vllm_worker wire",
     "vllm_worker": "transports wire",
     "transports": "errors wire",
+    "run": "errors wire",
     "wire": "errors",
-    "run": "errors",
     "images": "errors",
     "config": "errors node_settings",
     "node_settings": "errors",
@@ -78,8 +78,8 @@ LIBRARIES = {
 }
 # Files that import torch.distributed
 DISTRIBUTED = {
-    "run.arrivals", "run.beats", "run.decision", "run.judges", "run.meeting", "run.node_slots", "run.reconnecting",
-    "run.store", "run.watchdog", "rollouts.text_logging",
+    "run.arrivals", "run.beats", "run.decision", "run.judges", "run.meeting", "run.node_slots", "run.preemption",
+    "run.reconnecting", "run.store", "run.watchdog", "rollouts.text_logging",
     "batches.row_exchange", "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
 }  # fmt: skip

@@ -124,6 +124,10 @@ class NodeFields(_Arguments):
         save_minutes (`float`, *optional*):
             Save a checkpoint whenever so many minutes have passed since the last one, at the end of an optimizer step,
             in addition to those of `save_strategy`. See docs/rehearsal.md.
+        preemption_grace (`float`, *optional*, defaults to `600.0`):
+            Longest time, in seconds, for the end of the optimizer step and a checkpoint after a SIGTERM, or after the
+            signal named in `TRL_MULTINODE_PREEMPT_SIGNAL`. torchrun leaves 30 s after a SIGTERM, unless
+            `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` is set before the launch. See docs/running.md.
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
             End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
             command that repeats the push. See docs/hub.md.
@@ -258,6 +262,10 @@ class NodeFields(_Arguments):
     save_minutes: float | None = field(
         default=None,
         metadata={"help": "Minutes after which a checkpoint is saved, besides those of `save_strategy`."},
+    )
+    preemption_grace: float = field(
+        default=NodeSettings.preemption_grace,
+        metadata={"help": "Longest time, in seconds, for the end of the step and a checkpoint after a SIGTERM."},
     )
     hub_push_must_succeed: bool = field(
         default=NodeSettings.hub_push_must_succeed,

@@ -14,6 +14,7 @@
     ├── WeightsNotFiniteError                  a weight is NaN or infinite; found before a sync or a save
     ├── RehearsalError                         the longest rows do not fit in memory; found before step 1
     ├── SavedWeightsError                      saved weights are not the trained model; nothing is pushed
+    ├── DiskError                          a disk is full or read-only
     ├── HubPushError                           a push failed; raised if `hub_push_must_succeed`
     └── PeerFailureError                       another rank, launcher or node failed first
 
@@ -75,6 +76,10 @@ class RehearsalError(MultiNodeError):
 
 class SavedWeightsError(MultiNodeError):
     """The weights in a folder are not the trained model: keys, shapes, dtypes or bytes are wrong."""
+
+
+class DiskError(MultiNodeError):
+    """A file could not be written, because a disk is full or read-only. Finished checkpoints are whole."""
 
 
 class HubPushError(MultiNodeError):

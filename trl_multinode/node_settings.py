@@ -109,6 +109,7 @@ class NodeSettings:
     device_tflops: float | None = None  # of one training device; `None`: by its name
     rehearse_longest: bool = False
     save_minutes: float | None = None  # minutes between checkpoints
+    preemption_grace: float = 600.0  # seconds, as `trl-multinode config --scheduler` leaves
     hub_push_must_succeed: bool = False
     repeat_warnings: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
@@ -170,6 +171,12 @@ def check_settings(args: Any) -> None:
             "`save_minutes` needs node mode, whose store tells all ranks when to save: `use_vllm=True`, "
             "`vllm_mode='node'`. Set it, or use `save_steps`."
         )
+    if is_node_mode(args) and getattr(args, "enable_jit_checkpoint", False):
+        raise ConfigurationError(
+            "`enable_jit_checkpoint` must stay False in node mode: transformers may save after the optimizer has "
+            "changed the weights and before the step is counted, so that a resumed run repeats the step, and it saves "
+            "only on ranks that got the signal. Leave it out: node mode saves a checkpoint at SIGTERM by itself."
+        )
     if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
         raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
 
@@ -216,7 +223,7 @@ def sampling_keys() -> frozenset[str]:
 
 
 def _check_numbers(settings: NodeSettings) -> None:
-    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes"):
+    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "preemption_grace"):
         if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
     for name in ("heartbeat_timeout", "stuck_timeout"):

@@ -31,6 +31,7 @@ from .saving.by_time import SaveByTime
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
 from .saving.newest import newest_whole
+from .saving.preempted import SaveAtPreemption
 from .saving.resume import Resume
 
 
@@ -124,6 +125,7 @@ class NodeTrainer(HubTrainer):
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))
         if (minutes := host.settings.save_minutes) is not None:
             self.add_callback(SaveByTime(minutes, host.save_decision, decides=host.topology.rank == 0))
+        self.add_callback(SaveAtPreemption(host.preemption, self.args.output_dir))
 
     @property
     def steps_per_round(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from trl_multinode.saving.newest import newest_whole
 from trl_multinode.testing.faults import FORKED
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
@@ -59,11 +60,6 @@ ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
     "Ctrl-C on node 0": (
         lambda nodes: os.killpg(nodes.launcher_pid(0), signal.SIGINT),
         r"stopped by SIG|ended",
-        set(),
-    ),
-    "SIGTERM to the launcher of node 1": (
-        lambda nodes: os.kill(nodes.launcher_pid(1), signal.SIGTERM),
-        r"node 1, rank \d, .*stopped by SIGTERM",
         set(),
     ),
     "SIGKILL of the launcher of node 1": (
@@ -123,6 +119,27 @@ def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path, fault_second
         assert wait_until(lambda: not nodes.pids(0) + nodes.pids(1), start + LIMIT_S + 5 * len(silent))
         fault_seconds(time.monotonic() - start)
         assert all(code != 0 for code in nodes.wait(timeout_s=5))
+        assert left_files(nodes) == []
+
+
+def test_row_15_a_preempted_run_saves_a_checkpoint_and_leaves_nothing(tmp_path):
+    """SIGTERM to the launcher of node 1 and, as a scheduler sends it, to vLLM's processes."""
+    env = {"TRL_MULTINODE_ENGINE_MODULE": FORKED}
+    with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=True, env=env) as nodes:
+        nodes.launch(SCRIPT, str(tmp_path), "-1")
+        for rank in range(4):
+            nodes.wait_for(rank, "RUNNING", timeout_s=300)
+        engine = psutil.Process(engine_pid(nodes, 1))
+        for process in [engine, *engine.children(recursive=True)]:
+            process.terminate()
+        os.kill(nodes.launcher_pid(1), signal.SIGTERM)
+        start = time.monotonic()
+        assert wait_until(lambda: not nodes.pids(0) + nodes.pids(1), start + 2 * LIMIT_S), nodes.tails()
+        print(f"pre-empted: all ranks ended after {time.monotonic() - start:.1f} s")
+        assert all(code != 0 for code in nodes.wait(timeout_s=5))
+        saved = re.search(r"pre-empted: (\S+) is saved", nodes.rank_log(0))
+        assert saved and newest_whole(tmp_path) == Path(saved[1]), nodes.rank_log(0)[-3000:]
+        assert not any("the run failed" in nodes.rank_log(rank) for rank in range(4))
         assert left_files(nodes) == []
 
 

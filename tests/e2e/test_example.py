@@ -92,10 +92,10 @@ def python(*command: str, env: dict[str, str] | None = None) -> subprocess.Compl
 
 
 def stop_in_step_3(nodes: Nodes) -> dict:
-    """SIGTERM to the launcher of node 1 when the checkpoint of step 2 is complete, and step 3 has begun."""
+    """SIGKILL of the launcher of node 1 when the checkpoint of step 2 is complete, and step 3 has begun."""
     for rank in range(4):
         nodes.wait_for(rank, "IN STEP 3", timeout_s=300)
-    os.kill(nodes.launcher_pid(1), signal.SIGTERM)
+    os.kill(nodes.launcher_pid(1), signal.SIGKILL)
     codes, deadline = nodes.wait(timeout_s=60), time.monotonic() + 30
     while (left := nodes.pids(0) + nodes.pids(1)) and time.monotonic() < deadline:
         time.sleep(0.2)

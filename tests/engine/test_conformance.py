@@ -4,11 +4,13 @@ The fake thus shows of the protocol what vLLM shows. Other modules fork vLLM, wh
 """
 
 import math
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from swapping import LIMIT, differences_with_a_cached_prefix, generate_while_sending, slowed
@@ -31,6 +33,7 @@ from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weights.buckets import layer_key
 from trl_multinode.wire.messages import Await, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
+from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE
 
 VOCABULARY = 300  # not a multiple of 64: vLLM pads it, and its loaders then keep what they are given to the end
 EOS = 1
@@ -55,10 +58,12 @@ def trainer(request, tmp_path_factory):
     names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[module]
     custom = {"logits_processors": [f"{testing.__name__}.logits_processor:{name}" for name in names]} if names else {}
     engine = faults.late_outputs(70, 79).engine(module)
-    with running_engines(
-        model, tmp_path_factory.mktemp("log"), engine, max_num_batched_tokens=96, max_model_len=1024, **custom
-    ) as engines:
-        yield SyncDriver(model, engines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PREEMPT_VARIABLE, "USR1")
+        with running_engines(
+            model, tmp_path_factory.mktemp("log"), engine, max_num_batched_tokens=96, max_model_len=1024, **custom
+        ) as engines:
+            yield SyncDriver(model, engines)
 
 
 def generate(trainer, seed: int | None = 11, **changes):
@@ -102,6 +107,18 @@ def test_weights_with_a_nan_are_refused_before_the_engine_loads_any(trainer):
         weight.copy_(kept)
     assert difference(trainer) < 1e-3  # it serves the weights from before
     assert trainer.engines[0].ask(Await(min_update=trainer.version.update)).version == trainer.version
+
+
+def test_row_15_its_processes_ignore_the_signals_that_a_scheduler_sends_to_all(trainer):
+    """Between the start and the end; vLLM's core installs a handler after its start, its workers before."""
+    engine = psutil.Process(trainer.engines[0].ready.pid)
+    processes = [engine, *engine.children(recursive=True)]
+    for process in processes:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            process.send_signal(number)
+    time.sleep(1.0)
+    assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    assert difference(trainer) < 1e-3
 
 
 def test_score_gives_the_trainers_log_probs(trainer):

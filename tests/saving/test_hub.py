@@ -45,7 +45,8 @@ def build(folder: Path, must_succeed: bool = False, node_mode: bool = True, **se
 def host() -> SimpleNamespace:
     topology = Topology(0, 1, 0, 1, 0, 1, launched=False)
     devices = EngineDevices(((),), shared_with_training=False)
-    return SimpleNamespace(topology=topology, devices=devices, phases=Phases())
+    preemption = SimpleNamespace(leaves=False)
+    return SimpleNamespace(topology=topology, devices=devices, phases=Phases(), preemption=preemption)
 
 
 def push_checkpoint(trainer: HubTrainer) -> None:
@@ -72,6 +73,14 @@ def test_whole_checkpoints_are_checked_and_pushed_too(hub, tmp_path):
     trainer._finish_current_push()
     assert {"model.safetensors", "last-checkpoint/model.safetensors"} <= hub.repos["tester/run"].keys()
     assert not any(TOKEN.encode() in content for content in hub.repos["tester/run"].values())
+
+
+def test_a_checkpoint_before_a_preemption_is_not_pushed(hub, tmp_path, capsys):
+    trainer = build(tmp_path)
+    trainer.host.preemption.leaves = True
+    push_checkpoint(trainer)
+    assert "is not pushed to the Hub, because the run is pre-empted" in capsys.readouterr().out
+    assert hub.commits == []
 
 
 def test_pushes_in_the_background_that_fail_are_told_and_the_next_one_goes_on(hub, tmp_path, capsys):

@@ -48,6 +48,7 @@ class Saving(NodeTrainer):
         Trainer.__init__(self, model or Model(), args)
         self.create_optimizer_and_scheduler(10)
         self.host = SimpleNamespace(
+            preemption=SimpleNamespace(leaves=False),
             topology=Topology(0, 1, 0, 1, 0, 1, launched=False),
             check_before_save=lambda model: None,
             phases=Phases(),

@@ -20,6 +20,7 @@ from .rules_deepspeed import batch_values_problems, zero_notes, zero_problems
 from .rules_engines import engine_problems, head_problems
 from .rules_keys import key_problems
 from .rules_nodes import rank_problems, scheduler_problems
+from .rules_preemption import preemption_notes, preemption_problems
 
 
 def check(
@@ -66,6 +67,7 @@ def _launch_problems(launch: Launch) -> Iterator[Problem]:
     yield from device_problems(launch)
     yield from zero_problems(launch)
     yield from key_problems(launch)
+    yield from preemption_problems(launch)
 
 
 def _script_problems(launch: Launch) -> Iterator[Problem]:
@@ -88,6 +90,7 @@ def notes(launch: Launch) -> Iterator[str]:
     if launch.num_nodes > 1 and launch.rank_in_file:
         yield f"`machine_rank` {args.machine_rank} comes from the file: every node that uses this file has that rank"
     yield from zero_notes(launch)
+    yield from preemption_notes(launch)
     if script.ignored:
         names = ", ".join(f"`{name}`" for name in script.ignored)
         yield f"ignored in node mode: {names}, because each node's engines belong to its local main process"

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from ..errors import EngineStartError
 from ..wire.connection import reason_of_end
 from ..wire.messages import LATER_LEVEL, LEVEL, EngineSpec
+from ..wire.stop_signals import END_ENGINE, PREEMPT_VARIABLE, stop_signals_blocked
 from ..wire.supervisor import exit_cause, unlink_shared_memory
 from .start_log import REFERS_TO_ANOTHER, StartLog
 
@@ -22,6 +24,7 @@ from .start_log import REFERS_TO_ANOTHER, StartLog
 # trainers' world; tokens are left out because the engine never contacts a hub.
 KEPT_VARIABLES = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV",
+    PREEMPT_VARIABLE,  # which an engine ignores
     "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE",  # code of models with `trust_remote_code`
 )  # fmt: skip
 KEPT_PREFIXES = ("VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCM_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON")
@@ -142,16 +145,17 @@ class EngineProcess:
         spec_path = folder.path / f"engine{index}.json"
         spec_path.write_bytes(msgspec.json.encode(spec))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "ab") as log:  # append: an earlier run's error message may refer to this file
-            log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
-            log.flush()
+        with open(log_path, "ab", buffering=0) as log:  # append: an earlier run's error message may refer to this file
+            with suppress(OSError):  # a full disk
+                log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             self.start_log = StartLog(log_path)
             # a session of its own: Ctrl-C in the terminal must reach only the ranks, which then log why they end
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *module.split(), str(spec_path)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=engine_environment(environment), start_new_session=True,
-            )  # fmt: skip
+            with stop_signals_blocked():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", *module.split(), str(spec_path)],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    env=engine_environment(environment), start_new_session=True,
+                )  # fmt: skip
 
     @property
     def pid(self) -> int:
@@ -201,12 +205,12 @@ class EngineProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def stop(self, timeout_s: float) -> None:
-        """Wait `timeout_s` for the process to end, and again after SIGTERM; then kill what is left of its group."""
-        for _ in range(2):  # the second wait is after SIGTERM, which makes the process kill its own tree
+        """Wait `timeout_s` for the process to end, and again after `END_ENGINE`; then kill the rest of its group."""
+        for _ in range(2):  # the second wait is after the signal, which makes the process kill its own tree
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                self._process.terminate()
+                self._process.send_signal(END_ENGINE)
         self.kill()
 
     def kill(self) -> None:

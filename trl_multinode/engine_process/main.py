@@ -8,7 +8,6 @@ do not mix. This module imports neither TRL nor transformers.
 import asyncio
 import os
 import shutil
-import signal
 import sys
 import time
 import traceback
@@ -20,6 +19,7 @@ import msgspec
 
 from ..vllm_worker.plugin import RUN_MARKER
 from ..wire.messages import EngineSpec
+from ..wire.stop_signals import END_ENGINE, ignore_stop_signals
 from ..wire.supervisor import (
     PidWatch,
     become_subreaper,
@@ -31,6 +31,7 @@ from ..wire.supervisor import (
     title_of,
     unlink_shared_memory,
 )
+from ..wire.tolerant_output import tolerate_full_disk
 from .backend import Backend
 from .server import EngineServer
 from .vllm_backend import VllmBackend, vllm_processes
@@ -84,7 +85,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 async def run(spec: EngineSpec, backend: Backend) -> None:
-    """Start the backend and serve until `Shutdown`. SIGTERM or the end of a watched process ends the whole tree."""
+    """Start the backend and serve until `Shutdown`. The owner's signal or the end of a process ends the whole tree."""
     start = time.monotonic()
 
     def ended(pid: int) -> None:
@@ -101,7 +102,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     watch = PidWatch(ended)
     watch.add(spec.owner_pid)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, leave, spec, "terminated by SIGTERM", 1)
+    loop.add_signal_handler(END_ENGINE, leave, spec, "ended by its owner", 1)
     await backend.start()
     check_reports(Path(spec.report_folder))
     record_shared_memory(Path(spec.shared_memory_record))
@@ -117,6 +118,8 @@ def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
     """Run an engine process; the last argument of the command line is the path of its [`EngineSpec`]."""
     spec = msgspec.json.decode(Path(sys.argv[-1]).read_bytes(), type=EngineSpec)
     become_subreaper()
+    ignore_stop_signals()
+    tolerate_full_disk()
     os.environ[RUN_MARKER] = f"{os.getpid()}:{spec.report_folder}"
     Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
     try:

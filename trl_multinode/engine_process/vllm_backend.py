@@ -4,11 +4,12 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from ..vllm_worker.core import QUIET, TAKE_KV_USE
+from ..vllm_worker.core import IGNORE_STOPS, OBEY_STOPS, QUIET, TAKE_KV_USE
 from ..vllm_worker.plugin import BACKEND
 from ..vllm_worker.quiet import quiet
 from ..wire.messages import BeginUpdate, EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
@@ -20,6 +21,7 @@ from .backend import Backend, CompletionBuffer, Refused, end_row, show
 FREE_AFTER_S = 0.25
 # A garbage collection visits them too (43 ms for 224 rows of 2048 tokens); Python's default, 700, is too frequent
 NEW_OBJECTS_PER_COLLECTION = 100_000
+OBEY_S = 5.0  # longest wait for all of vLLM's processes, which respond between two steps
 MIN_BATCH_TOKENS = 8192  # of prompts and rows, computed in one step
 
 
@@ -62,6 +64,8 @@ class VllmBackend(Backend):
         self._llm = AsyncLLM.from_engine_args(args, usage_context=context)
         if self._llm.vllm_config.model_config.is_multimodal_model:
             take_expanded_prompts(self._llm.renderer.get_mm_processor())
+        await self._llm.engine_core.call_utility_async(IGNORE_STOPS)
+        await self._llm.collective_rpc("ignore_stop_signals")
         count_tokens(self._llm.engine_core, self._running)
         self._params_cls = SamplingParams
         await self._llm.collective_rpc("keep_seeds")
@@ -216,7 +220,14 @@ class VllmBackend(Backend):
         return await self._llm.collective_rpc("weights_digest")
 
     async def stop(self) -> None:
+        with suppress(Exception):  # a process that does not respond is killed
+            await asyncio.wait_for(self._obey_stops(), OBEY_S)
         self._llm.shutdown(timeout=12)  # two workers need 5 s; later vLLM kills them with a warning
+
+    async def _obey_stops(self) -> None:
+        """Let vLLM end its processes by SIGTERM, as its own shutdown does."""
+        await self._llm.collective_rpc("obey_stop_signals")
+        await self._llm.engine_core.call_utility_async(OBEY_STOPS)
 
 
 class RunningRequest:

@@ -26,11 +26,13 @@ from ..run.beats import Beats
 from ..run.begin import begin_run
 from ..run.clock import clock_offset
 from ..run.decision import StepDecision
+from ..run.disk import as_disk_error, written_folders
 from ..run.heartbeat import Heartbeat
 from ..run.judges import Limits
 from ..run.meeting import Meeting
 from ..run.phase_file import PhaseFile
 from ..run.phases import Phases
+from ..run.preemption import Preemption
 from ..run.store import connect_store
 from ..run.topology import EngineDevices, Topology, assign_engines
 from ..run.warn_once import WarnOnce
@@ -41,6 +43,7 @@ from ..weights.probe import divergence_limit
 from ..weights.shards import ShardGather
 from ..weights.sync import WeightSync
 from ..weights.transport import Transport, choose, machine_of
+from ..wire.stop_signals import check_preempt_signal
 from .ending import EndingHost, _with_engines
 from .syncing import SyncingHost
 
@@ -64,6 +67,7 @@ class NodeHost(SyncingHost, EndingHost):
         self._phase_file = PhaseFile(folder / "phases", self.topology.rank, self.topology.node)
         self.phases = Phases(self._phase_file)
         self.watch = Watchdog(self.topology, lambda: self.phases.current)
+        self.watch.explain = partial(as_disk_error, folders=written_folders(args.output_dir))
         self.step: Callable[[], int] = lambda: 0
         self._closing = threading.Lock()
         self._trainer: weakref.ref | None = None
@@ -86,6 +90,7 @@ class NodeHost(SyncingHost, EndingHost):
             if store is not None:
                 self.watch.watch_local_ranks(store)
         self.save_decision = StepDecision(self.topology, store, "save")
+        self.preemption = Preemption(self.topology, store, self.settings.preemption_grace, self.watch)
         self._meeting = Meeting(self.topology, store, self._state)
         self._measure_clock: Callable[[], float | None] | None = partial(clock_offset, self.topology, store)
         self.watch.add_chore(self._meeting.report_progress)
@@ -150,6 +155,7 @@ class NodeHost(SyncingHost, EndingHost):
 
     def _check(self) -> EngineDevices:
         self.topology.check()
+        check_preempt_signal()
         check_vllm()
         num_gpus = 0 if self.args.use_cpu else torch.cuda.device_count()
         return assign_engines(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, is_node_mode
+from ..run.preemption import grace_note
 from ..run.reporter import report
 
 
@@ -59,6 +60,8 @@ def report_start(args: Any, host: Any) -> None:
             f"warning: vllm_gpu_memory_utilization={share} leaves most of a reserved GPU idle; unset, it is "
             f"{GPU_SHARE_OF_RESERVED}"
         )
+    if topology.launched:
+        lines.append(grace_note(host.settings.preemption_grace))
     if host.settings.max_staleness:
         lines.append("max_staleness=1: completions are generated one round before the ranks train on them")
         if args.vllm_importance_sampling_mode == "sequence_mask":

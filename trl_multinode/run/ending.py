@@ -30,6 +30,7 @@ class Ending:
         self.phase: Callable[[], str] = lambda: "before the trainer"
         self.step: Callable[[], int] = lambda: 0
         self.checkpoint: Callable[[], Path | None] = lambda: None  # the last whole one
+        self.preempted: Fatal | None = None  # of a run that has saved a checkpoint for a signal
         self.resumes = False  # whether the script continues from it when it is launched again
 
     def begin(self, folder: Path) -> None:
@@ -43,7 +44,10 @@ class Ending:
             self._file(folder).unlink(missing_ok=True)
 
     def write_good(self) -> None:
-        """Write the file of a run that ended well."""
+        """Write the file of a run whose ranks have all ended as they should."""
+        if self.preempted is not None:
+            self.write(self.preempted)
+            return
         end = {"code": 0, "cause": "", "phase": "end", "continues": False}
         or_default(lambda: self._write({**self._place(), **end}), None)
 

@@ -8,6 +8,7 @@ import errno
 
 from ..errors import (
     ConfigurationError,
+    DiskError,
     EngineDiedError,
     EngineError,
     HubPushError,
@@ -29,6 +30,7 @@ _OF_ERRORS: tuple[tuple[type[BaseException], int], ...] = (
     (ConfigurationError, CONFIGURATION),
     (PeerFailureError, PEER_LOST),
     (EngineError, ENGINE),
+    (DiskError, DISK),
     (HubPushError, PUSH),
     (MultiNodeError, OTHER),
 )

@@ -8,8 +8,10 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import IO
 
 _last_line = time.monotonic()
+_failed = False  # whether a line could not be printed
 logger = logging.getLogger("trl_multinode")
 
 
@@ -22,9 +24,7 @@ def report(text: object, error: bool = False) -> None:
         error (`bool`, *optional*, defaults to `False`):
             Print to stderr.
     """
-    global _last_line
-    _last_line = time.monotonic()
-    print(f"[trl_multinode] {text}", file=sys.stderr if error else sys.stdout, flush=True)
+    _print(f"[trl_multinode] {text}", sys.stderr if error else sys.stdout)
 
 
 def show(text: str, write: Callable[[str], object] | None = None) -> None:
@@ -36,12 +36,22 @@ def show(text: str, write: Callable[[str], object] | None = None) -> None:
         write (`Callable[[str], object]`, *optional*):
             Function that prints above a progress bar.
     """
-    global _last_line
-    _last_line = time.monotonic()
     if write is not None:
-        write(text)
+        _print(text, write)
     else:
-        print(text, flush=True)
+        _print(text, sys.stdout)
+
+
+def _print(text: str, to: IO[str] | Callable[[str], object]) -> None:
+    """Print a line. One that cannot be written is dropped with one warning: no run ends for want of a log."""
+    global _last_line, _failed
+    _last_line = time.monotonic()
+    try:
+        to(text) if callable(to) else print(text, file=to, flush=True)
+    except OSError as error:
+        if not _failed:
+            _failed = True
+            warn(f"lines of this library are missing, because the output of this rank cannot be written ({error})")
 
 
 def silent_since() -> float:

@@ -7,7 +7,10 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from ..wire.stop_signals import preempt_signals
+from .exit_codes import PREEMPTED
+from .exits import is_good
+
 PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -15,13 +18,15 @@ class StopSignals:
     """The watch thread's pipe: wake-ups of this process, and the signals that end a run.
 
     A handler that the script installs, before or later, stays in place (it may save a checkpoint before preemption),
-    and an ignored signal stays ignored (`nohup`).
+    and an ignored signal stays ignored (`nohup`). The exception is the pre-empt signal of the environment: a launcher
+    that must survive it ignores it, and the ranks inherit that.
     """
 
     _catching: ClassVar[list["StopSignals"]] = []  # those whose pipe gets the signals, the last one at present
 
     def __init__(self) -> None:
         self.read_end, self._write_end = os.pipe()
+        self._numbers = (signal.SIGINT, *preempt_signals())
         os.set_blocking(self._write_end, False)
         self._handlers: dict[int, Any] = {}  # signal -> Python's own handler, which is replaced
         self._previous_end = -1  # the wakeup file descriptor of the script
@@ -37,16 +42,17 @@ class StopSignals:
         The pipe gets every signal that has a Python handler, for example a reward function's alarm.
         """
         numbers = os.read(self.read_end, 4096)  # 0 is a plain wake-up, any other byte a signal's number
-        return [signal.Signals(n) for n in numbers if n in STOP_SIGNALS and signal.getsignal(n) is noop_handler]
+        return [signal.Signals(n) for n in numbers if n in self._numbers and signal.getsignal(n) is noop_handler]
 
     def catch(self) -> None:
         """Receive the signals from now on, if the main thread calls it and the script leaves one of them to Python."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) in PYTHONS_OWN:
+        for number in self._numbers:
+            inherited = number in preempt_signals()[1:] and signal.getsignal(number) == signal.SIG_IGN
+            if inherited or signal.getsignal(number) in PYTHONS_OWN:
                 self._handlers[number] = signal.signal(number, noop_handler)
-        if not any(signal.getsignal(number) is noop_handler for number in STOP_SIGNALS):
+        if not any(signal.getsignal(number) is noop_handler for number in self._numbers):
             return  # none of our handlers is installed, so leave the wakeup pipe to its owner
         self._previous_end = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         self._catching.append(self)
@@ -90,3 +96,15 @@ def _restore_in_children() -> None:
 
 def noop_handler(*_: object) -> None:
     """Do nothing: the watch thread receives the signal through the wakeup pipe."""
+
+
+class Preempted(SystemExit):
+    """End of a script that was pre-empted and has saved its checkpoint. The exit code is 143."""
+
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED)
+
+
+def ends_well(error: BaseException) -> bool:
+    """Return whether an error ends the script on all ranks alike: `sys.exit(0)`, or after a pre-emption."""
+    return isinstance(error, Preempted) or (isinstance(error, SystemExit) and is_good(error.code))

@@ -26,6 +26,7 @@ Keys of a trainer, below its number:
 | `asked/<number>` | ranks that bring a request to a meeting | the requests |
 | `met/<number>` | the last rank of a meeting | all requests; the key wakes the ranks that wait for it |
 | `save/<step>` | rank 0 | whether the step ends with a checkpoint; see [`StepDecision`](decision.py) |
+| `preempt/<training>/<step>` | the first rank at its end | whether all leave; see [`Preemption`](preemption.py) |
 | `warned/<node>/<digest>` | every rank of the node with a library's warning | their number; the first one shows it |
 | `reporter/<side>/<number>` | ranks that waited 15 s | their number, on node 0 and elsewhere; the first one reports |
 """

@@ -19,13 +19,13 @@ from .addresses import register, with_nodes
 from .arrivals import Arrivals
 from .ending import Ending
 from .exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
-from .exits import ScriptExits, is_good
+from .exits import ScriptExits
 from .failure import LocalFailure
 from .fatal import Fatal, store_gone
 from .leaving import leave
 from .limits import raise_file_limit
 from .pidfds import Pidfds
-from .signals import StopSignals
+from .signals import StopSignals, ends_well
 from .store import RunStore
 from .topology import Topology
 
@@ -146,6 +146,8 @@ class WatchThread:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
         with self._printing:
             traceback.print_exception(error)
+        for trainer in self.trainers:
+            error = trainer.explain(error)
         cause = "stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
         code = code_of(error, has_trainer=bool(self.trainers))
         self.fail(cause, SYMPTOM_DELAY_S if is_symptom(error) else 0.0, code)
@@ -165,7 +167,7 @@ class WatchThread:
 
     def on_uncaught(self, error: BaseException) -> bool:
         """Treat an uncaught exception of the main thread, wherever it is raised, as a failure of all ranks."""
-        if self.stopped.is_set() or os.getpid() != self.pid or (isinstance(error, SystemExit) and is_good(error.code)):
+        if self.stopped.is_set() or os.getpid() != self.pid or ends_well(error):
             return False
         self.fail_with(error)
         return True
@@ -260,7 +262,9 @@ class WatchThread:
             for ended in fired:
                 ended()
             for stop in self.signals.received() if woken else ():
-                self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, PREEMPTED if stop.name == "SIGTERM" else OTHER)
+                if not any(trainer.on_stop(stop) for trainer in self.trainers):
+                    code = OTHER if stop.name == "SIGINT" else PREEMPTED
+                    self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
             fatal = self._due() or self.store.fatal()
             if fatal is None:
                 self._do_chores()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from .early import early_watch
 from .ending import Ending
 from .exit_codes import USER_CODE
-from .exits import is_good
+from .signals import ends_well
 from .store import when_written
 from .topology import Topology
 from .watch_thread import POLL_S, WatchThread
@@ -61,6 +62,9 @@ class Watchdog:
         self.ticks: list[Callable[[], None]] = []
         self._chores: list[Callable[[Store], None]] = []
         self.closings: list[Callable[[], None]] = []
+        # returns `False` for a signal that ends the run at once
+        self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
+        self.explain: Callable[[BaseException], BaseException] = lambda error: error  # names a full disk
         self._closed = threading.Event()
         self._watch = watch_of(topology)
         self._store = self._watch.store.of_trainer(self.run)
@@ -164,8 +168,7 @@ class Watchdog:
         try:
             yield
         except (Exception, SystemExit) as error:
-            good_exit = isinstance(error, SystemExit) and is_good(error.code)
-            if self._watch.alone or self._closed.is_set() or good_exit:
+            if self._watch.alone or self._closed.is_set() or ends_well(error):
                 raise
             self.fail_with(error)
 
@@ -183,7 +186,7 @@ class Watchdog:
         if self._closed.is_set():
             return
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit) and not is_good(error.code):  # the script leaves, and closes in a `finally`
+        if isinstance(error, SystemExit) and not ends_well(error):  # the script leaves, and closes in a `finally`
             self._watch.fail_at_exit(error.code)
         self._close(error)
 

@@ -93,6 +93,9 @@ class HubTrainer(Trainer):
             return None
         if self.host is None or self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return super()._push_from_checkpoint(checkpoint_folder)
+        if self.host.preemption.leaves:
+            report(f"{checkpoint_folder} is not pushed to the Hub, because the run is pre-empted")
+            return None
         self._raise_failed_pushes()
         if self.hub_model_id is None:
             self.init_hf_repo()

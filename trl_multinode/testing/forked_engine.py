@@ -1,7 +1,7 @@
 """The fake engine as a fork of the [`template`](template.py): `python -m trl_multinode.testing.forked_engine ...`.
 
 A rank starts this module as it starts any engine, as a new process. The process stands for the engine: it asks the
-template to fork one, passes SIGTERM on to it, and ends as it ends. If this process is killed, so is the fork.
+template to fork one, passes its owner's signal on to it, and ends as it ends. If it is killed, so is the fork.
 """
 
 import os
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ..wire.stop_signals import END_ENGINE, ignore_stop_signals
 from .forked_process import Inherited, begin_process, show_node
 from .forking import ForkedProcess
 
@@ -35,8 +36,9 @@ def _die_with(sender: int) -> None:
 def main() -> None:
     """Stand for the engine. Arguments: the template's socket, then those of the fake engine."""
     socket_path, *arguments = sys.argv[1:]
+    ignore_stop_signals()
     engine = ForkedProcess(socket_path, "engine", arguments, os.environ, sys.stdout.fileno())
-    signal.signal(signal.SIGTERM, lambda *_: engine.terminate())
+    signal.signal(END_ENGINE, lambda *_: os.kill(engine.pid, END_ENGINE))
     code = engine.wait()
     if code < 0:
         os.kill(os.getpid(), -code)

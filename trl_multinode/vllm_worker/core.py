@@ -1,4 +1,4 @@
-"""Additions to vLLM's engine core: the greatest use of its key-value cache, and the level of its log.
+"""Additions to vLLM's engine core: the greatest use of its key-value cache, the level of its log, its signals.
 
 vLLM's own statistics are off (`disable_log_stats`), because they cost front-end time for every row. Noting the use
 costs the core one division per step: 0.6 us measured, where a step takes milliseconds.
@@ -6,11 +6,14 @@ costs the core one division per step: 0.6 us measured, where a step takes millis
 
 from typing import Any
 
+from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
 from .quiet import quiet
 
 # Methods of vLLM's core that the engine process calls through vLLM's client
 TAKE_KV_USE = "take_kv_use"
 QUIET = "quiet_vllm"
+IGNORE_STOPS = "ignore_stop_signals"
+OBEY_STOPS = "obey_stop_signals"
 
 
 def extend_core() -> None:
@@ -33,3 +36,5 @@ def extend_core() -> None:
     Scheduler.schedule = schedule_and_note
     setattr(EngineCore, TAKE_KV_USE, take_kv_use)
     setattr(EngineCore, QUIET, lambda self: quiet())
+    setattr(EngineCore, IGNORE_STOPS, lambda self: ignore_stop_signals())  # the core installs handlers late
+    setattr(EngineCore, OBEY_STOPS, lambda self: obey_stop_signals())

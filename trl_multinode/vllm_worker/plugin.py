@@ -1,9 +1,11 @@
 """Entry point that vLLM calls in each of its processes. Without the run marker it does nothing. Imports nothing heavy.
 
-`register` does four things in a process of one of our engines. (1) It makes the kernel kill this process when its
+`register` does six things in a process of one of our engines. (1) It makes the kernel kill this process when its
 parent dies: vLLM leaves its engine core and workers alive, holding the GPU, when the parent is killed (vllm #55510).
 (2) It reports its pid, so that the engine can verify that every vLLM process did this. (3) It registers our
-weight-transfer backend. (4) It lets the engine core note how much of its key-value cache is in use.
+weight-transfer backend. (4) It lets the engine core note how much of its key-value cache is in use. (5) It ignores
+SIGTERM and the pre-empt signal, which a scheduler sends to every process; only a worker has its handlers by then.
+(6) It lets output fail silently: the log may be on a disk that is full.
 """
 
 import ctypes
@@ -11,6 +13,9 @@ import os
 import signal
 import sys
 from pathlib import Path
+
+from ..wire.stop_signals import ignore_stop_signals
+from ..wire.tolerant_output import tolerate_full_disk
 
 RUN_MARKER = "TRL_MULTINODE_ENGINE"  # set to "<pid of the engine process>:<folder for reports>"
 BACKEND = "trl_multinode"
@@ -25,6 +30,8 @@ def register() -> None:
     engine_pid, folder = marker.split(":", 1)
     if os.getpid() != int(engine_pid):
         _die_with_parent()
+        ignore_stop_signals()
+        tolerate_full_disk()
         (Path(folder) / str(os.getpid())).touch()
         if "vllm.v1.engine.core" in sys.modules:  # the core; a worker does not import it
             from .core import extend_core

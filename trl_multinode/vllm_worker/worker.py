@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from ..transports.base import SELF_TEST_S, OpenedSlots, call_with_timeout
 from ..transports.opening import open_slots
 from ..wire.messages import ADAPTER_TENSORS, OpenSlots
+from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
 from .logprobs import extend_logprobs
 from .quiet import quiet
 from .reloading import begin_reload, end_reload
@@ -204,6 +205,14 @@ class WorkerExtension:
     def quiet_vllm(self) -> None:
         """Set the level of vLLM's log for the time after the start."""
         quiet()
+
+    def ignore_stop_signals(self) -> None:
+        """Ignore SIGTERM and the pre-empt signal."""
+        ignore_stop_signals()
+
+    def obey_stop_signals(self) -> None:
+        """Let vLLM end this process by SIGTERM."""
+        obey_stop_signals()
 
     def keep_seeds(self) -> None:
         """Let seeded requests be computed in several parts; see [`keep_seeds`](seeds.py)."""

@@ -2,7 +2,10 @@
 
 A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill_at` (optimizer
 step) ends every rank by SIGKILL right after that step's checkpoint, `kill_inside` in the middle of writing it,
-`kill_deleting` the rank that then deletes an older one, when two of its files are gone; `resume` goes to `train()`;
+`kill_deleting` the rank that then deletes an older one, when two of its files are gone; `signals` are lists of rank,
+optimizer steps done, name and target of a signal, which the rank sends its launcher or itself while it scores; `slow`
+are seconds for which every rank then scores; `fill` are the optimizer steps done at which rank 0 fills the disk of
+`output`, `resume` goes to `train()`;
 `copy_of` is a checkpoint that it resumes from a copy of, `without_rollouts` (ranks)
 removes their file from the copy; `prompts` is the size of the dataset; "{node}" in `output` is the node's number.
 Leaves NAME_rank<r>.json, written anew at every log: per optimizer step loss and norm of the gradient, per generation
@@ -15,6 +18,8 @@ import shutil
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("RANK", "0")
@@ -32,16 +37,33 @@ folder, jobs_json = sys.argv[1:]
 class Rounds(Recorder):
     """Which rows were scored at which optimizer step, how old they were, and which weights the engine had."""
 
-    def __init__(self):
+    def __init__(self, signals: list, slow: float, fill: int | None):
         super().__init__()
         self.rounds: list[dict] = []
+        self.signals, self.slow, self.fill = signals, slow, fill
 
     def __call__(self, prompts, completion_ids, **_):
         if self.trainer.model.training:
             generation = self.trainer.vllm_generation
             rows = [[p, list(ids)] for p, ids in zip(prompts, completion_ids, strict=True)]
+            self.stop(self.trainer.state.global_step)
             self.rounds.append({"step": self.trainer.state.global_step, "lag": generation.lag, "rows": rows})
         return [sum(token < 150 for token in ids) / len(ids) for ids in completion_ids]
+
+    def stop(self, step: int) -> None:
+        for rank, when, name, target in self.signals:
+            if when == step and rank == RANK:
+                os.kill(os.getppid() if target == "launcher" else os.getpid(), getattr(signal, name))
+        if any(when == step for _, when, *_ in self.signals):
+            time.sleep(self.slow)
+        if self.fill == step and RANK == 0:
+            fill_disk(Path(self.trainer.args.output_dir, "filler"))
+
+
+def fill_disk(path: Path) -> None:
+    with suppress(OSError), open(path, "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
 
 
 class Record(TrainerCallback):
@@ -126,8 +148,8 @@ def copy(trainer, checkpoint: str, name: str, without_rollouts: list[int]) -> st
 
 
 def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, kill_deleting=None, resume=None,
-        copy_of=None, without_rollouts=(), **settings) -> None:  # fmt: skip
-    rounds = Rounds()
+        copy_of=None, without_rollouts=(), signals=(), slow=0.0, fill=None, **settings) -> None:  # fmt: skip
+    rounds = Rounds(signals, slow, fill)
     output = output.format(node=os.environ.get("GROUP_RANK", "0"))
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     trainer = make_trainer(
@@ -144,6 +166,7 @@ def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, ki
     print(f"JOB {name} on rank {RANK}", flush=True)
     trainer.train(resume_from_checkpoint=resume)
     trainer.host.close()
+    Path(folder, output, "filler").unlink(missing_ok=True)
 
 
 for job in json.loads(jobs_json):

@@ -1,0 +1,283 @@
+"""Row 15: a signal at one rank is a decision of all ranks, with a deadline; nothing else of a run obeys it."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from forks import Rank, forked
+from store_host import RANKS, StoreHost, enter, topology_of
+
+from trl_multinode import GRPOConfig
+from trl_multinode.engine.process import EngineProcess, RunFolder, wait_until_ready
+from trl_multinode.engine.settings import save_without_weights
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.run import preemption as preemption_module
+from trl_multinode.run import store as run_store
+from trl_multinode.run import watch_thread as watch_module
+from trl_multinode.run.exit_codes import PREEMPTED
+from trl_multinode.run.meeting import Meeting
+from trl_multinode.run.preemption import Preemption, grace_after, grace_note, launcher_would_end
+from trl_multinode.run.signals import Preempted, noop_handler
+from trl_multinode.run.store import connect_store
+from trl_multinode.run.topology import Topology
+from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.saving.checkpoint_files import MARKERS
+from trl_multinode.saving.newest import newest_whole
+from trl_multinode.saving.preempted import SaveAtPreemption
+from trl_multinode.testing.engines import ENGINE_ARGS, FAKE
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.wire.stop_signals import END_ENGINE, PREEMPT_VARIABLE, check_preempt_signal, preempt_signals
+
+LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
+STEPS = 200
+
+
+@pytest.fixture
+def store():
+    host = StoreHost()
+    yield host
+    host.end()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(run_store, "GRACE_S", 1.5)
+    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 3.0)
+
+
+def train(rank: int, store: StoreHost, grace_s: float = 60.0, stuck_at: int = 0) -> None:
+    """Steps of different lengths, each with a point where all ranks meet, as in a collective."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    watch, topology = enter(rank, store, launched=True), topology_of(rank, launched=True)
+    client = connect_store(topology, watch.run)
+    preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client, str)
+    preemption.last_checkpoint = lambda: "/run/checkpoint-3"
+    preemption.begin_training()
+    with watch.guard():
+        try:
+            for step in range(1, STEPS):
+                preemption.begin_step(step)
+                time.sleep(random.uniform(0.0, 0.04))
+                meeting.wait()
+                if step == stuck_at:
+                    time.sleep(60.0)
+                time.sleep(random.uniform(0.0, 0.04))
+                print(f"step {step} ends", flush=True)
+                if preemption.end_step(step):
+                    print(f"saved {step}", flush=True)
+                    preemption.leave(f"/run/checkpoint-{step}")
+        finally:
+            watch.close()
+
+
+def saved(rank: Rank) -> list[str]:
+    return [line for line in rank.text.splitlines() if line.startswith("saved")]
+
+
+@pytest.mark.parametrize("signalled", [[3], [0], [0, 1, 2, 3]])
+def test_row_15_all_ranks_save_the_same_step_and_leave_with_143(tmp_path, store, signalled):
+    with forked(lambda rank: train(rank, store), RANKS, tmp_path) as ranks:
+        ranks[3].wait_for("step 3 ends")
+        for number in signalled * 2:  # a second one changes nothing
+            os.kill(ranks[number].process.pid, signal.SIGTERM)
+        assert [rank.wait(20) for rank in ranks] == [PREEMPTED] * RANKS, ranks[0].text
+        assert len({tuple(saved(rank)) for rank in ranks}) == 1 and len(saved(ranks[0])) == 1
+        ended = [rank.text.count("ends") for rank in ranks]
+        asked = [line for rank in ranks for line in rank.text.splitlines() if "received SIGTERM" in line]
+        assert len(asked) == len({k // 2 for k in signalled})  # once per node
+        step = min(int(line.partition("at the end of step ")[2].split(",")[0]) for line in asked)
+        assert step <= ended[0] <= step + 1  # one more only if another rank had ended the step already
+
+
+def test_row_15_a_step_that_does_not_end_ends_the_run_at_the_deadline(tmp_path, store):
+    with forked(lambda rank: train(rank, store, grace_s=2.0, stuck_at=4), RANKS, tmp_path) as ranks:
+        ranks[1].wait_for("step 3 ends")
+        time.sleep(0.5)
+        os.kill(ranks[1].process.pid, signal.SIGTERM)
+        start = time.monotonic()
+        assert [rank.wait(20) for rank in ranks] == [PREEMPTED] * RANKS
+        print(f"after {time.monotonic() - start:.1f} s")
+        (line,) = {rank.text.splitlines()[-1] for rank in ranks}
+        assert "node 0, rank 1, phase reward: pre-empted by SIGTERM: the end of step 4 did not come within" in line
+        assert "`preemption_grace` (2 s). The last whole checkpoint is /run/checkpoint-3" in line
+
+
+def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_ignores_it(tmp_path, monkeypatch):
+    def body(rank: int) -> list:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited from `trap '' USR1`
+        watch = Watchdog(LAUNCHED)
+        preemption = Preemption(LAUNCHED, None, 60.0, watch)
+        found = [signal.getsignal(signal.SIGUSR1) is noop_handler]
+        preemption.begin_step(1)
+        found.append(preemption.end_step(1))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(2 * watch_module.POLL_S)
+        found.append(preemption.end_step(1))
+        watch.close()
+        return [*found, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN]
+
+    monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.result == [True, False, True, True], rank.text
+
+
+def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_path, monkeypatch):
+    def launcher(rank: int) -> list:
+        found = []
+        for handler in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGUSR1, handler)
+            found.append(launcher_would_end(os.getpid()))
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        Preemption(LAUNCHED, None, 60.0, SimpleNamespace(add_chore=lambda _: None))
+        return found
+
+    assert not launcher_would_end(os.getpid())  # no signal is named
+    monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
+    with forked(launcher, 1, tmp_path) as (parent,):
+        assert parent.result == [True, False]
+        assert "node 0: a SIGUSR1 would end the launcher" in parent.text and "trap '' USR1; exec" in parent.text
+
+
+def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
+    """torchrun sends SIGTERM to the local main process, which still ends its engines, when another rank has left."""
+
+    def body(rank: int) -> None:
+        watch = Watchdog(LAUNCHED)
+        preemption = Preemption(LAUNCHED, None, 60.0, watch)
+        try:
+            preemption.leave("/run/checkpoint-3")
+        finally:
+            watch.close()
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait(10) == PREEMPTED, rank.text
+
+
+def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):
+    def body(rank: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        Preemption(LAUNCHED, None, 60.0, Watchdog(LAUNCHED))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait(10) == PREEMPTED and rank.text.rstrip().endswith("stopped by SIGTERM")
+
+
+def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves():
+    limit = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    assert grace_after(signal.SIGTERM, 600.0, {}) == 25.0 and grace_after(signal.SIGTERM, 10.0, {}) == 10.0
+    assert grace_after(signal.SIGTERM, 600.0, limit) == 595.0 and grace_after(signal.SIGUSR1, 600.0, {}) == 600.0
+    assert grace_after(signal.SIGTERM, 600.0, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}) == 2.0
+    assert "25 s are left" in grace_note(600.0, {}) and "torchrun kills the ranks after 30 s" in grace_note(600.0, {})
+    assert "torchrun" not in grace_note(10.0, {})
+    assert "after a SIGUSR2 600 s" in grace_note(600.0, {PREEMPT_VARIABLE: "SIGUSR2"})
+
+
+@pytest.mark.parametrize("name", ["USR3", "KILL", "TERM", "INT", "10"])
+def test_row_15_a_signal_that_cannot_preempt_is_refused(name):
+    assert preempt_signals({PREEMPT_VARIABLE: name}) == (signal.SIGTERM,)
+    with pytest.raises(ConfigurationError, match=f"must be USR1 or USR2, got '{name}'"):
+        check_preempt_signal({PREEMPT_VARIABLE: name})
+
+
+def test_row_15_transformers_own_checkpoint_at_sigterm_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="a resumed run repeats the step"):
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, enable_jit_checkpoint=True)
+    GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, enable_jit_checkpoint=True, use_vllm=False)
+
+
+# ---- the trainer's loop ---------------------------------------------------------------------------------------------
+
+
+def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
+    preemption = Preemption(
+        LAUNCHED,
+        None,
+        60.0,
+        SimpleNamespace(add_chore=lambda _: None, is_first=lambda _: False, ending=SimpleNamespace()),
+    )
+    found = SaveAtPreemption(preemption, str(output_dir))
+    found.on_train_begin(None, None, None)
+    found.on_step_begin(None, SimpleNamespace(global_step=7), None)
+    if asked:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(preemption_module.threading, "Timer", lambda *_: SimpleNamespace(start=lambda: None))
+            assert preemption.ask(signal.SIGTERM)
+    return found
+
+
+def control(**values: bool) -> SimpleNamespace:
+    return SimpleNamespace(**{"should_save": False, "should_training_stop": False, "should_evaluate": True} | values)
+
+
+def test_row_15_the_step_is_saved_and_its_evaluation_left_out():
+    state, given, asked = SimpleNamespace(global_step=8), control(), callback(True)
+    asked.on_step_end(None, state, given)
+    assert vars(given) == {"should_save": True, "should_training_stop": True, "should_evaluate": False}
+    with pytest.raises(Preempted) as error:
+        asked.on_epoch_end(None, state, given)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert error.value.code == PREEMPTED
+
+
+def test_row_15_after_the_last_step_the_script_goes_on():
+    given, asked = control(should_training_stop=True), callback(True)
+    asked.on_step_end(None, SimpleNamespace(global_step=8), given)
+    assert vars(given) == {"should_save": True, "should_training_stop": True, "should_evaluate": True}
+    asked.on_epoch_end(None, SimpleNamespace(global_step=8), given)
+
+
+def test_row_15_without_a_signal_a_step_ends_as_ever():
+    given, not_asked = control(), callback(False)
+    not_asked.on_step_end(None, SimpleNamespace(global_step=8), given)
+    not_asked.on_epoch_end(None, SimpleNamespace(global_step=8), given)
+    assert vars(given) == vars(control())
+
+
+def test_row_15_the_newest_whole_checkpoint_is_found(tmp_path):
+    assert newest_whole(tmp_path) is None
+    for step in (2, 10, 9, 11):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}" if step != 9 else "{")
+    (tmp_path / MARKERS).mkdir(parents=True)
+    (tmp_path / MARKERS / "checkpoint-11.rank3").touch()
+    assert newest_whole(tmp_path) == tmp_path / "checkpoint-10"
+
+
+# ---- engines --------------------------------------------------------------------------------------------------------
+
+
+def test_row_15_an_engine_ignores_signals_from_its_first_moment_on_and_ends_by_its_owners(tmp_path, monkeypatch):
+    """The owner blocks the signals around the start, so that none arrives before the engine can ignore it."""
+    monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
+    folder = RunFolder(0)
+    save_without_weights(tiny_qwen2(), tiny_tokenizer(), folder.path / "model")
+    args = ENGINE_ARGS | {"model": str(folder.path / "model")}
+    engine = EngineProcess(0, 0, folder, tmp_path / "engine0.log", args, {}, FAKE)
+    try:
+        for _ in range(5):  # during its first imports
+            send_all(engine)
+        assert not {signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        wait_until_ready([engine], 60.0, print)
+        send_all(engine)
+        time.sleep(0.5)
+        assert engine.is_ready()
+        os.kill(engine.pid, END_ENGINE)
+        assert engine._process.wait(20.0) == 1 and "ended by its owner" in engine.why_ended()
+    finally:
+        engine.kill()
+        folder.remove()
+
+
+def send_all(engine: EngineProcess) -> None:
+    time.sleep(0.1)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        os.kill(engine.pid, number)

@@ -1,0 +1,90 @@
+"""Name a full disk: the path and the free bytes, where another library reports neither.
+
+The `OSError` of a write has no path. torch reports a full disk as "enforce fail ... unexpected pos 128 vs 0", and
+safetensors in Rust's words. So the file systems to which a run writes are looked at after such an error.
+"""
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ..errors import DiskError
+
+OF_A_DISK = {errno.ENOSPC: "full", errno.EDQUOT: "full (quota)", errno.EROFS: "read-only"}
+CLEAR = ("No space left on device", "StorageFull", "Disk quota exceeded")  # without an errno, in another error's text
+VAGUE = ("inline_container", "PytorchStreamWriter", "iostream error")  # of torch's writer, whatever the reason
+NEARLY_FULL = 16 * 2**20  # bytes; a file that did not fit may have been removed, or was larger than the rest
+
+
+def as_disk_error(error: BaseException, folders: Mapping[str, Path]) -> BaseException:
+    """Return a [`DiskError`] in the place of an error whose cause is a full or read-only disk, else `error` itself.
+
+    Args:
+        error (`BaseException`):
+            Error of the script or of a library.
+        folders (`Mapping[str, Path]`):
+            Folders to which the run writes, by the setting or variable that names them.
+    """
+    if isinstance(error, DiskError):
+        return error
+    for each in _chain(error):
+        state = OF_A_DISK.get(each.errno or 0) if isinstance(each, OSError) else None
+        if state is not None or any(word in str(each) for word in CLEAR):
+            return _named(error, state or "full", _path_of(each) or _nearly_full(folders) or _all(folders))
+        if any(word in str(each) for word in VAGUE) and (places := _nearly_full(folders)):
+            return _named(error, "full", places)
+    return error
+
+
+def _named(error: BaseException, state: str, places: list[str]) -> DiskError:
+    where = "; ".join(places)
+    return DiskError(
+        f"A file could not be written, because the disk is {state}: {where} ({type(error).__name__}: {error}). Free "
+        "some space, or choose another folder, and launch again; older checkpoints are whole."
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _path_of(error: BaseException) -> list[str]:
+    """Return the path that an `OSError` names."""
+    name = getattr(error, "filename", None)
+    return _all({"": Path(os.fsdecode(name))}) if isinstance(name, str | bytes) else []
+
+
+def _nearly_full(folders: Mapping[str, Path]) -> list[str]:
+    free = {setting: _free(path) for setting, path in folders.items()}
+    return _all({name: folders[name] for name, count in free.items() if count is not None and count < NEARLY_FULL})
+
+
+def _all(folders: Mapping[str, Path]) -> list[str]:
+    """Return each folder with its setting and its free bytes."""
+    return [f"{path}{setting and f' ({setting})'}, {_free(path)} bytes free" for setting, path in folders.items()]
+
+
+def _free(path: Path) -> int | None:
+    """Return the bytes that are free for this user at the path or above it; `None` if that is unknown."""
+    for place in (path, *path.absolute().parents):
+        try:
+            found = os.statvfs(place)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize
+    return None
+
+
+def written_folders(output_dir: str) -> dict[str, Path]:
+    """Return the folders to which every run writes."""
+    return {
+        "`output_dir`": Path(output_dir),
+        "TMPDIR": Path(tempfile.gettempdir()),
+        "shared memory": Path("/dev/shm"),
+    }

@@ -1,0 +1,212 @@
+"""Pre-emption: a signal at any rank leads to a checkpoint at the end of the optimizer step and to exit code 143.
+
+All ranks must save at the same step, although a signal reaches them at different moments or reaches only one. The end
+of each step is therefore decided by one key of the run's store. The first rank that arrives there writes the decision,
+by an atomic compare-and-set, and all others read it; a rank with a signal tries to be first for its current step. This
+costs one request to the store per rank and step, no wait, and no collective.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import Store
+
+from ..wire.stop_signals import preempt_signals
+from .exit_codes import PREEMPTED
+from .fatal import Fatal
+from .reporter import report
+from .signals import Preempted
+from .topology import Topology
+from .watchdog import Watchdog
+
+TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+LAUNCHER_S = 30.0  # torchrun's default between its SIGTERM and its SIGKILL
+MARGIN_S = 5.0  # between the deadline and the launcher's SIGKILL, for the last line and the end of the engines
+
+
+def launcher_limit(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the seconds after which torchrun kills the ranks that it has sent SIGTERM."""
+    try:
+        return float(environ[TIMEOUT_VARIABLE])
+    except (KeyError, ValueError):  # torchrun itself reports a value that is no number
+        return LAUNCHER_S
+
+
+def grace_after(stop: signal.Signals, grace_s: float, environ: Mapping[str, str] = os.environ) -> float:
+    """Return the seconds that a rank has after a signal: `preemption_grace`, or less if the launcher leaves less.
+
+    A rank cannot see who sent SIGTERM, so the launcher's limit counts for each. Other signals have no such limit.
+    """
+    if stop != signal.SIGTERM:
+        return grace_s
+    limit = launcher_limit(environ)
+    return min(grace_s, max(limit - MARGIN_S, limit / 2))
+
+
+def grace_note(grace_s: float, environ: Mapping[str, str] = os.environ) -> str:
+    """Return a line for the start of a run: how long a step and a checkpoint may take after a signal."""
+    grace = grace_after(signal.SIGTERM, grace_s, environ)
+    text = f"after a SIGTERM {grace:.0f} s are left for the end of the step and a checkpoint"
+    if grace < grace_s:
+        text += f": torchrun kills the ranks after {launcher_limit(environ):.0f} s ({TIMEOUT_VARIABLE})"
+    for other in preempt_signals(environ)[1:]:
+        text += f"; after a {other.name} {grace_s:.0f} s"
+    return text
+
+
+def launcher_would_end(launcher: int) -> bool:
+    """Return whether the signal of the environment would end the launcher, which neither ignores nor handles it."""
+    numbers = preempt_signals()[1:]
+    try:
+        lines = Path(f"/proc/{launcher}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(("SigIgn:", "SigCgt:"))]
+    return any(not any(mask >> (number - 1) & 1 for mask in masks) for number in numbers)
+
+
+class Preemption:
+    """Pre-emption of one rank.
+
+    ```python
+    preemption = Preemption(topology, store, settings.preemption_grace, watch)  # receives the watch thread's signals
+    preemption.begin_step(8)
+    if preemption.end_step(8):  # every rank gets the same answer
+        save()
+        preemption.leave(8)     # raises `SystemExit(143)`
+    ```
+
+    Args:
+        topology (`Topology`):
+            Topology of this rank.
+        store (`torch.distributed.Store`, *optional*):
+            Client of the thread that trains; `None` for a single process.
+        grace_s (`float`):
+            Value of `preemption_grace`.
+        watch ([`Watchdog`]):
+            Watchdog of this rank.
+        clock (`Callable[[], float]`, *optional*):
+            Function that returns seconds.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        store: Store | None,
+        grace_s: float,
+        watch: Watchdog,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.last_checkpoint: Callable[[], object] = lambda: None  # the newest whole one, if there is one
+        self._topology = topology
+        self._store = store
+        self._grace_s = grace_s
+        self._watch = watch
+        self._clock = clock
+        self.leaves = False  # whether the ranks leave as soon as the checkpoint is saved
+        self._training = 0  # calls of `train` so far, the same number on all ranks
+        self._step = 0  # optimizer step under way, counted from 1; 0 outside of training
+        self._asked = False
+        self._decided = False
+        self._saved = False
+        self._deadline = float("inf")
+        if topology.launched and topology.is_local_main and launcher_would_end(os.getppid()):
+            name = preempt_signals()[1].name.removeprefix("SIG")
+            report(
+                f"warning: node {topology.node}: a SIG{name} would end the launcher, and with it the run. If the "
+                f"scheduler sends it to every process, start with `trap '' {name}; exec accelerate launch ...`"
+            )
+        watch.on_stop = self.ask
+        watch.add_chore(self.publish)
+
+    # ---- the watch thread, with a client of its own -----------------------------------------------------------------
+
+    def ask(self, stop: signal.Signals) -> bool:
+        """Note a signal; return `False` if it must end the run at once, because no step is under way.
+
+        A further signal changes nothing, unless it leaves less time than the first one.
+        """
+        if stop not in preempt_signals() or self._step == 0:
+            return False
+        grace = grace_after(stop, self._grace_s)
+        if not self._asked and self._watch.is_first("preempted"):
+            report(
+                f"{self._topology}: received {stop.name}. A checkpoint follows at the end of step {self._step}, then "
+                f"all ranks leave with code {PREEMPTED}; {grace:.0f} s are left for that"
+            )
+        self._asked = True
+        if self._clock() + grace < self._deadline:
+            self._deadline = self._clock() + grace
+            timer = threading.Timer(grace, self._end_at_deadline, (stop, grace))
+            timer.daemon = True
+            timer.start()
+        return True
+
+    def publish(self, store: Store) -> None:
+        """Decide for the first step whose end no rank has reached, if this rank has a signal."""
+        if not self._asked or self._decided:
+            return
+        for step in (self._step, self._step + 1):  # the others may be one step ahead, and not more
+            if store.compare_set(self._key(step), "", "yes") == b"yes":
+                self._decided = True
+                return
+
+    def _end_at_deadline(self, stop: signal.Signals, grace: float) -> None:
+        what = "the end of the script" if self._saved or self._step == 0 else f"the end of step {self._step}"
+        limit = f"`preemption_grace` ({grace:.0f} s)"
+        if grace < self._grace_s:
+            limit = f"{grace:.0f} s, which torchrun's {TIMEOUT_VARIABLE} leaves (raise it before the launch)"
+        checkpoint = self.last_checkpoint()
+        last = f"The last whole checkpoint is {checkpoint}" if checkpoint else "There is no whole checkpoint"
+        line = f"pre-empted by {stop.name}: {what} did not come within {limit}. {last}"
+        self._watch.report(line, code=PREEMPTED)
+        time.sleep(MARGIN_S - 1.0)  # the watch thread ends the process meanwhile, unless it has ended itself
+        report(f"{self._topology}: {line}", error=True)
+        os._exit(PREEMPTED)
+
+    # ---- the main thread --------------------------------------------------------------------------------------------
+
+    def begin_training(self) -> None:
+        """Begin to count steps anew. Every rank calls it equally often."""
+        self._training += 1
+
+    def begin_step(self, step: int) -> None:
+        """Accept signals from now on. `step` counts from 1."""
+        self._step = step
+
+    def end_step(self, step: int) -> bool:
+        """Return whether the run is pre-empted at the end of `step`; the same on all ranks. Every rank calls it."""
+        if self._store is None:
+            return self._asked
+        decision = self._store.compare_set(self._key(step), "", "yes" if self._asked else "no")
+        if self._topology.rank == 0:
+            self._store.delete_key(self._key(step - 2))  # all ranks have read it, because step - 1 has ended
+        return decision == b"yes"
+
+    def end_training(self) -> None:
+        """Let a signal end the run at once again."""
+        self._step = 0
+
+    def leave(self, checkpoint: str) -> NoReturn:
+        """End the script with code 143, after the checkpoint is whole. Every rank calls it.
+
+        The script ends as by `sys.exit`: its `finally` blocks run, the ranks wait for each other, the engines end.
+        torchrun sends SIGTERM to the ranks of a node when its first rank has left, so they ignore it from now on.
+        """
+        self._saved = True
+        self._watch.ending.preempted = Fatal(f"pre-empted: {checkpoint} is saved", PREEMPTED)
+        with suppress(ValueError):  # not the main thread
+            for number in preempt_signals():
+                signal.signal(number, signal.SIG_IGN)
+        if self._topology.rank == 0:
+            report(f"pre-empted: {checkpoint} is saved, and a new launch continues from it. All ranks leave now")
+        raise Preempted
+
+    def _key(self, step: int) -> str:
+        return f"preempt/{self._training}/{step}"
