@@ -31,7 +31,8 @@ class Difference:
     is_error: bool
 
     def __str__(self) -> str:
-        return f"{self.library}: " + ", ".join(f"{version} on {_named(names)}" for version, names in self.nodes.items())
+        found = ", ".join(f"{version} on {_named(names)}" for version, names in self.nodes.items())
+        return f"{self.library}: {found}"
 
 
 def local_versions() -> dict[str, str]:
