@@ -98,7 +98,18 @@ class Attendance:
 
     def __init__(self, nodes: int, address: str, host_id: str):
         self.nodes, self.address, self.host_id = nodes, address, host_id
-        self.here: list[Hello] = []
+        self._here: list[Hello] = []
+
+    @property
+    def here(self) -> list[Hello]:
+        """Return the nodes in the order of their ranks."""
+        return sorted(self._here, key=lambda hello: (hello.rank, hello.host))
+
+    def join(self, hello: Hello) -> None:
+        self._here.append(hello)
+
+    def leave(self, hello: Hello) -> None:
+        self._here.remove(hello)
 
     @property
     def missing(self) -> list[int]:
@@ -107,7 +118,7 @@ class Attendance:
 
     def state(self, seconds: float) -> str:
         """Return the line of progress after so many seconds."""
-        found = sorted(self.here, key=lambda hello: hello.rank)
+        found = self.here
         names = ", ".join(f"{hello.name} {_count(hello.gpus, 'GPU')}" for hello in found[:NAMED_NODES])
         more = f" and {len(found) - NAMED_NODES} more" if len(found) > NAMED_NODES else ""
         text = f"{len(found)} of {_count(self.nodes, 'node')} here after {seconds:.0f} s: {names or 'none'}{more}"
@@ -162,9 +173,8 @@ class Attendance:
                 yield f"node {hello.name} cannot launch: {printable(hello.problems[0])}{more}"
 
     def _versions(self, errors: bool) -> Iterator[str]:
-        here = sorted(self.here, key=lambda hello: hello.rank)
         cure = ". Install the same version on all nodes" if errors else ""
-        found = differences([hello.versions for hello in here], [hello.name for hello in here])
+        found = differences([hello.versions for hello in self.here], [hello.name for hello in self.here])
         yield from (f"{printable(str(one))}{cure}" for one in found if one.is_error == errors)
 
 

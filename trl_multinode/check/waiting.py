@@ -12,7 +12,8 @@ from ..run.versions import local_versions
 from .attendance import Hello, host_id
 from .command_run import run_command
 from .launch import Launch, Problem
-from .rollcall import Place, call, say
+from .meeting import Place
+from .rollcall import call, say
 from .rules_nodes import DEFAULT_PORT
 
 INTERRUPTED = 130  # 128 + SIGINT
