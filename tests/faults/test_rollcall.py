@@ -9,8 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -102,10 +102,8 @@ def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
         for data in noise:
             stranger = socket.create_connection(("127.0.0.1", place.port))
             kept.append(stranger)
-            try:
+            with suppress(OSError):  # it was closed
                 stranger.sendall(data)
-            except OSError:
-                pass  # it was closed
 
     async def nodes() -> list[Verdict]:
         first = asyncio.create_task(call(place, A))
