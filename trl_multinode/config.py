@@ -114,6 +114,10 @@ class NodeFields(_Arguments):
         save_minutes (`float`, *optional*):
             Save a checkpoint whenever so many minutes have passed since the last one, at the end of an optimizer step,
             in addition to those of `save_strategy`. See docs/rehearsal.md.
+        reward_timeout (`float`, *optional*):
+            Seconds after which a call of a reward function that has not returned ends the run, with a line that has
+            its name, the rank and, if it loops over the rows, the row. It must let other threads run: a call into C
+            that holds the interpreter's lock is not seen. By default there is no limit.
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
             End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
             command that repeats the push. See docs/hub.md.
@@ -236,6 +240,10 @@ class NodeFields(_Arguments):
     save_minutes: float | None = field(
         default=None,
         metadata={"help": "Minutes after which a checkpoint is saved, besides those of `save_strategy`."},
+    )
+    reward_timeout: float | None = field(
+        default=NodeSettings.reward_timeout,
+        metadata={"help": "Seconds after which a reward function that has not returned ends the run."},
     )
     hub_push_must_succeed: bool = field(
         default=NodeSettings.hub_push_must_succeed,

@@ -106,6 +106,7 @@ class NodeSettings:
     device_tflops: float | None = None  # of one training device; `None`: by its name
     rehearse_longest: bool = False
     save_minutes: float | None = None  # minutes between checkpoints
+    reward_timeout: float | None = None  # seconds for one call of a reward function
     hub_push_must_succeed: bool = False
     repeat_warnings: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
@@ -213,7 +214,7 @@ def sampling_keys() -> frozenset[str]:
 
 
 def _check_numbers(settings: NodeSettings) -> None:
-    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes"):
+    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "reward_timeout"):
         if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
     if settings.node_table_steps < 0:

@@ -120,7 +120,7 @@ class Watchdog:
         self._end = close
         self._signals.wake()
 
-    def report(self, cause: str, delay_s: float = 0.0) -> None:
+    def report(self, cause: str, delay_s: float = 0.0, **code: int) -> None:
         """Report this rank's failure and return at once; the watch thread writes it to the store, then exits."""
         cause = cause if self._note in cause else f"{cause.rstrip('.')}. {self._note}"
         line = f"{self.topology}, phase {self.phase()}: " + " ".join(cause.split())
