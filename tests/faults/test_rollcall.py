@@ -92,6 +92,47 @@ def test_the_launcher_has_the_port_as_soon_as_the_roll_call_is_over(tmp_path, pl
         assert lines[1] == "versions on all nodes: torch 2.13.0, trl 1.16.0, vllm 0.31.0, peft 0.21.2"
 
 
+LAUNCHED = """
+import json, os
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+Path(os.environ["TRL_MULTINODE_ENDING_FILE"]).write_text(json.dumps({"code": 5, "cause": "engine 0 of node 1 ended"}))
+raise SystemExit(5)
+"""
+
+
+@pytest.mark.two_node
+@pytest.mark.timeout(300)
+def test_accelerate_launch_runs_below_the_check_and_its_code_is_not_lost(tmp_path, config):
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+
+    def words(rank: int) -> list[str]:
+        flags = ["--machine_rank", str(rank), "--num_processes", "2"]
+        launch = ["accelerate", "launch", "--config_file", config, *flags, str(script)]
+        return [config, "--wait", "--timeout", "100", *flags, "--", *launch]
+
+    with forked(lambda rank: main(words(rank)), 2, tmp_path) as nodes:
+        assert [one.result for one in nodes] == [5, 5]
+        for rank, node in enumerate(nodes):
+            assert f"rank {rank} of 2" in node.text
+            assert "the run ended with exit code 5: engine 0 of node 1 ended" in node.text
+
+
+def test_a_roll_call_of_64_nodes_ends_within_seconds(place):
+    hellos = [changed(B, rank=rank, nodes=64, host=f"host{rank}", host_id=f"{rank}") for rank in range(64)]
+    start = time.monotonic()
+    verdicts = meet(place, *hellos)
+    seconds = time.monotonic() - start
+    assert {(one.code, *one.lines) for one in verdicts} == {(0, *verdicts[0].lines)}
+    assert "64 of 64 nodes here after" in verdicts[0].lines[0] and "and 48 more" in verdicts[0].lines[0]
+    assert seconds < 15
+    print(f"{seconds:.1f} s")
+
+
 def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
     """Random bytes, an endless line, a message of another kind, a silent connection, many connections."""
     noise = [secrets.token_bytes(3000), b"x" * 1_000_000, b'{"type":"Verdict","code":0,"lines":[]}\n', b""]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from store_host import topology_of
+from trl.trainer import grpo_trainer
 
 from trl_multinode.rollouts import rewards as rewards_module
 from trl_multinode.rollouts.rewards import RewardCalls, Rows
@@ -220,3 +221,70 @@ def test_row_19_only_rank_0_warns_and_rewards_that_differ_do_not(caplog):
     assert calls.count_all_nan(torch.full((8, 1), float("nan")), 1) == 8
     assert RewardCalls(topology_of(0), None, print).count_all_nan(torch.ones(8, 1), 1) == 0
     assert not caplog.records
+
+
+# ---- TRL's own method, with the limit
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Scores three rows by TRL's method with the limit on; `gather` of one rank returns what it got."""
+    monkeypatch.setattr(grpo_trainer, "gather", lambda rewards: rewards)
+    thread, loop, ready = grpo_trainer.start_event_loop_in_daemon(name="rewards")
+    ready.wait(20)
+
+    def score(*functions) -> torch.Tensor:
+        trainer = SimpleNamespace(
+            accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True),
+            args=SimpleNamespace(report_to=[]),
+            state=SimpleNamespace(global_step=0),
+            environments=None,
+            async_loop=loop,
+            reward_funcs=list(functions),
+            reward_func_names=[grpo_trainer.get_callable_name(function) for function in functions],
+            reward_processing_classes=[None] * len(functions),
+            _log_completion_extra=None,
+            _log_metric=None,
+        )
+        texts = ["a", "bb", "ccc"]
+        with RewardCalls(topology_of(0), 60.0, print).limited(trainer):
+            inputs = [{"prompt": text, "answer": 1.0} for text in texts]
+            return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, inputs, texts, texts, [[1]] * 3)
+
+    yield score
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(20)
+
+
+class Judge:
+    """An async function as an object."""
+
+    async def __call__(self, completions, answer, **_):
+        await asyncio.sleep(0)
+        return [None, *answer[1:]]
+
+
+def lengths(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+def test_trl_gets_the_same_rewards_through_the_limit(scored):
+    found = scored(lengths, Judge(), functools.partial(lengths, extra=1))
+    assert torch.equal(found.nan_to_num(-1.0), torch.tensor([[1.0, -1.0, 1.0], [2.0, 1.0, 2.0], [3.0, 1.0, 3.0]]))
+
+
+def test_row_19_wrong_lengths_and_strings_are_named_as_by_trl(scored):
+    def short(completions, **_):
+        return lengths(completions)[1:]
+
+    def text(completions, **_):
+        return list(completions)
+
+    async def short_judge(completions, **_):
+        return [1.0]
+
+    for function, what in ((short, "'short' returned 2 rewards"), (short_judge, "'short_judge' returned 1 rewards")):
+        with pytest.raises(ValueError, match=f"The reward function {what}, but 3 were expected"):
+            scored(function)
+    with pytest.raises((TypeError, ValueError), match="str"):
+        scored(text)

@@ -63,6 +63,7 @@ class _Node:
         self._local: bool | None = None  # whether the address of the launch is one of this host, once that is known
         self._port_error = ""  # the reason why this node, which may hold the roll-call, cannot listen
         self._state = ""
+        self._joined = False
 
     # ---- client -----------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class _Node:
         try:
             if not isinstance(await receive(reader, CONNECT_S), Banner):
                 return self._met_a_stranger()
-            self._stranger_since, self._trouble = None, ""
+            self._stranger_since, self._trouble, self._joined = None, "", True
             writer.write(encode(self.hello))
             while (message := await receive(reader)) is not None:
                 if isinstance(message, Verdict):
@@ -103,6 +104,7 @@ class _Node:
         except OSError as error:
             self._trouble = f"the roll-call at {self.place.address}:{self.place.port} was lost ({error})"
         finally:
+            self._joined = False
             writer.close()
         return None
 
@@ -165,7 +167,7 @@ class _Node:
         """
         while True:
             self._local = await asyncio.to_thread(self._is_local)  # it looks up a name
-            if self._local or self.hello.rank == 0:
+            if not self._joined and (self._local or self.hello.rank == 0):
                 meeting = Meeting(self.place, self.hello)
                 try:
                     await meeting.open()
