@@ -20,7 +20,7 @@ import yaml
 from forks import forked
 from torch.distributed import TCPStore
 
-from trl_multinode.check import main, meeting, rollcall
+from trl_multinode.check import check, main, meeting, rollcall
 from trl_multinode.check.attendance import Hello, Verdict, host_id
 from trl_multinode.check.meeting import Place
 from trl_multinode.check.rollcall import call
@@ -289,6 +289,15 @@ def test_row_27_a_port_taken_on_another_address_of_the_host_is_named(place):
     assert verdict.code == CONFIGURATION and f"is taken on this node by pid {os.getpid()}" in verdict.lines[0]
 
 
+def test_row_27_the_check_alone_names_the_owner_too(config, place):
+    with socket.create_server(("", place.port)):
+        _, problems = check(config, ["--machine_rank", "0"])
+        (problem,) = problems
+        assert f"port {place.port} is taken on this node by pid {os.getpid()} (`" in problem.what
+        assert check(config, ["--machine_rank", "1"])[1] == []
+    assert check(config, ["--machine_rank", "0"])[1] == []
+
+
 def test_dns_a_name_that_does_not_resolve_is_named_on_every_node(place, capsys):
     code, line = error(replace(place, address="no-such-host.invalid", timeout_s=2.0), A, B)
     assert code == CONFIGURATION and "this node cannot resolve main_process_ip no-such-host.invalid (" in line
@@ -296,6 +305,20 @@ def test_dns_a_name_that_does_not_resolve_is_named_on_every_node(place, capsys):
 
 
 # ---- the command
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "soon", "inf", "nan"])
+def test_a_limit_is_a_number_of_seconds(config, limit, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([config, "--wait", "--timeout", limit, "--machine_rank", "0"])
+    assert stopped.value.code == 2 and f"got {limit}, expected seconds" in capsys.readouterr().err
+
+
+def test_the_help_has_the_roll_call(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: trl-multinode check FILE ") and "check FILE --wait [--timeout S]" in text
 
 
 @pytest.fixture

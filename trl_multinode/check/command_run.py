@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def run_command(command: Sequence[str]) -> int:
     """
     forwarded = FORWARDED | ({number} if (number := preempt_signal()) is not None else set())
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
-    with tempfile.TemporaryDirectory(prefix="trl_multinode_") as folder:
+    with tempfile.TemporaryDirectory(prefix="trl_multinode_check_") as folder:
         ending = Path(folder, "ending.json")
         witness = Witness(forwarded)
         try:
@@ -85,9 +86,8 @@ def code_of(ending: Path, own: int) -> int:
 def preempt_signal() -> int | None:
     """Return the number of the signal in `TRL_MULTINODE_PREEMPT_SIGNAL` (`USR1`, `SIGUSR1` or `10`), if it is set."""
     text = os.environ.get(PREEMPT_SIGNAL, "").strip().upper()
-    if text.isdigit():
-        return int(text)
-    return getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None) if text else None
+    number = int(text) if text.isdigit() else getattr(signal, f"SIG{text.removeprefix('SIG')}", None)
+    return number if number in signal.valid_signals() else None
 
 
 def _wait(child: subprocess.Popen, witness: "Witness", forwarded: set[int]) -> int:
@@ -104,17 +104,19 @@ def _forward(child: subprocess.Popen, number: int) -> None:
         child.send_signal(number)
         return
     for process in [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]:
-        if _handles(process.pid, number):
-            os.kill(process.pid, number)
+        if _has(process.pid, "SigCgt", number):
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
-def _handles(pid: int, number: int) -> bool:
+def _has(pid: int, kind: str, number: int) -> bool:
+    """Return whether a signal is in one of a process's sets: `SigCgt`, which it handles, or `ShdPnd`, pending."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+    found = next((line.split()[1] for line in status.splitlines() if line.startswith(f"{kind}:")), "0")
+    return bool(int(found, 16) >> (number - 1) & 1)
 
 
 def _prepared(parent: int, unblocked: set[Any]) -> Any:
@@ -159,14 +161,17 @@ class Witness:
         assert self._process.stdout is not None
         until = time.monotonic() + WITNESS_S
         while True:
-            line = self._process.stdout.readline()
-            if line:
+            if line := self._process.stdout.readline():
                 if int(line) == number:
                     return True
-            elif time.monotonic() >= until:
+            elif time.monotonic() >= until and not self._is_pending(number):
                 return False
             else:
                 time.sleep(0.02)
+
+    def _is_pending(self, number: int) -> bool:
+        """Return whether the witness has a signal that it has not printed yet, because the machine is busy."""
+        return _has(self._process.pid, "ShdPnd", number)
 
     def close(self) -> None:
         self._process.kill()
