@@ -382,7 +382,7 @@ def started(tmp_path):
 
     yield start
     for child in running:
-        if child.poll() is None:
+        with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         child.stdout.close()
