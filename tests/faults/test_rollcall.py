@@ -7,8 +7,8 @@ import re
 import secrets
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forks import forked
+from forks import Rank, forked
 from torch.distributed import TCPStore
 
 from trl_multinode.check import check, main, meeting, rollcall
 from trl_multinode.check.attendance import Hello, Verdict, host_id
+from trl_multinode.check.command_run import run_command
 from trl_multinode.check.meeting import Place
 from trl_multinode.check.rollcall import call
 from trl_multinode.run.exit_codes import CONFIGURATION, PEER_LOST
@@ -362,11 +363,6 @@ def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
         assert not any("started" in one.text for one in nodes)
 
 
-ALONE = """
-import sys
-from trl_multinode.check.command_run import run_command
-sys.exit(run_command(sys.argv[1:]))
-"""
 SHELL = "trap 'echo got TERM; exit 9' TERM; trap 'echo got INT; exit 8' INT; echo ready; while :; do sleep 0.1; done"
 
 
@@ -375,59 +371,56 @@ def started(tmp_path):
     """Starts a command below a process that does what `check` does after a roll-call; kills what is left."""
     running = []
 
-    def start(*command: str, **environ: str) -> subprocess.Popen:
-        words = [sys.executable, "-c", ALONE, *command]
-        env = os.environ | {"TMPDIR": str(tmp_path)} | environ
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
-        running.append(child)
-        return child
+    def start(*command: str, **environ: str) -> Rank:
+        def body(_: int) -> None:
+            os.setsid()
+            tempfile.tempdir = str(tmp_path)
+            os.environ.update(environ)
+            sys.exit(run_command(command))
+
+        running.append(Rank(body, 0, tmp_path))
+        return running[-1]
 
     yield start
-    for child in running:
+    for one in running:
         with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-
-
-def lines_of(child: subprocess.Popen) -> list[str]:
-    return child.stdout.read().split("\n")[:-1]
+            os.killpg(one.process.pid, signal.SIGKILL)
+        one.process.join()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 9), (signal.SIGINT, 8)])
 def test_a_signal_to_the_check_alone_reaches_the_command_once(started, number, code):
-    child = started("sh", "-c", SHELL.replace("exit", "sleep 1; exit"))
-    assert child.stdout.readline() == "ready\n"
-    child.send_signal(number)
-    assert child.wait(20) == code and lines_of(child) == [f"got {number.name[3:]}"]
+    run = started("sh", "-c", SHELL.replace("exit", "sleep 1; exit"))
+    run.wait_for("ready")
+    os.kill(run.process.pid, number)
+    assert run.wait(20) == code and run.text.split("\n")[1:-1] == [f"got {number.name[3:]}"]
 
 
 def test_a_signal_to_all_processes_of_a_job_is_not_forwarded_a_second_time(started):
     """A scheduler signals every process; torchrun takes a second SIGTERM as the order to stop waiting."""
     count = "n=0; trap 'n=$((n+1))' TERM; echo ready; for i in 1 2 3 4 5 6 7 8 9; do sleep 0.3; done; echo $n"
-    child = started("sh", "-c", count)
-    assert child.stdout.readline() == "ready\n"
-    os.killpg(child.pid, signal.SIGTERM)
-    assert child.wait(20) == 0 and lines_of(child)[-1] == "1"
+    run = started("sh", "-c", count)
+    run.wait_for("ready")
+    os.killpg(run.process.pid, signal.SIGTERM)
+    assert run.wait(20) == 0 and run.text.splitlines()[-1] == "1"
 
 
 def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handler(started):
-    rank = (
-        "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: (print('rank', flush=True), sys.exit(0)))"
-    )
-    rank = f"{rank}; print('ready', flush=True); time.sleep(30)"
+    rank = "import signal, sys, time; stop = lambda *_: (print('rank', flush=True), sys.exit(0))"
+    rank = f"{rank}; signal.signal(signal.SIGUSR1, stop); print('ready', flush=True); time.sleep(30)"
     launcher = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {rank!r}]).returncode + 7)"
-    child = started(sys.executable, "-c", launcher, TRL_MULTINODE_PREEMPT_SIGNAL="USR1")
-    assert child.stdout.readline() == "ready\n"
-    child.send_signal(signal.SIGUSR1)
-    assert child.wait(20) == 7 and lines_of(child) == ["rank"]
+    run = started(sys.executable, "-c", launcher, TRL_MULTINODE_PREEMPT_SIGNAL="USR1")
+    run.wait_for("ready")
+    os.kill(run.process.pid, signal.SIGUSR1)
+    assert run.wait(20) == 7 and run.text.splitlines() == ["ready", "rank"]
 
 
 def test_no_command_outlives_a_check_that_is_killed(started):
-    child = started("sh", "-c", "echo $$; exec sleep 60")
-    pid = int(child.stdout.readline())
-    child.kill()
-    child.wait()
+    run = started("sh", "-c", "echo $$ started; exec sleep 60")
+    run.wait_for("started")
+    pid = int(run.text.split()[0])
+    run.process.kill()
+    run.process.join()
     deadline = time.monotonic() + 10
     while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
         assert time.monotonic() < deadline
