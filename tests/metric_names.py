@@ -7,6 +7,7 @@ from pathlib import Path
 from trl_multinode.run.phases import PHASES
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+AMONG_TRLS = {"rewards/all_nan_rows"}  # all others with this prefix are TRL's
 PREFIXES = ("perf", "memory", "engine", "node<k>", "sync", "staleness", "logprobs", "balance")
 
 
@@ -24,4 +25,4 @@ def general(name: str) -> str:
 
 def mine(names: Iterable[str]) -> set[str]:
     """The names of this library among those that a run has logged."""
-    return {name for name in map(general, names) if name.split("/")[0] in PREFIXES}
+    return {name for name in map(general, names) if name.split("/")[0] in PREFIXES or name in AMONG_TRLS}

@@ -75,7 +75,10 @@ def test_engine_kwargs_may_be_json_as_on_a_command_line(tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes"])
+POSITIVE = ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "reward_timeout"]
+
+
+@pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("value", [0, -1.5])
 def test_times_and_sizes_must_be_positive(tmp_path, name, value):
     assert refusal(ours, tmp_path, **{name: value}) == f"`{name}` must be positive, got {value}."

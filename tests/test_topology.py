@@ -63,7 +63,7 @@ def test_nodes_with_different_numbers_of_processes_are_refused_with_the_numbers_
     with pytest.raises(ConfigurationError, match="Node 0 has 3 processes, but 5 on 2 nodes need 2.5 on") as error:
         Topology.from_environment(environ).check()
     assert "same `num_processes` (the total) on every node" in str(error.value)
-    assert "python -m trl_multinode.check" in str(error.value)
+    assert "trl-multinode check" in str(error.value)
 
 
 @pytest.mark.parametrize(

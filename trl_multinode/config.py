@@ -128,6 +128,10 @@ class NodeFields(_Arguments):
             Longest time, in seconds, for the end of the optimizer step and a checkpoint after a SIGTERM, or after the
             signal named in `TRL_MULTINODE_PREEMPT_SIGNAL`. torchrun leaves 30 s after a SIGTERM, unless
             `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` is set before the launch. See docs/running.md.
+        reward_timeout (`float`, *optional*):
+            Seconds after which a call of a reward function that has not returned ends the run, with a line that has
+            its name, the rank and, if it loops over the rows, the row. It must let other threads run: a call into C
+            that holds the interpreter's lock is not seen. By default there is no limit.
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
             End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
             command that repeats the push. See docs/hub.md.
@@ -266,6 +270,10 @@ class NodeFields(_Arguments):
     preemption_grace: float = field(
         default=NodeSettings.preemption_grace,
         metadata={"help": "Longest time, in seconds, for the end of the step and a checkpoint after a SIGTERM."},
+    )
+    reward_timeout: float | None = field(
+        default=NodeSettings.reward_timeout,
+        metadata={"help": "Seconds after which a reward function that has not returned ends the run."},
     )
     hub_push_must_succeed: bool = field(
         default=NodeSettings.hub_push_must_succeed,

@@ -110,6 +110,7 @@ class NodeSettings:
     rehearse_longest: bool = False
     save_minutes: float | None = None  # minutes between checkpoints
     preemption_grace: float = 600.0  # seconds, as `trl-multinode config --scheduler` leaves
+    reward_timeout: float | None = None  # seconds for one call of a reward function
     hub_push_must_succeed: bool = False
     repeat_warnings: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
@@ -223,7 +224,8 @@ def sampling_keys() -> frozenset[str]:
 
 
 def _check_numbers(settings: NodeSettings) -> None:
-    for name in ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "preemption_grace"):
+    positive = ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "preemption_grace")
+    for name in (*positive, "reward_timeout"):
         if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
     for name in ("heartbeat_timeout", "stuck_timeout"):

@@ -25,6 +25,7 @@ from .reporting import StepReport, report_choices, report_start, report_steps
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.monitor import check_nan
+from .rollouts.rewards import RewardCalls
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
 from .saving.by_time import SaveByTime
@@ -306,7 +307,7 @@ class RewardedNodeTrainer(NodeTrainer):
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
         self._texts = TextLogging(sys.modules[self._trl.__module__], keep=self.args.log_completions)
-
+        self._reward_calls = RewardCalls.of(host)
         if not self.args.log_completions:
             self.log_multimodal = False  # TRL would gather the images to all ranks in every round, unused
 
@@ -325,6 +326,8 @@ class RewardedNodeTrainer(NodeTrainer):
         if self.host is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._texts.remember(prompts, completions)
-        gathers_in = sys.modules[self._trl.__module__]
-        with self.host.phases("reward"), aligned_before_gather(gathers_in, self.host.align):
-            return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        aligned = aligned_before_gather(sys.modules[self._trl.__module__], self.host.align)
+        with self.host.phases("reward"), aligned, self._reward_calls.limited(self):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._reward_calls.log_all_nan(self, rewards)
+        return rewards

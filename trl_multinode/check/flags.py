@@ -11,7 +11,7 @@ NO_SCRIPT = "(nothing)"  # in the place of a script that is not named
 
 def _launch_parser() -> argparse.ArgumentParser:
     parser = accelerate_launch.launch_command_parser()
-    parser.prog = "python -m trl_multinode.check"
+    parser.prog = "trl-multinode check"
     parser.usage = "%(prog)s FILE [flags of accelerate launch]"  # accelerate's own usage is a hundred lines long
     return parser
 

@@ -19,12 +19,18 @@ from .rules_batch import batch_problems
 from .rules_deepspeed import batch_values_problems, zero_notes, zero_problems
 from .rules_engines import engine_problems, head_problems
 from .rules_keys import key_problems
-from .rules_nodes import rank_problems, scheduler_problems
+from .rules_nodes import port_problems, rank_problems, scheduler_problems
 from .rules_preemption import preemption_notes, preemption_problems
+from .waiting import wait_and_run
 
 
 def check(
-    path: str, flags: list[str], batch: Batch | None = None, gpus_per_node: int = 8, engines: Engines | None = None
+    path: str,
+    flags: list[str],
+    batch: Batch | None = None,
+    gpus_per_node: int = 8,
+    engines: Engines | None = None,
+    port: bool = True,
 ) -> tuple[Launch | None, list[Problem]]:
     """Check a launch with every rule.
 
@@ -39,6 +45,8 @@ def check(
             GPUs of a node.
         engines ([`Engines`], *optional*):
             Arguments of the script for the engines, if `flags` name no script.
+        port (`bool`, *optional*, defaults to `True`):
+            Whether to look for a process that already has the port of the launch on this node.
 
     Returns:
         `tuple[Launch | None, list[Problem]]`: the launch, `None` if the file cannot be read or accelerate itself
@@ -56,6 +64,7 @@ def check(
     if launch is not None:
         launch = replace(launch, script=script)
         problems += [*_launch_problems(launch), *found, *_script_problems(launch)]
+        problems += port_problems(launch) if port else ()
     return launch, problems
 
 
@@ -147,9 +156,17 @@ def _strategy(launch: Launch) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report and return the exit status: 0 without problems, 1 with problems."""
-    path, flags, batch, gpus_per_node, engines = parse(sys.argv[1:] if argv is None else argv)
-    launch, problems = check(path, flags, batch, gpus_per_node, engines)
+    """Print the report and return the exit status: 0 without problems, 1 with problems; with `--wait` a run's code."""
+    words = parse(sys.argv[1:] if argv is None else argv)
+    waits = words.timeout_s is not None  # the roll-call looks for the port's owner, and may be that itself
+    launch, problems = check(words.file, words.flags, words.batch, words.gpus_per_node, words.engines, port=not waits)
+    _print(launch, problems, words.file)
+    if words.timeout_s is not None:
+        return wait_and_run(launch, problems, words.timeout_s, words.command)
+    return 1 if problems else 0
+
+
+def _print(launch: Launch | None, problems: list[Problem], path: str) -> None:
     console = Console(soft_wrap=True, markup=False, highlight=False)  # a sentence stays on one line, also in a log
     if launch is not None:
         console.print(table(launch))
@@ -160,4 +177,3 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"     cure: {problem.cure}")
     if not problems:
         console.print(f"ok: {path}", style="green")
-    return 1 if problems else 0

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from accelerate.utils.other import is_port_in_use
 
 from .launch import Launch, Problem
+from .ports import owner_of
+
+DEFAULT_PORT = 29500  # of torchrun
 
 # Variables with which a scheduler numbers the nodes of a job: the node, their number, and the address of node 0.
 # srun sets SLURM_STEP_NUM_NODES; SLURM_NNODES is also set in a shell of salloc, which runs on one node.
@@ -35,9 +38,16 @@ def rank_problems(launch: Launch) -> Iterator[Problem]:
     if launch.port == 0:
         what = "every node would choose a port of its own (`main_process_port` got 0, expected one number for all)"
         yield Problem(what, "write `main_process_port: 29500`")
-    elif rank == 0 and is_port_in_use(launch.port):
-        what = f"port {launch.port or 29500} is taken on this node, where rank 0 listens (expected a free one)"
-        yield Problem(what, "pass another `--main_process_port`, the same on every node")
+
+
+def port_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if another process of this node, on which rank 0 is to listen, has the port."""
+    if launch.num_nodes == 1 or launch.args.machine_rank != 0 or launch.port == 0 or not is_port_in_use(launch.port):
+        return
+    owner = owner_of(launch.port or DEFAULT_PORT)
+    what = f"port {launch.port or DEFAULT_PORT} is taken on this node{owner and f' by {owner}'}, where rank 0 listens"
+    cure = "pass another `--main_process_port`, the same on every node"
+    yield Problem(f"{what} (expected a free one)", f"end that process, or {cure}" if owner else cure)
 
 
 def _address_problems(address: str | None) -> Iterator[Problem]:

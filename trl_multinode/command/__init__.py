@@ -8,7 +8,8 @@ USAGE = """\
 usage: trl-multinode COMMAND ...
 
   config   write a config file of `accelerate launch` for a number of nodes and GPUs, as in `trl-multinode config 4x8`
-  check    report what a config file would start on a node, and every problem with its cure; starts nothing
+  check    report what a config file would start on a node, and every problem with its cure; starts nothing.
+           With --wait it meets the other nodes, names missing ones, and then runs the launch
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
 
 `trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""

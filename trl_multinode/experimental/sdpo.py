@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
+from ..host import NodeHost
 from ..rollouts.aligning import aligned_before_gather
+from ..rollouts.rewards import RewardCalls
 from .self_distillation import SelfDistillationFields, SelfDistillationNodeTrainer
 
 
@@ -25,8 +27,15 @@ class MultiNodeSDPOTrainer(SelfDistillationNodeTrainer, SDPOTrainer):
 
     _trl, _config = SDPOTrainer, MultiNodeSDPOConfig
 
+    def _wire(self, host: NodeHost) -> None:
+        super()._wire(host)
+        self._reward_calls = RewardCalls.of(host)
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.host is None:
             return super()._calculate_rewards(*args, **kwargs)
-        with self.host.phases("reward"), aligned_before_gather(self.accelerator, self.host.align):
-            return super()._calculate_rewards(*args, **kwargs)
+        aligned = aligned_before_gather(self.accelerator, self.host.align)
+        with self.host.phases("reward"), aligned, self._reward_calls.limited(self):
+            rewards = super()._calculate_rewards(*args, **kwargs)
+        self._reward_calls.log_all_nan(self, rewards)
+        return rewards

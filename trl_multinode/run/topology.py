@@ -49,7 +49,7 @@ class Topology:
                 f"Node {self.node} has {self.ranks_per_node} processes, but {self.world_size} on {self.num_nodes} "
                 f"nodes need {self.world_size / self.num_nodes:g} on each: the nodes were started with different "
                 "numbers of processes. Use the same config file and the same `num_processes` (the total) on every "
-                "node; `python -m trl_multinode.check FILE` shows what a file really starts."
+                "node; `trl-multinode check FILE` shows what a file really starts."
             )
 
     @property

@@ -1,0 +1,438 @@
+"""Faults before a launch: `trl-multinode check --wait` names what keeps the nodes from meeting, on every node."""
+
+import asyncio
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from forks import Rank, forked
+from torch.distributed import TCPStore
+
+from trl_multinode.check import check, main, meeting, rollcall
+from trl_multinode.check.attendance import Hello, Verdict, host_id
+from trl_multinode.check.command_run import run_command
+from trl_multinode.check.meeting import Place
+from trl_multinode.check.rollcall import call
+from trl_multinode.run.exit_codes import CONFIGURATION, PEER_LOST
+from trl_multinode.run.versions import differences, local_versions
+from trl_multinode.testing.launch_files import _free_port
+from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
+
+VERSIONS = {"torch": "2.13.0", "trl": "1.16.0", "vllm": "0.31.0", "peft": "0.21.2"}
+A = Hello(rank=0, host="a", host_id="A", pid=10, nodes=2, processes=7, gpus=8, versions=VERSIONS)
+B = Hello(rank=1, host="b", host_id="B", pid=11, nodes=2, processes=7, gpus=8, versions=VERSIONS)
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    monkeypatch.setattr(rollcall, "STRANGER_S", 2.0)
+    monkeypatch.setattr(rollcall, "QUIET_S", 0.0)
+    for name in [name for name in os.environ if name.startswith(("PET_", "SLURM_", "TRL_MULTINODE_"))]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def place() -> Place:
+    return Place("127.0.0.1", _free_port(), timeout_s=20.0, every_s=1.0, settle_s=0.3, linger_s=0.2)
+
+
+def changed(hello: Hello, **values) -> Hello:
+    return Hello(**{name: getattr(hello, name) for name in Hello.__struct_fields__} | values)
+
+
+def meet(place: Place, *hellos: Hello) -> list[Verdict]:
+    """All nodes in one process, each with its own connections. The first one holds the roll-call."""
+
+    async def all_of_them() -> list[Verdict]:
+        first = asyncio.create_task(call(place, hellos[0]))
+        await asyncio.sleep(0.2)
+        return await asyncio.gather(first, *(call(place, hello) for hello in hellos[1:]))
+
+    return asyncio.run(all_of_them())
+
+
+def error(place: Place, *hellos: Hello) -> tuple[int, str]:
+    """Code and only line of a roll-call that fails in the same way on all nodes."""
+    verdicts = meet(place, *hellos)
+    assert len({(one.code, *one.lines) for one in verdicts}) == 1, verdicts
+    return verdicts[0].code, verdicts[0].lines[0]
+
+
+# ---- all are here
+
+
+def test_the_launcher_has_the_port_as_soon_as_the_roll_call_is_over(tmp_path, place):
+    """The store of torchrun, on the port of the roll-call, right after it and on every node."""
+
+    def node(rank: int) -> list:
+        verdict = asyncio.run(call(place, changed((A, B)[rank], host_id=host_id(), pid=os.getpid())))
+        store = TCPStore("127.0.0.1", place.port, 2, is_master=rank == 0, timeout=timedelta(seconds=20))
+        store.set(f"here/{rank}", "")
+        store.wait(["here/0", "here/1"])
+        store.add("left", 1)
+        while rank == 0 and store.add("left", 0) < 2:
+            time.sleep(0.01)
+        return [verdict.code, verdict.lines]
+
+    with forked(node, 2, tmp_path) as nodes:
+        (code, lines), other = (one.result for one in nodes)
+        assert code == 0 and other == [code, lines]
+        assert re.match(r"2 of 2 nodes here after \d+ s: 0 \(a\) 8 GPUs, 1 \(b\) 8 GPUs$", lines[0])
+        assert lines[1] == "versions on all nodes: torch 2.13.0, trl 1.16.0, vllm 0.31.0, peft 0.21.2"
+
+
+LAUNCHED = """
+import json, os
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
+Path(os.environ["TRL_MULTINODE_ENDING_FILE"]).write_text(json.dumps({"code": 5, "cause": "engine 0 of node 1 ended"}))
+raise SystemExit(5)
+"""
+
+
+@pytest.mark.two_node
+@pytest.mark.timeout(300)
+def test_accelerate_launch_runs_below_the_check_and_its_code_is_not_lost(tmp_path, config):
+    script = tmp_path / "script.py"
+    script.write_text(LAUNCHED)
+
+    def words(rank: int) -> list[str]:
+        flags = ["--machine_rank", str(rank), "--num_processes", "2"]
+        launch = ["accelerate", "launch", "--config_file", config, *flags, str(script)]
+        return [config, "--wait", "--timeout", "100", *flags, "--", *launch]
+
+    with forked(lambda rank: main(words(rank)), 2, tmp_path) as nodes:
+        assert [one.result for one in nodes] == [5, 5]
+        for rank, node in enumerate(nodes):
+            assert f"rank {rank} of 2" in node.text
+            assert "the run ended with exit code 5: engine 0 of node 1 ended" in node.text
+
+
+def test_a_roll_call_of_64_nodes_ends_within_seconds(place):
+    hellos = [changed(B, rank=rank, nodes=64, host=f"host{rank}", host_id=f"{rank}") for rank in range(64)]
+    start = time.monotonic()
+    verdicts = meet(place, *hellos)
+    seconds = time.monotonic() - start
+    assert {(one.code, *one.lines) for one in verdicts} == {(0, *verdicts[0].lines)}
+    assert "64 of 64 nodes here after" in verdicts[0].lines[0] and "and 48 more" in verdicts[0].lines[0]
+    assert seconds < 15
+    print(f"{seconds:.1f} s")
+
+
+def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
+    """Random bytes, an endless line, a message of another kind, a silent connection, many connections."""
+    noise = [secrets.token_bytes(3000), b"x" * 1_000_000, b'{"type":"Verdict","code":0,"lines":[]}\n', b""]
+    noise += [b'{"type":"Hello","rank":"one"}\n', b"GET / HTTP/1.1\r\n\r\n"] + [b"\n"] * 100
+    kept = []
+
+    def disturb() -> None:
+        for data in noise:
+            stranger = socket.create_connection(("127.0.0.1", place.port))
+            kept.append(stranger)
+            with suppress(OSError):  # it was closed
+                stranger.sendall(data)
+
+    async def nodes() -> list[Verdict]:
+        first = asyncio.create_task(call(place, A))
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(disturb)
+        await asyncio.sleep(0.5)
+        return await asyncio.gather(first, call(place, B))
+
+    assert [one.code for one in asyncio.run(nodes())] == [0, 0]
+    assert "Traceback" not in capsys.readouterr().err
+    for stranger in kept:
+        stranger.close()
+
+
+# ---- rows of the fault table
+
+
+def test_row_25_a_node_that_never_starts_is_named_every_interval_and_at_the_limit(place, capsys):
+    start = time.monotonic()
+    three = [changed(A, nodes=3), changed(B, nodes=3)]
+    code, line = error(replace(place, timeout_s=3.5), *three)
+    assert code == PEER_LOST and "nobody has machine_rank 2; the limit of 4 s is over (--timeout)" in line
+    assert time.monotonic() - start < 11
+    shown = re.findall(r"roll-call: 2 of 3 nodes here after [\d]+ s: .*machine_rank 2$", capsys.readouterr().out, re.M)
+    assert len(shown) >= 4  # two or more on each of the nodes
+
+
+def test_row_25_a_node_whose_node_0_never_starts_ends_too(place, capsys):
+    elsewhere = replace(place, address="127.0.0.2", timeout_s=2.0)
+    verdict = asyncio.run(call(elsewhere, changed(B, rank=1, nodes=3)))
+    assert verdict.code == PEER_LOST and "nobody has machine_rank 0, 2" in verdict.lines[0]
+
+
+def test_row_25_a_node_that_left_is_missing_again(place, capsys):
+    async def nodes() -> list[Verdict]:
+        first = asyncio.create_task(call(replace(place, timeout_s=4.0), changed(A, nodes=3)))
+        await asyncio.sleep(0.2)
+        leaving = asyncio.create_task(call(replace(place, timeout_s=1.0), changed(B, nodes=3)))
+        return await asyncio.gather(first, leaving)
+
+    first, leaving = asyncio.run(nodes())
+    assert "nobody has machine_rank 1, 2" in first.lines[0] and "the limit of 1 s" in leaving.lines[0]
+    assert "node 1 (b) has left the roll-call" in capsys.readouterr().out
+
+
+def test_row_24_a_doubled_rank_names_both_hosts(place):
+    code, line = error(place, changed(A, nodes=3), changed(B, nodes=3), changed(B, nodes=3, host="c", host_id="C"))
+    assert code == CONFIGURATION
+    assert re.search(
+        r"machine_rank 1 is doubled: it is that of b \(pid 11\) and c \(pid 11\); nobody has (0, )?2\.", line
+    )
+
+
+def test_row_24_two_nodes_of_rank_0_are_named_although_one_is_at_another_address(place):
+    code, line = error(place, A, changed(A, host="b", host_id="B", pid=11))
+    assert code == CONFIGURATION
+    assert "machine_rank 0 is doubled: it is that of a (pid 10) and b (pid 11); nobody has 1" in line
+
+
+def test_row_24_a_rank_out_of_range_is_named(place):
+    code, line = error(place, A, changed(B, rank=2))
+    assert code == CONFIGURATION and "machine_rank 2 of b (pid 11) is out of range, expected 0 to 1" in line
+
+
+def test_row_24_swapped_ranks_are_named_on_both_hosts(tmp_path):
+    """Two hosts with addresses of their own: the one of rank 0 is not the one of main_process_ip."""
+    if reason := namespaces_available():
+        pytest.skip(reason)
+    (temporary := tmp_path / "tmp").mkdir()
+    hosts = Namespaces(f"tmn-{secrets.token_hex(3)}", 2)
+    try:
+        place = Place(hosts.address(0), 29511, timeout_s=20.0, every_s=1.0, settle_s=0.3, linger_s=0.2)
+
+        def node(host: int) -> list:
+            enter_node(hosts.namespace(host), hosts.mounts(host, temporary))
+            hello = changed((A, B)[host], rank=1 - host, host_id=host_id())
+            verdict = asyncio.run(call(place, hello))
+            return [verdict.code, verdict.lines]
+
+        with forked(node, 2, tmp_path) as nodes:
+            found = [one.result for one in nodes]
+        assert found[0] == found[1] and found[0][0] == CONFIGURATION
+        what = f"machine_rank 0 is that of b, but main_process_ip {place.address} is a, which has machine_rank 1"
+        assert what in found[0][1][0]
+    finally:
+        hosts.close()
+
+
+def test_row_26_another_number_of_processes_or_machines_is_named(place):
+    assert error(place, A, changed(B, processes=6)) == (
+        CONFIGURATION,
+        "error: processes per node differ: 7 on node 0 (a), 6 on node 1 (b). "
+        "Use one config file and the same flags on all nodes",
+    )
+
+
+def test_a_node_whose_own_check_finds_a_problem_holds_back_the_others(place):
+    code, line = error(place, A, changed(B, problems=["`zero_stage` is 1: write 3"]))
+    assert code == CONFIGURATION and "node 1 (b) cannot launch: `zero_stage` is 1: write 3" in line
+
+
+def test_row_28_another_minor_version_is_an_error_with_the_differing_cell(place):
+    code, line = error(place, A, changed(B, versions={**VERSIONS, "vllm": "0.30.2"}))
+    assert code == CONFIGURATION and "vllm: 0.31.0 on node 0 (a), 0.30.2 on node 1 (b)" in line
+
+
+def test_row_28_any_other_difference_is_a_warning(place):
+    other = changed(B, versions={**VERSIONS, "peft": "0.22.0", "torch": "2.13.1+cu128"}, gpus=7)
+    first, second = meet(place, A, other)
+    assert first == second and first.code == 0
+    assert [line for line in first.lines if line.startswith("warning")] == [
+        "warning: GPUs differ: 8 on node 0 (a), 7 on node 1 (b)",
+        "warning: torch: 2.13.0 on node 0 (a), 2.13.1+cu128 on node 1 (b)",
+        "warning: peft: 0.21.2 on node 0 (a), 0.22.0 on node 1 (b)",
+    ]
+
+
+def test_row_28_versions_are_those_of_the_installed_libraries():
+    here = local_versions()
+    assert {"torch", "trl", "vllm", "deepspeed", "accelerate", "peft", "transformers", "python", "cuda"} <= set(here)
+    assert differences([here, here, here]) == []
+    found = differences([here] * 12 + [{**here, "trl": "0.1.0"}])
+    assert [one.is_error for one in found] == [True]
+    assert str(found[0]).endswith("6, 7 and 4 more, 0.1.0 on node 12")
+
+
+def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end(place, capsys):
+    with socket.create_server(("", place.port)):  # it takes connections and never answers
+        monitor = replace(place, timeout_s=30.0)
+        start = time.monotonic()
+        try:
+            meeting.CONNECT_S = rollcall.CONNECT_S = 0.5
+            first, second = meet(monitor, A, changed(B, host_id="B"))
+        finally:
+            meeting.CONNECT_S = rollcall.CONNECT_S = 5.0
+    assert (first.code, second.code) == (CONFIGURATION, CONFIGURATION) and time.monotonic() - start < 20
+    assert f"port {place.port} is taken on this node by pid {os.getpid()} (`" in first.lines[0]
+    assert "pass another --main_process_port" in second.lines[0]
+
+
+def test_row_27_a_port_taken_on_another_address_of_the_host_is_named(place):
+    with socket.create_server(("127.0.0.2", place.port)):
+        verdict = asyncio.run(call(replace(place, timeout_s=30.0), A))
+    assert verdict.code == CONFIGURATION and f"is taken on this node by pid {os.getpid()}" in verdict.lines[0]
+
+
+def test_row_27_the_check_alone_names_the_owner_too(config, place):
+    with socket.create_server(("", place.port)):
+        _, problems = check(config, ["--machine_rank", "0"])
+        (problem,) = problems
+        assert f"port {place.port} is taken on this node by pid {os.getpid()} (`" in problem.what
+        assert check(config, ["--machine_rank", "1"])[1] == []
+    assert check(config, ["--machine_rank", "0"])[1] == []
+
+
+def test_dns_a_name_that_does_not_resolve_is_named_on_every_node(place, capsys):
+    code, line = error(replace(place, address="no-such-host.invalid", timeout_s=2.0), A, B)
+    assert code == CONFIGURATION and "this node cannot resolve main_process_ip no-such-host.invalid (" in line
+    assert capsys.readouterr().out.count("cannot resolve main_process_ip no-such-host.invalid (") >= 4
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "soon", "inf", "nan"])
+def test_a_limit_is_a_number_of_seconds(config, limit, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([config, "--wait", "--timeout", limit, "--machine_rank", "0"])
+    assert stopped.value.code == 2 and f"got {limit}, expected seconds" in capsys.readouterr().err
+
+
+def test_the_help_has_the_roll_call(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: trl-multinode check FILE ") and "check FILE --wait [--timeout S]" in text
+
+
+@pytest.fixture
+def config(tmp_path, place):
+    path = tmp_path / "config.yaml"
+    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
+    keys = {"num_machines": 2, "num_processes": 4, "main_process_ip": "127.0.0.1", "main_process_port": place.port}
+    file = {"distributed_type": "DEEPSPEED", "use_cpu": True, "mixed_precision": "no", "deepspeed_config": zero}
+    path.write_text(yaml.safe_dump(keys | file))
+    return str(path)
+
+
+def test_every_node_runs_its_command_after_the_roll_call_and_ends_with_the_code_of_the_run(tmp_path, config):
+    def node(rank: int) -> int:
+        ending = json.dumps({"code": 5 + rank, "cause": "engine 0 of node 1 ended"})
+        script = f"echo started; echo '{ending}' > $TRL_MULTINODE_ENDING_FILE; exit 1"
+        return main([config, "--wait", "--timeout", "30", "--machine_rank", str(rank), "--", "sh", "-c", script])
+
+    with forked(node, 2, tmp_path) as nodes:
+        assert [one.result for one in nodes] == [5, 6]
+        assert all(one.text.index("2 of 2 nodes here") < one.text.index("started") for one in nodes)
+        assert "the run ended with exit code 6: engine 0 of node 1 ended" in nodes[1].text
+
+
+def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
+    """Node 1 has a version of its own, which a folder of its path shows."""
+    distribution = tmp_path / "other" / "trl-0.9.0.dist-info"
+    distribution.mkdir(parents=True)
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 0.9.0\n")
+
+    def node(rank: int) -> int:
+        if rank == 1:
+            sys.path.insert(0, str(distribution.parent))
+        return main([config, "--wait", "--timeout", "30", "--machine_rank", str(rank), "--", "echo", "star" + "ted"])
+
+    with forked(node, 2, tmp_path) as nodes:
+        assert [one.result for one in nodes] == [CONFIGURATION, CONFIGURATION]
+        assert all(re.search(r"error: trl: [\d.]+ on node 0 \(.*\), 0.9.0 on node 1 \(", one.text) for one in nodes)
+        assert not any("started" in one.text for one in nodes)
+
+
+SHELL = "trap 'echo got TERM; exit 9' TERM; trap 'echo got INT; exit 8' INT; echo ready; while :; do sleep 0.1; done"
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts a command below a process that does what `check` does after a roll-call; kills what is left."""
+    running = []
+
+    def start(*command: str, **environ: str) -> Rank:
+        def body(_: int) -> None:
+            os.setsid()
+            tempfile.tempdir = str(tmp_path)
+            os.environ.update(environ)
+            sys.exit(run_command(command))
+
+        running.append(Rank(body, 0, tmp_path))
+        return running[-1]
+
+    yield start
+    for one in running:
+        with suppress(ProcessLookupError):
+            os.killpg(one.process.pid, signal.SIGKILL)
+        one.process.join()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 9), (signal.SIGINT, 8)])
+def test_a_signal_to_the_check_alone_reaches_the_command_once(started, number, code):
+    run = started("sh", "-c", SHELL.replace("exit", "sleep 1; exit"))
+    run.wait_for("ready")
+    os.kill(run.process.pid, number)
+    assert run.wait(20) == code and run.text.split("\n")[1:-1] == [f"got {number.name[3:]}"]
+
+
+def test_a_signal_to_all_processes_of_a_job_is_not_forwarded_a_second_time(started):
+    """A scheduler signals every process; torchrun takes a second SIGTERM as the order to stop waiting."""
+    count = "n=0; trap 'n=$((n+1))' TERM; echo ready; for i in 1 2 3 4 5 6 7 8 9; do sleep 0.3; done; echo $n"
+    run = started("sh", "-c", count)
+    run.wait_for("ready")
+    os.killpg(run.process.pid, signal.SIGTERM)
+    assert run.wait(20) == 0 and run.text.splitlines()[-1] == "1"
+
+
+def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handler(started):
+    rank = "import signal, sys, time; stop = lambda *_: (print('rank', flush=True), sys.exit(0))"
+    rank = f"{rank}; signal.signal(signal.SIGUSR1, stop); print('ready', flush=True); time.sleep(30)"
+    launcher = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {rank!r}]).returncode + 7)"
+    run = started(sys.executable, "-c", launcher, TRL_MULTINODE_PREEMPT_SIGNAL="USR1")
+    run.wait_for("ready")
+    os.kill(run.process.pid, signal.SIGUSR1)
+    assert run.wait(20) == 7 and run.text.splitlines() == ["ready", "rank"]
+
+
+def test_no_command_outlives_a_check_that_is_killed(started):
+    run = started("sh", "-c", "echo $$ started; exec sleep 60")
+    run.wait_for("started")
+    pid = int(run.text.split()[0])
+    run.process.kill()
+    run.process.join()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and "zombie" not in Path(f"/proc/{pid}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("echo x > $TRL_MULTINODE_ENDING_FILE", 0)]
+)
+def test_a_command_without_an_ending_has_its_own_code(started, text, code):
+    assert started("sh", "-c", text).wait(20) == code
+
+
+def test_a_command_that_does_not_exist_ends_with_127(started):
+    assert started("no-such-command").wait(20) == 127

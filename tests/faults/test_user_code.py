@@ -1,0 +1,290 @@
+"""Reward functions that hang, or give no reward: named with function, rank and row, and counted."""
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from store_host import topology_of
+from trl.trainer import grpo_trainer
+
+from trl_multinode.rollouts import rewards as rewards_module
+from trl_multinode.rollouts.rewards import RewardCalls, Rows
+from trl_multinode.run.exit_codes import USER_CODE
+from trl_multinode.testing.faults import FAKE
+from trl_multinode.testing.nodes import Nodes
+
+SCRIPT = Path(__file__).parent / "scripts" / "rewards.py"
+LIMIT_S = 0.2
+
+
+@pytest.mark.zero3
+@pytest.mark.two_node
+@pytest.mark.timeout(300)
+def test_rows_18_19_a_rank_without_rewards_is_counted_and_one_that_hangs_ends_the_run(tmp_path):
+    with Nodes(2, 1, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
+        nodes.launch(SCRIPT, str(tmp_path))
+        nodes.wait_for(1, "HANGS", timeout_s=200)
+        start = time.monotonic()
+        assert all(nodes.wait(timeout_s=60))
+        seconds = time.monotonic() - start
+        logs = [nodes.rank_log(rank) for rank in range(2)]
+    counted = [line for line in logs[0].splitlines() if line.startswith("LOGGED")]
+    assert counted == ["LOGGED [1, 4.0]", "LOGGED [2, 0.0]"]
+    said = [line for log in logs for line in log.splitlines() if "no reward function gave" in line]
+    assert len(said) == 1
+    assert "step 1: no reward function gave a reward to any of the 4 rows of rank 1 (node 1) (got" in said[0]
+    lines = {log.splitlines()[-1] for log in logs}
+    assert len(lines) == 1, lines
+    line = lines.pop()
+    assert "node 1, rank 1, phase reward: the reward function `plain` has not returned after 3 s" in line
+    assert (
+        "in row 2 of this rank's rows 0 to 3; it is at " in line and "(verify)" in line and "`reward_timeout`" in line
+    )
+    assert seconds < 20
+    print(f"ended {seconds:.1f} s after the hang began")
+
+
+class Hung:
+    """A rank whose trainer scores in a thread; the watch thread's part is called here."""
+
+    def __init__(self, *functions, timeout_s: float | None = LIMIT_S):
+        self.reports: list[tuple[str, int]] = []
+        self.calls = RewardCalls(topology_of(0), timeout_s, lambda text, code: self.reports.append((text, code)))
+        names = [getattr(function, "__name__", "named") for function in functions]
+        self.trainer = SimpleNamespace(reward_funcs=list(functions), reward_func_names=names)
+        self.returned: list = []
+
+    def score(self, rows: int = 3, **columns) -> None:
+        with self.calls.limited(self.trainer):
+            for function in self.trainer.reward_funcs:
+                texts = [f"text {row}" for row in range(rows)]
+                output = function(prompts=texts, completions=texts, completion_ids=[[1]] * rows, **columns)
+                self.returned.append(asyncio.run(output) if asyncio.iscoroutine(output) else output)
+
+    def end(self, hold: threading.Event, **columns) -> tuple[str, int]:
+        """The first report of a function that hangs until `hold` is set."""
+        thread = threading.Thread(target=self.score, kwargs=columns)
+        thread.start()
+        try:
+            deadline = time.monotonic() + 20
+            while not self.reports:
+                assert time.monotonic() < deadline
+                self.calls.check()
+                time.sleep(0.02)
+        finally:
+            hold.set()
+            thread.join()
+        return self.reports[0]
+
+
+@pytest.fixture
+def hold():
+    return threading.Event()
+
+
+def test_row_18_a_function_that_loops_over_the_rows_is_named_with_the_row(hold):
+    def slow(prompts, completions, **_):
+        return [hold.wait() for row, _ in enumerate(zip(prompts, completions, strict=True)) if row == 1]
+
+    text, code = Hung(slow).end(hold)
+    assert code == USER_CODE
+    assert (
+        "the reward function `slow` has not returned after 0 s, in row 1 of this rank's rows 0 to 2; it is at " in text
+    )
+    assert f"{__file__}:" in text and "raise `reward_timeout` (got 0.2 s)" in text
+
+
+def test_row_18_a_function_that_has_left_its_loop_is_named_without_a_row(hold):
+    def slow(completions, **_):
+        texts = list(completions)
+        hold.wait()
+        return texts
+
+    text, _ = Hung(slow).end(hold)
+    assert "`slow` has not returned after 0 s; it is at" in text
+
+
+def test_row_18_the_reward_of_an_environment_is_named_with_its_row(hold):
+    class Game:
+        def __init__(self, waits):
+            self.waits = waits
+
+        def get_reward(self):
+            return hold.wait() if self.waits else 1.0
+
+    def get_reward(environments, **_):  # as TRL makes it
+        return [environment.get_reward() for environment in environments]
+
+    text, _ = Hung(get_reward).end(hold, environments=[Game(False), Game(False), Game(True)])
+    assert "in row 2 of this rank's rows 0 to 2" in text and "(get_reward)" in text
+
+
+def test_row_18_an_async_function_is_named_with_the_place_where_it_waits(hold):
+    async def ask() -> None:
+        while not hold.is_set():
+            await asyncio.sleep(0.01)
+
+    async def judged(completions, **_):
+        for _ in completions:
+            await ask()
+        return [0.5] * len(completions)
+
+    for function in (judged, functools.partial(judged, extra=1)):
+        hold.clear()
+        text, code = Hung(function).end(hold)
+        assert code == USER_CODE and "in row 0 of this rank's rows 0 to 2" in text
+        assert "(judged), " in text and "(ask), " in text
+
+
+def test_row_18_functions_that_return_in_time_and_reward_models_are_left_alone():
+    class Model(torch.nn.Module):
+        def forward(self, **_):
+            return [2.0]
+
+    def quick(completions, **_):
+        assert isinstance(completions, list) and completions[1:] == ["text 1", "text 2"]
+        return [float(len(text)) for text in completions]
+
+    model = Model()
+    hung = Hung(quick, model)
+    functions = hung.trainer.reward_funcs
+    hung.score()
+    hung.calls.check()
+    assert hung.reports == [] and hung.returned == [[6.0] * 3, [2.0]]
+    assert hung.trainer.reward_funcs is functions
+    with hung.calls.limited(hung.trainer):
+        assert hung.trainer.reward_funcs[1] is model
+
+
+def test_row_18_an_error_of_the_function_is_raised_and_its_call_has_ended():
+    def broken(**_):
+        raise ValueError("no such row")
+
+    hung = Hung(broken)
+    with pytest.raises(ValueError, match="no such row"):
+        hung.score()
+    time.sleep(2 * LIMIT_S)
+    hung.calls.check()
+    assert hung.reports == []
+
+
+def test_row_18_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(rewards_module.time, "monotonic", lambda: now[0])
+    hung = Hung(timeout_s=60.0)
+    with hung.calls._call("slow", threading.get_ident()):
+        for now[0] in (1.0, *range(500, 560, 4)):  # stopped from second 1 to second 500
+            hung.calls.check()
+        assert hung.reports == []
+        now[0] = 560.0
+        hung.calls.check()
+        assert len(hung.reports) == 1
+
+
+def test_row_18_without_the_setting_the_functions_are_the_users_own():
+    def mine(**_):
+        return []
+
+    hung = Hung(mine, timeout_s=None)
+    with hung.calls.limited(hung.trainer):
+        assert hung.trainer.reward_funcs == [mine]
+
+
+def test_a_list_of_rows_is_where_its_loop_is():
+    rows = Rows("abc")
+    for number, _ in enumerate(rows):
+        assert rows.at == number
+    assert rows.at is None and rows == list("abc")
+
+
+def test_row_19_rows_without_a_reward_are_counted_and_their_rank_is_named_once(caplog):
+    nan = float("nan")
+    one_of_two = torch.tensor([[1.0, nan], [nan, 2.0]])
+    of_ranks = [one_of_two, torch.full((2, 2), nan), torch.tensor([[nan, nan], [3.0, 4.0]]), one_of_two]
+    calls = RewardCalls(topology_of(0), None, print)
+    with caplog.at_level(logging.WARNING, logger="trl_multinode"):
+        assert calls.count_all_nan(torch.cat(of_ranks), 7) == 3
+        assert calls.count_all_nan(torch.cat(of_ranks), 8) == 3
+    (record,) = caplog.records
+    assert "step 7: no reward function gave a reward to any of the 2 rows of rank 1 (node 0)" in record.getMessage()
+    assert calls.count_all_nan(torch.zeros(8, 0), 9) == 0
+
+
+def test_row_19_only_rank_0_warns_and_rewards_that_differ_do_not(caplog):
+    calls = RewardCalls(topology_of(1), None, print)
+    assert calls.count_all_nan(torch.full((8, 1), float("nan")), 1) == 8
+    assert RewardCalls(topology_of(0), None, print).count_all_nan(torch.ones(8, 1), 1) == 0
+    assert not caplog.records
+
+
+# ---- TRL's own method, with the limit
+
+
+@pytest.fixture
+def scored(monkeypatch):
+    """Scores three rows by TRL's method with the limit on; `gather` of one rank returns what it got."""
+    monkeypatch.setattr(grpo_trainer, "gather", lambda rewards: rewards)
+    thread, loop, ready = grpo_trainer.start_event_loop_in_daemon(name="rewards")
+    ready.wait(20)
+
+    def score(*functions) -> torch.Tensor:
+        trainer = SimpleNamespace(
+            accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True),
+            args=SimpleNamespace(report_to=[]),
+            state=SimpleNamespace(global_step=0),
+            environments=None,
+            async_loop=loop,
+            reward_funcs=list(functions),
+            reward_func_names=[grpo_trainer.get_callable_name(function) for function in functions],
+            reward_processing_classes=[None] * len(functions),
+            _log_completion_extra=None,
+            _log_metric=None,
+        )
+        texts = ["a", "bb", "ccc"]
+        with RewardCalls(topology_of(0), 60.0, print).limited(trainer):
+            inputs = [{"prompt": text, "answer": 1.0} for text in texts]
+            return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, inputs, texts, texts, [[1]] * 3)
+
+    yield score
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(20)
+
+
+class Judge:
+    """An async function as an object."""
+
+    async def __call__(self, completions, answer, **_):
+        await asyncio.sleep(0)
+        return [None, *answer[1:]]
+
+
+def lengths(completions, **_):
+    return [float(len(text)) for text in completions]
+
+
+def test_trl_gets_the_same_rewards_through_the_limit(scored):
+    found = scored(lengths, Judge(), functools.partial(lengths, extra=1))
+    assert torch.equal(found.nan_to_num(-1.0), torch.tensor([[1.0, -1.0, 1.0], [2.0, 1.0, 2.0], [3.0, 1.0, 3.0]]))
+
+
+def test_row_19_wrong_lengths_and_strings_are_named_as_by_trl(scored):
+    def short(completions, **_):
+        return lengths(completions)[1:]
+
+    def text(completions, **_):
+        return list(completions)
+
+    async def short_judge(completions, **_):
+        return [1.0]
+
+    for function, what in ((short, "'short' returned 2 rewards"), (short_judge, "'short_judge' returned 1 rewards")):
+        with pytest.raises(ValueError, match=f"The reward function {what}, but 3 were expected"):
+            scored(function)
+    with pytest.raises((TypeError, ValueError), match="str"):
+        scored(text)

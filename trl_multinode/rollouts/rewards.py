@@ -1,0 +1,209 @@
+"""Calls of reward functions: a limit for one that does not return, and rewards that are all NaN."""
+
+import functools
+import inspect
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CoroutineType, FrameType
+from typing import Any
+
+import torch
+
+from ..run.exit_codes import USER_CODE
+from ..run.reporter import warn
+from ..run.topology import Topology
+
+PER_ROW = ("prompts", "completions", "completion_ids", "environments")  # arguments with one element per row
+NAMED_FRAMES = 3
+SUSPENDED_S = 5.0  # between two looks; this process was stopped meanwhile, and so was the function
+
+
+class Rows(list):
+    """List that knows which of its elements a loop over it has reached. A finished loop has reached none."""
+
+    at: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.at, row in enumerate(super().__iter__()):
+            yield row
+        self.at = None
+
+
+@dataclass
+class Call:
+    """Call of a reward function that has not returned."""
+
+    name: str
+    since: float
+    thread: int | None  # of a function that is not async
+    rows: list[Rows] = field(default_factory=list)
+    coroutine: Any = None
+
+    def row(self) -> str:
+        """Return the row that the function has reached, if it loops over the rows it got."""
+        reached = next((rows for rows in self.rows if rows.at is not None), None)
+        return f", in row {reached.at} of this rank's rows 0 to {len(reached) - 1}" if reached is not None else ""
+
+    def where(self) -> str:
+        """Return the frames of the function, the innermost last."""
+        if self.thread is None:
+            stack = [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in _waiting(self.coroutine)]
+        else:
+            found = traceback.extract_stack(sys._current_frames().get(self.thread))
+            own = max((index for index, one in enumerate(found) if one.filename == __file__), default=-1)
+            stack = [(one.filename, one.lineno or 0, one.name) for one in found[own + 1 :]]
+        frames = [f"{path}:{line} ({name})" for path, line, name in stack]
+        if len(frames) > NAMED_FRAMES:
+            frames = [*frames[: NAMED_FRAMES - 1], "...", frames[-1]]
+        return f"; it is at {', '.join(frames)}" if frames else ""
+
+
+class RewardCalls:
+    """
+    Reward functions of one rank, as the watch thread sees them.
+
+    ```python
+    calls = RewardCalls(topology, timeout_s, watch.report)
+    watch.add_chore(calls.check)
+    with calls.limited(trainer):
+        rewards = trainer._calculate_rewards(...)
+    all_nan = calls.count_all_nan(rewards, step)
+    ```
+
+    Args:
+        topology ([`Topology`]):
+            Topology of this rank.
+        timeout_s (`float`, *optional*):
+            Limit for one call of one function; `None` for no limit.
+        report (`Callable[..., None]`):
+            Function that ends the run, with a line and its exit code as `code`.
+    """
+
+    def __init__(self, topology: Topology, timeout_s: float | None, report: Callable[..., None]):
+        self._topology = topology
+        self._timeout_s = timeout_s
+        self._report = report
+        self._open: list[Call] = []
+        self._looked: float | None = None
+        self._warned: set[tuple[int, ...]] = set()
+
+    @classmethod
+    def of(cls, host: Any) -> "RewardCalls":
+        """Return the calls of a rank's trainer, watched by the watch thread of its [`NodeHost`]."""
+        calls = cls(host.topology, host.settings.reward_timeout, host.watch.report)
+        host.watch.add_chore(calls.check)
+        return calls
+
+    # ---- the limit --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def limited(self, trainer: Any) -> Iterator[None]:
+        """Give every reward function of a trainer the limit while the context is open. Reward models have none."""
+        functions = trainer.reward_funcs
+        if self._timeout_s is None:
+            yield
+            return
+        named = zip(functions, trainer.reward_func_names, strict=True)
+        trainer.reward_funcs = [
+            function if isinstance(function, torch.nn.Module) else self._limited(function, name)
+            for function, name in named
+        ]
+        try:
+            yield
+        finally:
+            trainer.reward_funcs = functions
+
+    def _limited(self, function: Callable, name: str) -> Callable:
+        if not _is_async(function):
+
+            def _calculate_rewards(**kwargs: Any) -> Any:  # `run/user_code.py` finds a user's frame below this name
+                with self._call(name, threading.get_ident()) as call:
+                    return function(**_with_rows(kwargs, call))
+
+            return _calculate_rewards
+
+        async def _calculate_rewards_async(**kwargs: Any) -> Any:
+            with self._call(name, None) as call:
+                call.coroutine = function(**_with_rows(kwargs, call))
+                return await call.coroutine
+
+        return _calculate_rewards_async
+
+    @contextmanager
+    def _call(self, name: str, thread: int | None) -> Iterator[Call]:
+        call = Call(name, time.monotonic(), thread)
+        self._open.append(call)
+        try:
+            yield call
+        finally:
+            self._open.remove(call)
+
+    def check(self, store: Any = None) -> None:
+        """End the run if a function exceeds its limit. The watch thread calls this twice a second."""
+        now = time.monotonic()
+        gap, self._looked = now - (self._looked or now), now
+        for call in list(self._open):
+            if gap > SUSPENDED_S:
+                call.since += gap
+            if self._timeout_s is not None and now - call.since >= self._timeout_s:
+                self._report(self._cause(call, now - call.since), code=USER_CODE)
+
+    def _cause(self, call: Call, seconds: float) -> str:
+        what = f"the reward function `{call.name}` has not returned after {seconds:.0f} s{call.row()}{call.where()}"
+        return f"{what}. Give what it waits for a limit, or raise `reward_timeout` (got {self._timeout_s:g} s)"
+
+    # ---- NaN --------------------------------------------------------------------------------------------------------
+
+    def log_all_nan(self, trainer: Any, rewards: torch.Tensor) -> None:
+        """Add the number of rows without a reward to the trainer's next log, and warn if a rank has no other ones."""
+        count = self.count_all_nan(rewards, trainer.state.global_step + 1)
+        trainer._metrics["train" if trainer.model.training else "eval"]["rewards/all_nan_rows"].append(float(count))
+
+    def count_all_nan(self, rewards: torch.Tensor, step: int) -> int:
+        """
+        Return the number of rows of all ranks without a reward, and warn if a rank has no other ones.
+
+        Args:
+            rewards (`torch.Tensor`):
+                Rewards of all ranks of shape (rows, functions), in the order of the ranks; TRL has made `None` NaN.
+            step (`int`):
+                Number of the optimizer step, for the warning.
+        """
+        if rewards.shape[1] == 0:
+            return 0
+        is_nan = rewards.isnan().all(dim=1).view(self._topology.world_size, -1).cpu()
+        ranks = tuple(is_nan.all(dim=1).nonzero().flatten().tolist())
+        if ranks and ranks not in self._warned and self._topology.rank == 0:
+            self._warned.add(ranks)
+            names = ", ".join(f"{rank} (node {rank // self._topology.ranks_per_node})" for rank in ranks[:8])
+            more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+            what = f"no reward function gave a reward to any of the {is_nan.shape[1]} rows of rank {names}{more}"
+            what += " (got NaN or None). TRL trains on none of them; `rewards/all_nan_rows` counts them"
+            warn(f"step {step}: {what}")
+        return int(is_nan.sum())
+
+
+def _with_rows(kwargs: dict[str, Any], call: Call) -> dict[str, Any]:
+    found = {name: Rows(kwargs[name]) for name in PER_ROW if isinstance(kwargs.get(name), list)}
+    call.rows = list(found.values())
+    return kwargs | found
+
+
+def _is_async(function: Any) -> bool:
+    """Return whether TRL awaits a reward function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _waiting(coroutine: Any) -> Iterator[FrameType]:
+    """Yield the frames of a chain of coroutines that wait for each other, the innermost last."""
+    while isinstance(coroutine, CoroutineType):
+        if coroutine.cr_frame is not None:
+            yield coroutine.cr_frame
+        coroutine = coroutine.cr_await
