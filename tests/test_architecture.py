@@ -22,7 +22,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
     "testing": "engine engine_process trainer transports vllm_worker weights wire",
-    "command": "__init__ check examples",  # each only in its sub-command
+    "command": "__init__ check examples wire",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
     "check": "errors libraries node_settings run",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily

@@ -7,7 +7,6 @@ do not mix. This module imports neither TRL nor transformers.
 
 import asyncio
 import os
-import shutil
 import signal
 import sys
 import time
@@ -19,6 +18,8 @@ from pathlib import Path
 import msgspec
 
 from ..vllm_worker.plugin import RUN_MARKER
+from ..wire.leftovers import remove_folder
+from ..wire.locks import hold
 from ..wire.messages import EngineSpec
 from ..wire.supervisor import (
     PidWatch,
@@ -27,6 +28,7 @@ from ..wire.supervisor import (
     first_ended,
     kill_descendants,
     record_shared_memory,
+    record_while_starting,
     release_resource_tracker,
     title_of,
     unlink_shared_memory,
@@ -60,7 +62,7 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
         with suppress(OSError):
             Path(spec.failure_path).write_text(reason)
     with suppress(OSError):  # this process must exit even if the record fails
-        if not Path(spec.shared_memory_record).exists():  # the engine was still starting
+        if not Path(spec.socket_path).exists():  # the engine was still starting
             record_shared_memory(Path(spec.shared_memory_record))
     release_resource_tracker()
     survivors = kill_descendants()
@@ -70,7 +72,7 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     socket = Path(spec.socket_path)
     socket.unlink(missing_ok=True)
     if owner_died and not list(socket.parent.glob("engine*.sock")):
-        shutil.rmtree(socket.parent, ignore_errors=True)  # the ended owner cannot do it
+        remove_folder(socket.parent)  # the ended owner cannot do it
     os._exit(code)
 
 
@@ -102,7 +104,8 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     watch.add(spec.owner_pid)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, leave, spec, "terminated by SIGTERM", 1)
-    await backend.start()
+    with record_while_starting(Path(spec.shared_memory_record)):
+        await backend.start()
     check_reports(Path(spec.report_folder))
     record_shared_memory(Path(spec.shared_memory_record))
     for process in vllm_processes():
@@ -116,6 +119,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
 def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
     """Run an engine process; the last argument of the command line is the path of its [`EngineSpec`]."""
     spec = msgspec.json.decode(Path(sys.argv[-1]).read_bytes(), type=EngineSpec)
+    hold(Path(sys.argv[-1]))  # the run's folder must stay while this process removes what is its own
     become_subreaper()
     os.environ[RUN_MARKER] = f"{os.getpid()}:{spec.report_folder}"
     Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)

@@ -4,7 +4,9 @@ vLLM's own statistics are off (`disable_log_stats`), because they cost front-end
 costs the core one division per step: 0.6 us measured, where a step takes milliseconds.
 """
 
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from .quiet import quiet
 
@@ -33,3 +35,22 @@ def extend_core() -> None:
     Scheduler.schedule = schedule_and_note
     setattr(EngineCore, TAKE_KV_USE, take_kv_use)
     setattr(EngineCore, QUIET, lambda self: quiet())
+
+
+def keep_stores_in(folder: Path) -> None:
+    """Let the workers of an engine meet in a file of the run's private folder.
+
+    vLLM makes the file in the temporary folder, where a killed engine leaves it. vLLM 0.26 has a TCP store instead,
+    which listens on every address of the node. It stays for several workers, because on a CPU they name their shared
+    memory after it.
+    """
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    def in_folder(*_: Any) -> str:
+        return f"file://{folder}/vllm_dist_{uuid4().hex}"
+
+    if hasattr(uniproc_executor, "get_file_store_init_method"):
+        uniproc_executor.get_file_store_init_method = in_folder
+        multiproc_executor.get_file_store_init_method = in_folder
+    else:
+        uniproc_executor.get_distributed_init_method = in_folder
