@@ -5,8 +5,8 @@ import argparse
 from ..wire.leftovers import Leftover, leftovers
 
 DESCRIPTION = """\
-Remove what killed runs of this user left on this machine: their folders in the temporary folder, and their shared memory
-in /dev/shm. The start of a run does the same. Folders of running runs and of other users stay."""
+Remove what killed runs of this user left on this machine: their folders in the temporary folder, and their shared
+memory in /dev/shm. The start of a run does the same. Folders of running runs and of other users stay."""
 
 
 def main(argv: list[str]) -> int:

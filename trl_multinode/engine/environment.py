@@ -1,4 +1,4 @@
-"""Environment of an engine: an allow-list of the launching one, without secrets, and what keeps an engine on its node."""
+"""Environment of an engine: an allow-list of the launching one without secrets, and settings that keep it local."""
 
 import os
 from pathlib import Path
