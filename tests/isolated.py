@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import psutil
+from listening import listeners
 
 from trl_multinode.testing.engines import FORKED, SyncDriver, running_engines
 from trl_multinode.testing.models import tiny_qwen2
@@ -18,7 +19,7 @@ from trl_multinode.testing.models import tiny_qwen2
 def facts(process: psutil.Process) -> dict:
     return {
         "title": " ".join(" ".join(process.cmdline()).split()),
-        "listeners": [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN],
+        "listeners": listeners(process.pid),
         "environment": Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0"),
     }
 
@@ -34,8 +35,8 @@ def main() -> None:
         found = [facts(process) for process in processes]
         (folder / "facts.json").write_text(json.dumps(found))
         if end == "kill":
-            for process in (*processes, psutil.Process()):
-                os.kill(process.pid, signal.SIGSTOP if process.pid != os.getpid() else 0)
+            for process in processes:
+                process.suspend()  # none of them may notice the end of another
             for process in (*processes, psutil.Process()):
                 os.kill(process.pid, signal.SIGKILL)
 

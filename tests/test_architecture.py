@@ -250,7 +250,8 @@ def test_nothing_is_pickled():
         bad |= {c for n in ast.walk(tree(module)) if isinstance(n, ast.Call) and (c := ast.unparse(n.func)) in
                 ("torch.load", "torch.save", "eval", "exec")}  # fmt: skip
         assert not bad, (module, bad)
-        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in path.read_text(), module
+        if module != "engine.environment":  # which refuses it
+            assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in path.read_text(), module
 
 
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

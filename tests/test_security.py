@@ -122,7 +122,7 @@ def send(path: Path, data: bytes, leave_at_once: bool) -> None:
 
 
 def test_a_fuzz_of_the_socket_leaves_no_traceback_and_bounded_memory(tmp_path):
-    dice, count = random.Random(7), 500
+    dice, count = random.Random(7), 2000
     with server(tmp_path) as (rank, path):
         process = psutil.Process(rank.process.pid)
         with connected(path) as connection:

@@ -6,11 +6,13 @@ import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forks import forked
 
 from trl_multinode.command import main
+from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.settings import save_without_weights
@@ -101,6 +103,18 @@ def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path)
     finally:
         for path in (*segments, other):
             path.unlink(missing_ok=True)
+
+
+def test_row_38_a_start_of_engines_begins_with_the_removal(places, tmp_path):
+    with owner(tmp_path) as rank:
+        kill(rank)
+    said: list[str] = []
+    fleet = EngineFleet(SimpleNamespace(node=0), None, None, None, tmp_path, said.append)
+    with pytest.raises(AttributeError, match="config"):  # there is no model
+        fleet.start(None, 1, None, None)
+    assert len(said) == 1 and list(places.iterdir()) == [fleet.folder]
+    fleet._kill()
+    assert list(places.iterdir()) == []
 
 
 def test_row_38_an_engine_removes_the_slots_of_its_killed_owner(places, tmp_path):
