@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.transports.base import SlotSettings
 from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.wire import leftovers as module
+from trl_multinode.wire import supervisor
 from trl_multinode.wire.leftovers import leftovers, remove_leftovers
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -210,3 +212,22 @@ def test_a_temporary_folder_that_is_too_long_for_vllms_sockets_gives_way_to_tmp(
     finally:
         folder.remove()
     assert not folder.path.exists()
+
+
+def test_row_38_shared_memory_is_on_record_while_an_engine_starts(tmp_path, monkeypatch):
+    """Owner and engine may be killed then; the process that has mapped it is a child, as vLLM's core is."""
+    monkeypatch.setattr(supervisor, "RECORD_S", 0.05)
+    memory, record = segment("psm_test"), tmp_path / "engine0.shm"
+    script = f"import mmap; f = open('{memory}', 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); input()"
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child, supervisor.record_while_starting(record):  # fmt: skip
+            child.stdout.readline()
+            deadline = time.monotonic() + 20
+            while (not record.exists() or not record.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert record.read_text().splitlines() == [str(memory)]
+            child.kill()
+    finally:
+        memory.unlink()
