@@ -22,7 +22,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
     "testing": "engine engine_process run trainer transports vllm_worker weights wire",
-    "command": "__init__ check examples",  # each only in its sub-command
+    "command": "__init__ check examples wire",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
@@ -251,7 +251,8 @@ def test_nothing_is_pickled():
         bad |= {c for n in ast.walk(tree(module)) if isinstance(n, ast.Call) and (c := ast.unparse(n.func)) in
                 ("torch.load", "torch.save", "eval", "exec")}  # fmt: skip
         assert not bad, (module, bad)
-        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in path.read_text(), module
+        if module != "engine.environment":  # which refuses it
+            assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in path.read_text(), module
 
 
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

@@ -14,7 +14,13 @@ from test_language import LARGEST_SHARE, is_fragment
 
 ROOT = Path(__file__).parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "trl_multinode"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    *sorted(DOCS.glob("*.md")),
+]
 SOURCES = ("trl_multinode", "tests", "benchmarks", "examples", "requirements")
 ERRORS_PAGE = DOCS / "errors.md"
 FEWEST_WORDS = 3  # a literal with fewer words is put together from others, which the page quotes

@@ -15,7 +15,7 @@ import torch
 from trl_multinode.call_checks import check_dataset
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine import settings as engine_settings
-from trl_multinode.engine.process import engine_environment
+from trl_multinode.engine.environment import engine_environment
 from trl_multinode.engine.settings import EngineSettings, check_vllm, engine_dtype
 from trl_multinode.engine_process.vllm_backend import batch_tokens
 from trl_multinode.errors import ConfigurationError, EngineError
@@ -133,7 +133,7 @@ def test_an_engine_logs_its_start_although_trl_has_asked_vllm_for_silence(monkey
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as `import trl` does
     silenced = engine_environment({})
     assert (silenced["VLLM_LOGGING_LEVEL"], silenced["TRL_MULTINODE_VLLM_LOGGING_LEVEL"]) == ("INFO", "ERROR")
-    script = "from trl_multinode.engine.process import logging_levels as levels; print(levels())"
+    script = "from trl_multinode.engine.environment import logging_levels as levels; print(levels())"
     chosen = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     printed = subprocess.run([sys.executable, "-c", script], env=chosen, capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "{}"  # the user's own choice holds from the beginning

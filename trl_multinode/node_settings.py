@@ -228,11 +228,9 @@ def _check_numbers(settings: NodeSettings) -> None:
     for name in (*positive, "reward_timeout"):
         if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
-    for name in ("heartbeat_timeout", "stuck_timeout"):
+    for name in ("heartbeat_timeout", "stuck_timeout", "engine_restarts"):
         if (value := getattr(settings, name)) < 0:
-            raise ConfigurationError(f"`{name}` must not be negative, got {value}; 0: no limit.")
-    if settings.engine_restarts < 0:
-        raise ConfigurationError(f"`engine_restarts` must be at least 0, got {settings.engine_restarts}; 0: none.")
+            raise ConfigurationError(f"`{name}` must not be negative, got {value}; 0: off.")
     if settings.node_table_steps < 0:
         raise ConfigurationError(
             f"`node_table_steps` must be at least 0, got {settings.node_table_steps}; 0: no table."

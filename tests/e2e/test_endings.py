@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from left_behind import left_in
 
 from trl_multinode.saving.newest import newest_whole
 from trl_multinode.testing.faults import FORKED
@@ -166,7 +167,6 @@ def wait_until(condition: Callable[[], bool], deadline: float) -> bool:
 
 
 def left_files(nodes: Nodes) -> list[str]:
-    """Sockets, folders and shared memory of the run; only namespaces have a /dev/shm of their own to look into."""
+    """All files and folders; only namespaces have a /dev/shm of their own to look into."""
     places = [nodes.tmpdir(0), nodes.tmpdir(1)] + ([nodes.shared_memory(k) for k in (0, 1)] if NAMESPACES else [])
-    names = [path.name for place in places for path in place.iterdir()]
-    return [name for name in names if name.startswith(("trl_multinode_", "psm_"))]
+    return left_in(places)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from functools import cache
@@ -22,7 +23,9 @@ OFFLOAD = ZERO3 | {
     "zero_force_ds_cpu_optimizer": False,
 }
 SETTINGS = {"ZERO3": ZERO3, "ZERO2": ZERO2, "OFFLOAD": OFFLOAD, "BF16": ZERO3 | {"bf16": {"enabled": "auto"}}}
-ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
+CANARY = f"canary{secrets.token_hex(8)}"
+SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), CANARY)
+ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, **SECRETS}
 pytestmark = [pytest.mark.two_node, pytest.mark.timeout(300)]
 
 
@@ -59,7 +62,8 @@ def launched(tmp_path_factory):
         with Nodes(1, 2, folder=folder, env=ENVIRONMENT, deepspeed=SETTINGS[settings], forked=True) as nodes:
             nodes.launch(SCRIPT, str(folder), config)
             assert nodes.wait(timeout_s=200) == [0], nodes.rank_log(0)[-3000:]
-        return result(folder)
+            (folder / "logs.txt").write_text(nodes.rank_log(0) + nodes.rank_log(1) + nodes.launcher_log(0))
+        return result(folder) | {"folder": folder}
 
     return run
 
@@ -69,6 +73,14 @@ def test_balanced_micro_batches_give_the_same_gradients_in_a_real_launch(launche
     assert balanced["world"] == 2 and ours["micro_steps"] == []
     assert len(balanced["micro_steps"]) == 2 and min(balanced["micro_steps"]) > 1
     assert balanced["losses"][0] == pytest.approx(ours["losses"][0], rel=1e-4)
+
+
+def test_a_token_is_in_no_file_of_a_run(launched):
+    """The script also gives it as `hub_token`; transformers pickles the arguments beside a checkpoint."""
+    folder = launched("ours")["folder"]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {"training_args.bin", "engine0.log", "logs.txt"} <= {path.name for path in files}
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
 def test_every_metric_of_balanced_micro_batches_is_documented(launched):

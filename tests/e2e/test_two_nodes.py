@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+from left_behind import left_in
+from listening import listeners
 
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.namespaces import namespaces_available
@@ -35,15 +37,26 @@ def two_by_two(tmp_path_factory):
         for rank in range(4):
             nodes.wait_for(rank, "LOOPING", timeout_s=600)
         found = {"folder": folder, "story": results(folder, "story", 4), "layout": results(folder, "layout", 4)}
+        found["listening"] = [(name, at) for k in range(2) for name, at in listening(nodes, k)]
         os.kill(nodes.rank_pid(2), signal.SIGKILL)
         start = time.monotonic()
         found["codes"] = nodes.wait(timeout_s=60)
         found["left"] = wait_for_nothing(nodes, start + 30)
         found["end_s"] = time.monotonic() - start
         found["logs"] = [nodes.rank_log(rank) for rank in range(4)]
-        found["folders"] = [path.name for k in range(2) for path in nodes.tmpdir(k).glob("trl_multinode_*")]
-        found["shared_memory"] = [sorted(p.name for p in nodes.shared_memory(k).iterdir()) for k in range(2)]
+        kinds = [nodes.tmpdir, nodes.shared_memory] if NAMESPACES else [nodes.tmpdir]  # else /dev/shm is the machine's
+        found["files"] = left_in([kind(k) for k in range(2) for kind in kinds])
         yield found
+
+
+def listening(nodes: Nodes, node: int) -> list[tuple[str, str]]:
+    """Kind of process and address of every TCP listener of a node."""
+    ranks = {nodes.rank_pid(rank) for rank in (2 * node, 2 * node + 1)}
+    found = []
+    for pid in nodes.pids(node):
+        name = "rank" if pid in ranks else "launcher" if pid == nodes.launcher_pid(node) else "other"
+        found += [(f"{name} of node {node}", address) for address in listeners(pid)]
+    return found
 
 
 def wait_for_nothing(nodes: Nodes, deadline: float) -> list[int]:
@@ -106,13 +119,19 @@ def test_rollouts_do_not_cross_the_link_and_nodes_do_not_see_each_other(two_by_t
         assert max(extra.values()) < 2000, f"rank {rank}: {extra} beyond the idle link, {run}"
 
 
+@pytest.mark.skipif(not NAMESPACES, reason=f"namespaces: {namespaces_available()}")
+def test_another_host_reaches_the_store_and_the_trainers_collectives_only(two_by_two):
+    reached = {(name, address) for name, address in two_by_two["listening"] if address not in ("127.0.0.1", "::1")}
+    ranks = {(f"rank of node {node}", f"10.77.0.{node + 1}") for node in range(2)}  # gloo
+    assert ranks <= reached and {name for name, _ in reached - ranks} == {"launcher of node 0"}, reached
+    assert {"other of node 0", "other of node 1"} <= {name for name, _ in two_by_two["listening"]}  # engines, on lo
+
+
 def test_sigkill_of_a_local_main_process_ends_everything_with_one_line(two_by_two):
     assert all(two_by_two["codes"]) and two_by_two["left"] == [] and two_by_two["end_s"] < 30
     lines = [failure_line(two_by_two["logs"][rank]) for rank in (0, 1, 3)]
     assert len(set(lines)) == 1 and "rank 2 (local main process)" in lines[0]
-    assert two_by_two["folders"] == []  # a killed owner cannot remove its own: its engine does
-    names = [name for names in two_by_two["shared_memory"] for name in names]
-    assert not [name for name in names if name.startswith(("psm", "vllm", "trl"))]
+    assert two_by_two["files"] == []  # a killed owner cannot remove its own: its engine does
 
 
 def failure_line(log: str) -> str:

@@ -10,7 +10,8 @@ import pytest
 from pydantic.dataclasses import dataclass
 
 from trl_multinode.engine import process
-from trl_multinode.engine.process import EngineProcess, RunFolder, wait_until_ready
+from trl_multinode.engine.process import EngineProcess, wait_until_ready
+from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.start_log import STAGES, StartLog
 from trl_multinode.engine_process.main import in_one_line
 from trl_multinode.errors import EngineStartError

@@ -10,6 +10,7 @@ usage: trl-multinode COMMAND ...
   config   write a config file of `accelerate launch` for a number of nodes and GPUs, as in `trl-multinode config 4x8`
   check    report what a config file would start on a node, and every problem with its cure; starts nothing.
            With --wait it meets the other nodes, names missing ones, and then runs the launch
+  clean    remove what killed runs left on this machine: folders and shared memory
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
 
 `trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""
@@ -33,7 +34,18 @@ def _grpo(argv: list[str]) -> int:
     return main(argv)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"config": _config, "check": _check, "grpo": _grpo}
+def _clean(argv: list[str]) -> int:
+    from .clean import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "config": _config,
+    "check": _check,
+    "clean": _clean,
+    "grpo": _grpo,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,9 +13,11 @@ from ..errors import EngineError
 from ..node_settings import NodeSettings
 from ..run.topology import Topology
 from ..run.watchdog import Watchdog
+from ..wire.leftovers import remove_leftovers
 from .node_engines import NodeEngines
-from .process import EngineProcess, RunFolder, wait_until_ready
+from .process import EngineProcess, wait_until_ready
 from .restarts import EngineRestarts
+from .run_folder import RunFolder
 from .settings import EngineSettings, save_without_weights
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class EngineFleet:
         Raises:
             `EngineStartError`: if an engine ends, or is not ready within `engine_start_timeout`.
         """
+        remove_leftovers(self._report)
         self._run_folder = RunFolder(self._topology.node)
         model_folder = self._run_folder.path / "model"
         save_without_weights(model, processing_class, model_folder)

@@ -1,11 +1,9 @@
 """Start, readiness and end of a node's engine processes. Local main process only."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,79 +13,14 @@ import msgspec
 
 from ..errors import EngineStartError
 from ..wire.connection import reason_of_end
-from ..wire.messages import LATER_LEVEL, LEVEL, EngineSpec
-from ..wire.stop_signals import END_ENGINE, PREEMPT_VARIABLE, stop_signals_blocked
+from ..wire.messages import EngineSpec
+from ..wire.stop_signals import END_ENGINE, stop_signals_blocked
 from ..wire.supervisor import exit_cause, unlink_shared_memory
+from .environment import engine_environment
+from .run_folder import RunFolder
 from .start_log import REFERS_TO_ANOTHER, StartLog
 
-# Variables that an engine needs from the launching environment. With RANK, WORLD_SIZE or MASTER_* vLLM would join the
-# trainers' world; tokens are left out because the engine never contacts a hub.
-KEPT_VARIABLES = (
-    "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV",
-    PREEMPT_VARIABLE,  # which an engine ignores
-    "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE",  # code of models with `trust_remote_code`
-)  # fmt: skip
-KEPT_PREFIXES = ("VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCM_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON")
 PROGRESS_EVERY_S = 15.0
-MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes
-
-
-def engine_environment(extra: dict[str, str]) -> dict[str, str]:
-    """Return the allow-listed environment of an engine, with `extra` on top."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if (name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES))
-        and not name.startswith("TORCHELASTIC_")
-        and "TOKEN" not in name
-        and "KEY" not in name
-    }
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_HOST_IP": "127.0.0.1"}
-    # vLLM's process titles would overwrite /proc/<pid>/environ, which shows the run that a process belongs to
-    readable = {"SPT_NOENV": "1"}
-    # vLLM forks by default until CUDA is initialized, and a fork inherits `plugins_loaded = True`: it would not run
-    # our plugin, and the engine would refuse to start. `vllm serve` and vLLM on a CPU spawn too.
-    spawning = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    return {**kept, **quiet, **readable, **spawning, **logging_levels(), **extra}
-
-
-def logging_levels() -> dict[str, str]:
-    """Return the levels of vLLM's log: INFO while it starts, then ERROR, which is TRL's default.
-
-    `import trl` sets VLLM_LOGGING_LEVEL to ERROR unless it is set. Any other value is the user's, and so is ERROR if
-    this process was started with it; that level then holds from the beginning.
-    """
-    level = os.environ.get(LEVEL, "ERROR")
-    try:
-        at_start = Path("/proc/self/environ").read_bytes().split(b"\0")
-    except OSError:
-        at_start = []
-    if level != "ERROR" or f"{LEVEL}={level}".encode() in at_start:
-        return {}
-    return {LEVEL: "INFO", LATER_LEVEL: level}
-
-
-class RunFolder:
-    """Private folder (0700) of this node and run: sockets, specs, pid reports, the engine's config-only model.
-
-    The owner deletes it with `remove()`. If the owner was killed, the engines remove their sockets, and the last
-    engine deletes the folder.
-    """
-
-    def __init__(self, node: int):
-        self.path = Path(tempfile.mkdtemp(prefix=f"trl_multinode_n{node}_"))
-        if len(str(self.socket(99))) > MAX_SOCKET_PATH:
-            shutil.rmtree(self.path)
-            raise EngineStartError(
-                f"Node {node}: the temporary folder {self.path.parent} is too long for a unix socket "
-                f"({len(str(self.socket(99)))} characters, limit {MAX_SOCKET_PATH}). Set TMPDIR to a shorter one."
-            )
-
-    def socket(self, index: int) -> Path:
-        return self.path / f"engine{index}.sock"
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 class EngineProcess:
@@ -154,7 +87,7 @@ class EngineProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", *module.split(), str(spec_path)],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    env=engine_environment(environment), start_new_session=True,
+                    env=engine_environment(environment, folder.path), start_new_session=True,
                 )  # fmt: skip
 
     @property

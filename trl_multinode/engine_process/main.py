@@ -7,7 +7,6 @@ do not mix. This module imports neither TRL nor transformers.
 
 import asyncio
 import os
-import shutil
 import sys
 import time
 import traceback
@@ -18,6 +17,8 @@ from pathlib import Path
 import msgspec
 
 from ..vllm_worker.plugin import RUN_MARKER
+from ..wire.leftovers import remove_folder
+from ..wire.locks import hold
 from ..wire.messages import EngineSpec
 from ..wire.stop_signals import END_ENGINE, ignore_stop_signals
 from ..wire.supervisor import (
@@ -27,6 +28,7 @@ from ..wire.supervisor import (
     first_ended,
     kill_descendants,
     record_shared_memory,
+    record_while_starting,
     release_resource_tracker,
     title_of,
     unlink_shared_memory,
@@ -61,7 +63,7 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
         with suppress(OSError):
             Path(spec.failure_path).write_text(reason)
     with suppress(OSError):  # this process must exit even if the record fails
-        if not Path(spec.shared_memory_record).exists():  # the engine was still starting
+        if not Path(spec.socket_path).exists():  # the engine was still starting
             record_shared_memory(Path(spec.shared_memory_record))
     release_resource_tracker()
     survivors = kill_descendants()
@@ -71,7 +73,7 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     socket = Path(spec.socket_path)
     socket.unlink(missing_ok=True)
     if owner_died and not list(socket.parent.glob("engine*.sock")):
-        shutil.rmtree(socket.parent, ignore_errors=True)  # the ended owner cannot do it
+        remove_folder(socket.parent)  # the ended owner cannot do it
     os._exit(code)
 
 
@@ -103,7 +105,8 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     watch.add(spec.owner_pid)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(END_ENGINE, leave, spec, "ended by its owner", 1)
-    await backend.start()
+    with record_while_starting(Path(spec.shared_memory_record)):
+        await backend.start()
     check_reports(Path(spec.report_folder))
     record_shared_memory(Path(spec.shared_memory_record))
     for process in vllm_processes():
@@ -117,6 +120,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
 def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
     """Run an engine process; the last argument of the command line is the path of its [`EngineSpec`]."""
     spec = msgspec.json.decode(Path(sys.argv[-1]).read_bytes(), type=EngineSpec)
+    hold(Path(sys.argv[-1]))  # the run's folder must stay while this process removes what is its own
     become_subreaper()
     ignore_stop_signals()
     tolerate_full_disk()

@@ -8,13 +8,14 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
 import msgspec
 
-from ..wire.connection import frame, read_request
+from ..wire.connection import frame, read_hello, read_request
 from ..wire.messages import (
     Await,
     BeginUpdate,
@@ -47,6 +48,7 @@ from ..wire.messages import (
 from .backend import GROWING, Backend, CompletionBuffer, Growing, Refused
 from .gate import BusyClock, WeightGate
 
+HELLO_S = 30.0  # for the first request of a connection
 CAUSE_S = 0.1  # an error of vLLM waits so long for the end of the process that may have caused it
 
 
@@ -64,6 +66,7 @@ class EngineServer:
         self._backend = backend
         self._weights = WeightGate()
         self._update: BeginUpdate | None = None  # the last one
+        self._sender: asyncio.StreamWriter | None = None  # connection of the update that runs
         self._generating: set[asyncio.Task] = set()  # those that use the weights
         self._aborted: set[asyncio.Task] = set()  # those of a failed update in flight
         self._closing = asyncio.Event()
@@ -90,7 +93,7 @@ class EngineServer:
         growing: dict[int, Growing] = {}  # by request id
         progress = asyncio.create_task(self._report_progress(writer, tasks))
         try:
-            while (request := await read_request(reader)) is not None:
+            async for request in self._requests(reader):
                 if isinstance(request, Generate | Score | Await):
                     growing[request.request_id] = found = Growing()
                     GROWING.set(found)  # the new task gets a copy of this context
@@ -108,6 +111,19 @@ class EngineServer:
             for task in (progress, *tasks):
                 task.cancel()
             writer.close()
+            if self._sender is writer and not self.closing:
+                await self._fail_update("the connection of its sender ended")
+
+    async def _requests(self, reader: asyncio.StreamReader) -> AsyncIterator[Request]:
+        """Yield the requests of a connection until it ends; bytes that are no request end it, with a line of log."""
+        try:
+            request: Request | None = await read_hello(reader, HELLO_S)
+            while request is not None:
+                yield request
+                request = await read_request(reader)
+        except Exception as error:  # whatever a decoder makes of bytes that no rank sent
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            print(f"engine {self._spec.index}: closed a connection without valid requests: {what}", flush=True)
 
     async def _report_progress(self, writer: asyncio.StreamWriter, tasks: set) -> None:
         seen = -1
@@ -129,15 +145,24 @@ class EngineServer:
             text = f"{type(error).__name__}: {error}".strip()
             failure = EngineDied if type(error).__name__ == "EngineDeadError" else Failure  # vLLM's class
             reply = failure(request_id=request.request_id, message=text)
-        if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate) and isinstance(reply, Failure):
-            # a waiting request may be answered before the sender's, so both carry the reason
-            self._weights.broken = f"the engine holds mixed weights, because an update failed: {reply.message}"
-            await self._abort_completions()
-            await self._weights.end(self._update.version.update if self._update else 0, None)
-        writer.write(frame(reply))
-        await writer.drain()
+        if isinstance(request, CommitUpdate | LoadBucket | BeginUpdate):
+            if isinstance(reply, Failure):
+                # a waiting request may be answered before the sender's, so both carry the reason
+                await self._fail_update(reply.message)
+            else:
+                self._sender = None if isinstance(request, CommitUpdate) else writer
+        with suppress(ConnectionError):  # the rank has left
+            writer.write(frame(reply))
+            await writer.drain()
         if isinstance(request, Shutdown):
             self._closing.set()
+
+    async def _fail_update(self, reason: str) -> None:
+        """End the running update as failed: requests that wait for it are refused, also if its sender is gone."""
+        self._sender = None
+        self._weights.broken = f"the engine holds mixed weights, because an update failed: {reason}"
+        await self._abort_completions()
+        await self._weights.end(self._update.version.update if self._update else 0, None)
 
     async def _abort_completions(self) -> None:
         """End the completions that a failed update in flight has frozen; their ranks get the reason."""

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from ..engine.client import Rollout
 from ..engine.node_engines import NodeEngines
-from ..engine.process import EngineProcess, RunFolder, wait_until_ready
+from ..engine.process import EngineProcess, wait_until_ready
+from ..engine.run_folder import RunFolder
 from ..engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
 from ..weights.source import ModuleSource, WeightSource
 from ..weights.sync import WeightSync

@@ -123,6 +123,8 @@ class HostSlots(Slots):
             Page-lock the slots. If that fails, `self.page_lock.failure` holds the reason.
         largest (`TensorSpec`, *optional*):
             Largest tensor of the model, for the error message.
+        record (`Path`, *optional*):
+            File that lists the slots while they have names, so that they can be removed if the process is killed.
 
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the cure.
@@ -131,8 +133,9 @@ class HostSlots(Slots):
     kind = "host"
     opened_as = OpenedHostSlots
 
-    def __init__(self, num_bytes: int, pin: bool, largest: TensorSpec | None = None):
+    def __init__(self, num_bytes: int, pin: bool, largest: TensorSpec | None = None, record: Path | None = None):
         self.paths: list[str] = []
+        self._record = record
         self.page_lock: PageLock | None = None
         try:
             with explained(num_bytes, largest):
@@ -147,7 +150,8 @@ class HostSlots(Slots):
 
     @classmethod
     def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
-        return cls(num_bytes, settings.pin, settings.largest)
+        record = settings.folder / "slots.shm" if settings.folder != Path() else None
+        return cls(num_bytes, settings.pin, settings.largest, record)
 
     @classmethod
     def reserve(cls, num_bytes: int, settings: SlotSettings) -> Reservation:
@@ -164,6 +168,8 @@ class HostSlots(Slots):
     def _create(self, num_bytes: int) -> None:
         handle, path = tempfile.mkstemp(prefix="trl_multinode_", dir=SHARED_MEMORY)
         self.paths.append(path)
+        if self._record is not None:
+            self._record.write_text("\n".join(self.paths))
         try:
             os.posix_fallocate(handle, 0, num_bytes)  # after `ftruncate`, a write to a full memory would be a SIGBUS
         finally:

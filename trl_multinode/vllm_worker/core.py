@@ -4,7 +4,9 @@ vLLM's own statistics are off (`disable_log_stats`), because they cost front-end
 costs the core one division per step: 0.6 us measured, where a step takes milliseconds.
 """
 
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from ..wire.stop_signals import ignore_stop_signals, obey_stop_signals
 from .quiet import quiet
@@ -38,3 +40,20 @@ def extend_core() -> None:
     setattr(EngineCore, QUIET, lambda self: quiet())
     setattr(EngineCore, IGNORE_STOPS, lambda self: ignore_stop_signals())  # the core installs handlers late
     setattr(EngineCore, OBEY_STOPS, lambda self: obey_stop_signals())
+
+
+def keep_stores_in(folder: Path) -> None:
+    """Let the workers of an engine meet in a file of the run's private folder.
+
+    vLLM makes the file in the temporary folder, where a killed engine leaves it. vLLM 0.26 has a TCP store instead,
+    which listens on every address of the node; workers on a CPU name their shared memory after its last colon.
+    """
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    in_file = hasattr(uniproc_executor, "get_file_store_init_method")
+
+    def in_folder(*_: Any) -> str:
+        return f"file://{folder}/{'' if in_file else 'store:'}vllm_dist_{uuid4().hex}"
+
+    for executor in (uniproc_executor, multiproc_executor):
+        setattr(executor, "get_file_store_init_method" if in_file else "get_distributed_init_method", in_folder)

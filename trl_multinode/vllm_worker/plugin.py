@@ -34,9 +34,10 @@ def register() -> None:
         tolerate_full_disk()
         (Path(folder) / str(os.getpid())).touch()
         if "vllm.v1.engine.core" in sys.modules:  # the core; a worker does not import it
-            from .core import extend_core
+            from .core import extend_core, keep_stores_in
 
             extend_core()
+            keep_stores_in(Path(folder).parent)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from ..errors import EngineDiedError, EngineStalledError
-from .messages import Message, Reply, Request
+from .messages import Hello, Message, Reply, Request
 
 LENGTH = struct.Struct("<Q")
 MAX_FRAME_BYTES = 1 << 31  # a greater length is a corrupt header
+MAX_HELLO_BYTES = 1 << 12  # of the first request on a connection; it has 30
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
@@ -29,18 +30,30 @@ def frame(message: Message) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def _body_length(header: bytes | bytearray) -> int:
+def _body_length(header: bytes | bytearray, limit: int = MAX_FRAME_BYTES) -> int:
     (length,) = LENGTH.unpack(header)
-    if length > MAX_FRAME_BYTES:
-        raise EngineDiedError(f"Corrupt frame: it claims {length} bytes (limit {MAX_FRAME_BYTES}).")
+    if length > limit:
+        raise EngineDiedError(f"Corrupt frame: it claims {length} bytes (limit {limit}).")
     return length
 
 
-async def read_request(reader: asyncio.StreamReader) -> Request | None:
-    """Read the next request; return `None` at end of file."""
+async def read_hello(reader: asyncio.StreamReader, timeout_s: float) -> Hello | None:
+    """Read the first request, which must be a `Hello`; return `None` at end of file.
+
+    Raises:
+        `EngineDiedError`, `msgspec.MsgspecError`, `TimeoutError`: if something else arrives, or nothing in time.
+    """
+    request = await asyncio.wait_for(read_request(reader, MAX_HELLO_BYTES), timeout_s)
+    if not isinstance(request, Hello | None):
+        raise EngineDiedError(f"{type(request).__name__} is no first request, expected Hello.")
+    return request
+
+
+async def read_request(reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTES) -> Request | None:
+    """Read the next request, of at most `limit` bytes; return `None` at end of file."""
     try:
         header = await reader.readexactly(LENGTH.size)
-        return _request_decoder.decode(await reader.readexactly(_body_length(header)))
+        return _request_decoder.decode(await reader.readexactly(_body_length(header, limit)))
     except (asyncio.IncompleteReadError, ConnectionResetError):
         return None
 

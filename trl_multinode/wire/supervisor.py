@@ -13,7 +13,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_S = 0.02  # between the end of a child, which its killed parent caused, and the news of the parent's own end
+RECORD_S = 2.0
 # vLLM's message queues, and what the workers of one engine share on a CPU, by the names of different versions
 LEFT_BEHIND = ("/dev/shm/psm_", "/dev/shm/vllm_", "-cpushm_")
 
@@ -128,7 +129,28 @@ def record_shared_memory(record: Path) -> None:
         segments |= {
             line.split(maxsplit=5)[-1] for line in maps.splitlines() if any(name in line for name in LEFT_BEHIND)
         }
-    record.write_text("\n".join(sorted(segment for segment in segments if not segment.endswith("(deleted)"))))
+    new = record.with_suffix(".new")  # a reader must not see half of it
+    new.write_text("\n".join(sorted(segment for segment in segments if not segment.endswith("(deleted)"))))
+    new.rename(record)
+
+
+@contextlib.contextmanager
+def record_while_starting(record: Path) -> Iterator[None]:
+    """Record shared memory every `RECORD_S`, in a thread: the engine may be killed together with its owner."""
+    started = threading.Event()
+
+    def run() -> None:
+        while not started.wait(RECORD_S):
+            with contextlib.suppress(OSError):  # the folder is gone: the owner has ended
+                record_shared_memory(record)
+
+    thread = threading.Thread(target=run, name="shared-memory-record", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        started.set()
+        thread.join()
 
 
 def unlink_shared_memory(record: Path) -> None:

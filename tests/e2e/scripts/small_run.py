@@ -25,6 +25,8 @@ else:
     settings["rollout_seed"] = 5
     settings["micro_batch_tokens"] = 50 if config == "balanced" else None  # 2 of the longest rows
     settings |= {"bf16": config == "bf16", "engine_dtype": "float32"}
+    if config == "ours":  # a checkpoint, in which no token may be
+        settings |= {"hub_token": os.environ.get("HF_TOKEN"), "save_strategy": "steps", "save_steps": 2}
 recorder = Recorder()
 trainer = make_trainer(tiny_qwen2(tied=False), recorder, folder, [f"{i} =" for i in range(32)], **settings)
 trainer.train()

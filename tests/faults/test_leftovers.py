@@ -1,0 +1,233 @@
+"""Row 38: what a killed node leaves is removed by the next start, and nothing that a living run needs."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from forks import forked
+
+from trl_multinode.command import main
+from trl_multinode.engine.fleet import EngineFleet
+from trl_multinode.engine.process import EngineProcess, wait_until_ready
+from trl_multinode.engine.run_folder import RunFolder
+from trl_multinode.engine.settings import save_without_weights
+from trl_multinode.testing.engines import ENGINE_ARGS, FAKE
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.transports.base import SlotSettings
+from trl_multinode.transports.host_memory import HostSlots
+from trl_multinode.wire import leftovers as module
+from trl_multinode.wire import supervisor
+from trl_multinode.wire.leftovers import leftovers, remove_leftovers
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A temporary folder of its own; /tmp, where other runs of this machine have theirs, is not looked at."""
+    parent = Path(
+        subprocess.run(["mktemp", "-d", "-p", "/tmp", "tl.XXXXXX"], capture_output=True, text=True).stdout.strip()
+    )
+    monkeypatch.setenv("TMPDIR", str(parent))
+    monkeypatch.setattr(module.tempfile, "tempdir", str(parent))
+    monkeypatch.setattr(module, "candidates", lambda: sorted(parent.glob("trl_multinode_n*")))
+    yield parent
+    subprocess.run(["rm", "-rf", str(parent)], check=True)
+
+
+def segment(name: str) -> Path:
+    path = SHARED_MEMORY / f"{name}{os.getpid()}"
+    path.write_bytes(bytes(4096))
+    return path
+
+
+@contextmanager
+def owner(tmp_path, segments=(), engine: bool = False, slots: bool = False):
+    """A forked process with a run folder, and the process group of its engine if it has one."""
+
+    def body(_: int) -> None:
+        folder = RunFolder(1)
+        (folder.path / "engine7.shm").write_text("\n".join(map(str, segments)))
+        if slots:
+            HostSlots.create(1 << 16, SlotSettings(folder=folder.path))
+        if engine:
+            save_without_weights(tiny_qwen2(300), tiny_tokenizer(), folder.path / "model")
+            args = ENGINE_ARGS | {"model": str(folder.path / "model")}
+            process = EngineProcess(0, 1, folder, tmp_path / "engine.log", args, {}, FAKE)
+            wait_until_ready([process], 120.0, print)
+            print(f"ENGINE {process.pid}", flush=True)
+        print("READY", flush=True)
+        time.sleep(300)
+
+    with forked(body, 1, tmp_path) as (rank,):
+        rank.wait_for("READY")
+        yield rank
+
+
+def kill(rank) -> None:
+    os.kill(rank.process.pid, signal.SIGKILL)
+    rank.process.join()
+
+
+def lines() -> list[str]:
+    said: list[str] = []
+    remove_leftovers(said.append)
+    return said
+
+
+def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path):
+    segments = [segment("psm_test"), segment("vllm_dist_ab-tp:0-[0-1]-cpushm_")]
+    other, slots_before = segment("other"), set(SHARED_MEMORY.glob("trl_multinode_*"))
+    try:
+        with owner(tmp_path, segments + [other], engine=True, slots=True) as rank:
+            slots = set(SHARED_MEMORY.glob("trl_multinode_*")) - slots_before
+            assert lines() == [] and len(list(places.iterdir())) == 1  # its owner lives
+            engine = int(rank.text.split("ENGINE ")[1].split()[0])
+            os.kill(engine, signal.SIGSTOP)  # as if it had not noticed yet
+            kill(rank)
+            assert lines() == [] and all(path.exists() for path in segments)  # it will remove them itself
+            os.kill(engine, signal.SIGKILL)
+            assert slots and all(path.exists() for path in (*segments, *slots)) and len(list(places.iterdir())) == 1
+            deadline = time.monotonic() + 10
+            while not (said := lines()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        assert [line.split(" MB")[0].rsplit(",", 1)[0] for line in said] == [
+            "removed what killed runs left here: 1 folder(s), 4 segment(s) of shared memory"
+        ]
+        assert list(places.iterdir()) == [] and not any(path.exists() for path in (*segments, *slots))
+        assert other.exists()  # a record cannot name what is not a run's
+    finally:
+        for path in (*segments, other):
+            path.unlink(missing_ok=True)
+
+
+def test_row_38_a_start_of_engines_begins_with_the_removal(places, tmp_path):
+    with owner(tmp_path) as rank:
+        kill(rank)
+    said: list[str] = []
+    fleet = EngineFleet(SimpleNamespace(node=0), None, None, None, tmp_path, said.append)
+    with pytest.raises(AttributeError, match="config"):  # there is no model
+        fleet.start(None, 1, None, None)
+    assert len(said) == 1 and list(places.iterdir()) == [fleet.folder]
+    fleet._kill()
+    assert list(places.iterdir()) == []
+
+
+def test_row_38_an_engine_removes_the_slots_of_its_killed_owner(places, tmp_path):
+    before = set(SHARED_MEMORY.glob("trl_multinode_*"))
+    with owner(tmp_path, engine=True, slots=True) as rank:
+        assert set(SHARED_MEMORY.glob("trl_multinode_*")) - before
+        kill(rank)
+        deadline = time.monotonic() + 20
+        while list(places.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    assert list(places.iterdir()) == [] and set(SHARED_MEMORY.glob("trl_multinode_*")) <= before
+
+
+def test_row_38_clean_shows_removes_and_counts(places, tmp_path, capsys):
+    memory = segment("psm_test")
+    try:
+        with owner(tmp_path, [memory]) as rank:
+            kill(rank)
+        folder, living = next(places.iterdir()), RunFolder(0)
+        for dry in (["--dry-run"], []):
+            assert main(["clean", *dry]) == 0
+            size = 4096 + len(str(memory)) + len(module.machine())
+            done = "would be removed" if dry else "removed"
+            assert capsys.readouterr().out.splitlines() == [
+                f"{living.path}  {len(module.machine())} bytes  kept: its run lives",
+                f"{folder}  {size} bytes  {done}",
+                f"  {memory}",
+                f"{done}: 1 folder(s), 1 segment(s) of shared memory, {size} bytes",
+            ]
+            assert memory.exists() == folder.exists() == bool(dry)
+        living.remove()
+        assert list(places.iterdir()) == []
+    finally:
+        memory.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("case", ["other user", "no lock", "other machine", "open to others"])
+def test_row_38_a_folder_that_may_be_anothers_stays(case, places, tmp_path, monkeypatch):
+    with owner(tmp_path) as rank:
+        kill(rank)
+    (folder,) = places.iterdir()
+    lock = folder / "owner.lock"
+    if case == "other user":
+        os.chown(folder, 65534, 65534)
+    elif case == "no lock":
+        lock.unlink()
+    elif case == "other machine":
+        lock.write_text("another boot")
+    else:
+        folder.chmod(0o777)
+    assert lines() == [] and folder.exists()
+    (found,) = leftovers(remove=True)
+    reasons = {"other user": "another user", "no lock": "no lock", "other machine": "another machine"}
+    assert reasons.get(case, "other users may write") in found.kept
+
+
+def test_row_38_a_folder_is_young_until_its_lock_is_there(places):
+    folder = places / "trl_multinode_n0_x"
+    folder.mkdir(mode=0o700)
+    assert lines() == [] and folder.exists()
+    os.utime(folder, (0, 0))
+    assert len(lines()) == 1 and not folder.exists()
+
+
+def test_row_38_a_child_of_the_owner_does_not_hold_its_lock(places, tmp_path):
+    """A loader's worker may outlive its rank."""
+
+    def body(_: int) -> None:
+        RunFolder(0)
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        print("READY", flush=True)
+        time.sleep(60)
+
+    with forked(body, 1, tmp_path) as (rank,):
+        rank.wait_for("READY")
+        (child,) = [
+            int(pid) for pid in Path(f"/proc/{rank.process.pid}/task/{rank.process.pid}/children").read_text().split()
+        ]
+        kill(rank)
+        assert Path(f"/proc/{child}").exists() and len(lines()) == 1 and list(places.iterdir()) == []
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_temporary_folder_that_is_too_long_for_vllms_sockets_gives_way_to_tmp(places, monkeypatch):
+    long = places / ("x" * 50)
+    long.mkdir()
+    monkeypatch.setattr(module.tempfile, "tempdir", str(long))
+    folder = RunFolder(0)
+    try:
+        assert folder.path.parent == Path("/tmp") and len(str(folder.path)) + 37 <= 107 and list(long.iterdir()) == []
+    finally:
+        folder.remove()
+    assert not folder.path.exists()
+
+
+def test_row_38_shared_memory_is_on_record_while_an_engine_starts(tmp_path, monkeypatch):
+    """Owner and engine may be killed then; the process that has mapped it is a child, as vLLM's core is."""
+    monkeypatch.setattr(supervisor, "RECORD_S", 0.05)
+    memory, record = segment("psm_test"), tmp_path / "engine0.shm"
+    script = f"import mmap; f = open('{memory}', 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); input()"
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child, supervisor.record_while_starting(record):  # fmt: skip
+            child.stdout.readline()
+            deadline = time.monotonic() + 20
+            while (not record.exists() or not record.read_text()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert record.read_text().splitlines() == [str(memory)]
+            child.kill()
+    finally:
+        memory.unlink()

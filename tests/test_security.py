@@ -1,0 +1,274 @@
+"""What another user, another host or bytes from nowhere can do to a run. SECURITY.md names these tests."""
+
+import ast
+import logging
+import os
+import random
+import re
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from forks import forked
+from served import Keeper, _serve
+
+from trl_multinode.engine.environment import engine_environment
+from trl_multinode.engine.run_folder import RunFolder
+from trl_multinode.transports.host_memory import HostMemory
+from trl_multinode.wire.connection import LENGTH, Connection, frame
+from trl_multinode.wire.messages import (
+    Await,
+    BeginUpdate,
+    CheckSlot,
+    CommitUpdate,
+    Digest,
+    Done,
+    Generate,
+    Hello,
+    LoadBucket,
+    OpenSlots,
+    Peek,
+    Progress,
+    Ready,
+    Score,
+    SyncFailed,
+    WeightVersion,
+    pack_ids,
+)
+
+ROOT = Path(__file__).parents[1]
+NO_MEMORY = msgspec.Raw(msgspec.msgpack.encode(HostMemory(("/nowhere/a", "/nowhere/b"))))
+REQUESTS = [
+    Hello(request_id=1, rank=5),
+    Generate(request_id=2, prompt=b"odd", num_completions=2**40, max_tokens=-1, sampling={"n": "x"}),
+    Await(request_id=3, min_update=2**60),
+    Score(request_id=4, prompt=pack_ids([4, 5])),
+    OpenSlots(request_id=5, transport="host", memory=NO_MEMORY, slot_bytes=2**62, buckets=()),
+    OpenSlots(request_id=6, transport="none", memory=msgspec.Raw(b"\x01"), slot_bytes=0, buckets=()),
+    CheckSlot(request_id=7, slot=-1, num_bytes=2**60, crc=0),
+    BeginUpdate(request_id=8, version=WeightVersion(-1, 2**60), first_bucket=99, in_flight=True),
+    LoadBucket(request_id=9, bucket=-5, slot=77),
+    CommitUpdate(request_id=10),
+    Digest(request_id=11),
+    Peek(request_id=12),
+]
+
+
+@contextmanager
+def server(tmp_path: Path) -> Iterator[tuple]:
+    """The real server in a process of its own, and its socket."""
+    path = tmp_path / "engine0.sock"
+
+    def body(_: int) -> None:
+        logging.basicConfig(force=True)  # pytest's handlers would take asyncio's lines out of the log
+        _serve(Keeper(), path, 0)
+
+    with forked(body, 1, tmp_path) as (rank,):
+        deadline = time.monotonic() + 20
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        yield rank, path
+
+
+@contextmanager
+def connected(path: Path) -> Iterator[Connection]:
+    connection = Connection(str(path), "engine 0", path)
+    try:
+        connection.send(Hello(request_id=1, rank=0), 5.0)
+        assert isinstance(connection.receive(20.0), Ready)
+        yield connection
+    finally:
+        connection.close()
+
+
+def ask(connection: Connection, request):
+    connection.send(request, 5.0)
+    while isinstance(reply := connection.receive(20.0), Progress):
+        pass
+    return reply
+
+
+def nonsense(dice: random.Random) -> bytes:
+    """Random bytes, a frame with a wrong length, flipped bits, a cut frame, or valid frames in any order."""
+    frames = [frame(request) for request in dice.choices(REQUESTS, k=dice.randint(1, 6))]
+    frames = [frame(REQUESTS[0])] * dice.randint(0, 1) + frames
+    kind, stream = dice.randrange(5), bytearray(b"".join(frames))
+    if kind == 0:
+        return dice.randbytes(dice.randint(1, 300))
+    if kind == 1:
+        length = dice.choice([2**64 - 1, 2**63, 2**31 + 1, 2**31, 2**30, 5000, 0, 1])
+        return frames[0] * dice.randint(0, 1) + LENGTH.pack(length) + dice.randbytes(dice.randint(0, 9000))
+    if kind == 2:
+        for _ in range(dice.randint(1, 8)):
+            stream[dice.randrange(len(stream))] ^= 1 << dice.randrange(8)
+    return bytes(stream[: dice.randrange(len(stream))] if kind == 3 else stream)
+
+
+def send(path: Path, data: bytes, leave_at_once: bool) -> None:
+    with socket.socket(socket.AF_UNIX) as stream, suppress(OSError):
+        stream.settimeout(0.005)
+        stream.connect(str(path))
+        stream.sendall(data)
+        if not leave_at_once:
+            stream.recv(1 << 16)
+
+
+def test_a_fuzz_of_the_socket_leaves_no_traceback_and_bounded_memory(tmp_path):
+    dice, count = random.Random(7), 2000
+    with server(tmp_path) as (rank, path):
+        process = psutil.Process(rank.process.pid)
+        with connected(path) as connection:
+            before = process.memory_info().rss
+            for _ in range(count):
+                send(path, nonsense(dice), dice.random() < 0.7)
+            assert isinstance(ask(connection, Hello(request_id=2, rank=0)), Ready)
+        with connected(path):  # it still takes new ranks
+            assert process.memory_info().rss - before < 64 << 20
+        lines = rank.text.splitlines()
+    assert not [line for line in lines if re.search("Traceback|Unhandled|exception was never", line)], lines[:20]
+    refusal = "engine 0: closed a connection without valid requests: "
+    assert all(line.startswith(refusal) for line in lines) and count / 4 < len(lines) <= count
+
+
+def test_bytes_of_a_connection_without_a_hello_are_not_kept(tmp_path):
+    with server(tmp_path) as (rank, path):
+        before = psutil.Process(rank.process.pid).memory_info().rss
+        with socket.socket(socket.AF_UNIX) as stream:
+            stream.connect(str(path))
+            stream.sendall(LENGTH.pack(1 << 30))
+            megabyte = bytes(1 << 20)
+            with pytest.raises(ConnectionError):
+                [stream.sendall(megabyte) for _ in range(300)]
+        assert psutil.Process(rank.process.pid).memory_info().rss - before < 32 << 20
+        rank.wait_for("it claims 1073741824 bytes (limit 4096)")
+
+
+def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(tmp_path):
+    version = WeightVersion(1, 0)
+    with server(tmp_path) as (_, path), connected(path) as other:
+        with connected(path) as sender:
+            assert isinstance(ask(sender, BeginUpdate(request_id=2, version=version)), Done)
+        assert isinstance(ask(other, Await(request_id=3, min_update=1)), Done)
+        refused = ask(other, Score(request_id=4, prompt=pack_ids([1, 2])))
+        assert isinstance(refused, SyncFailed) and "the connection of its sender ended" in refused.message
+        with connected(path) as sender:
+            version = WeightVersion(2, 1)
+            assert isinstance(ask(sender, BeginUpdate(request_id=2, version=version)), Done)
+            assert ask(sender, CommitUpdate(request_id=3)).version == version
+        assert ask(other, Await(request_id=5, min_update=2)).version == version  # its end was no failure
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path):
+    folder = RunFolder(0)
+    path = folder.socket(0)
+
+    def foreign(_: int) -> list[str]:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        found = []
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX) as stream:
+                try:
+                    stream.connect(str(path))
+                    found.append("connected")
+                except OSError as error:
+                    found.append(type(error).__name__)
+            print("TRIED", len(found), flush=True)
+            while not (tmp_path / f"go{len(found)}").exists():
+                time.sleep(0.01)
+        return found
+
+    (tmp_path / "server").mkdir()
+    with forked(lambda _: _serve(Keeper(), path, 0), 1, tmp_path / "server"):
+        while not path.exists():
+            time.sleep(0.02)
+        assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700 and stat.S_IMODE(path.stat().st_mode) == 0o600
+        for parent in tmp_path.parents:  # the foreign user must see only that it may go on
+            if parent.is_relative_to(Path(os.environ.get("TMPDIR", "/tmp"))):
+                parent.chmod(parent.stat().st_mode | 0o011)
+        tmp_path.chmod(0o711)
+        (tmp_path / "rank0.json").touch()
+        (tmp_path / "rank0.json").chmod(0o666)
+        with forked(foreign, 1, tmp_path) as (rank,):
+            rank.wait_for("TRIED 1")
+            folder.path.chmod(0o755)
+            (tmp_path / "go1").touch()
+            rank.wait_for("TRIED 2")
+            path.chmod(0o666)  # the control: nothing else refuses it
+            (tmp_path / "go2").touch()
+            (tmp_path / "go3").touch()
+            assert rank.result == ["PermissionError", "PermissionError", "connected"]
+    folder.remove()
+
+
+def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(monkeypatch):
+    dropped = [
+        "HF_TOKEN", "VLLM_API_KEY", "WANDB_API_KEY", "PYTHON_SECRET", "CUDA_PASSWORD", "NCCL_CREDENTIALS",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "RANK", "GLOO_SOCKET_IFNAME_OF_TRAINERS",
+    ]  # fmt: skip
+    kept = ["VLLM_MAX_TOKENS_PER_EXPERT_FUSED_MOE", "VLLM_KEYS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"]
+    for name in (*dropped, *kept):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    found = engine_environment({})
+    assert not found.keys() & set(dropped) and found.keys() >= set(kept)
+    assert found["GLOO_SOCKET_IFNAME"] == "lo" and found["VLLM_HOST_IP"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("code", "rule"), [
+    ("import pickle\npickle.loads(b'')\n", "S301"), ("import marshal\nmarshal.loads(b'')\n", "S302"),
+    ("eval('1')\n", "S307"),
+])  # fmt: skip
+def test_ruff_refuses_pickle_in_the_package(code, rule):
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", "trl_multinode/wire/x.py", "-"]
+    done = subprocess.run(command, input=code, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and rule in done.stdout, done.stdout + done.stderr
+
+
+def test_no_line_of_the_package_is_exempt_from_the_rules_against_pickle():
+    texts = {path: path.read_text() for path in (ROOT / "trl_multinode").rglob("*.py")}
+    assert [path for path, text in texts.items() if re.search(r"noqa[^\n]*\bS[34]\d\d", text)] == []
+    assert not [
+        path for path, text in texts.items() if re.search(r"^\s*(import|from) (pickle|marshal|dill)", text, re.M)
+    ]
+
+
+# ---- SECURITY.md
+
+
+def promises(page: str) -> list[tuple[str, str]]:
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    return [(statement, test) for statement, test in rows if statement != "promise"]
+
+
+def has_test(mention: str) -> bool:
+    file, _, name = mention.partition("::")
+    path = ROOT / file
+    if not path.exists() or not name.startswith("test_"):
+        return False
+    return any(getattr(node, "name", "") == name for node in ast.walk(ast.parse(path.read_text())))
+
+
+def test_every_sentence_of_the_promises_names_a_test_that_exists():
+    page = (ROOT / "SECURITY.md").read_text()
+    rows = promises(page)
+    assert len(rows) >= 12
+    for statement, tests in rows:
+        assert statement.endswith(".") and statement.count(". ") == 0, f"one sentence per row: {statement}"
+        named = re.findall(r"`([^`]+)`", tests)
+        assert named and all(has_test(each) for each in named), f"{statement} names {named}"
+
+
+def test_a_promise_without_a_test_is_found():
+    assert not has_test("tests/test_security.py::test_nothing") and not has_test("tests/none.py::test_a")
+    assert promises("| promise | test |\n|---|---|\n| It holds. | |\n") == [("It holds.", "")]

@@ -1,0 +1,54 @@
+"""Private folder of a run on one node."""
+
+import tempfile
+from pathlib import Path
+
+from ..errors import EngineStartError
+from ..wire.leftovers import OWNER_LOCK, PREFIX, remove_folder
+from ..wire.locks import hold, release
+
+MAX_SOCKET_PATH = 107  # bytes, the kernel's limit
+UUID_LENGTH = 36  # vLLM gives its sockets such names
+
+
+class RunFolder:
+    """Private folder (0700) of this node and run: sockets, specs, pid reports, the engine's config-only model.
+
+    The owner holds the lock of a file in it, and deletes it with `remove()`. If the owner was killed, the engines
+    remove their sockets, and the last engine deletes the folder; if they were killed too, the next start does
+    ([`remove_leftovers`]).
+    """
+
+    def __init__(self, node: int):
+        prefix = f"{PREFIX}{node}_"
+        self.path = _short_folder(prefix) or _short_folder(prefix, "/tmp") or _refuse(node)
+        hold(self.path / OWNER_LOCK)
+
+    def socket(self, index: int) -> Path:
+        return self.path / f"engine{index}.sock"
+
+    def remove(self) -> None:
+        remove_folder(self.path)
+        release(self.path / OWNER_LOCK)
+
+
+def _short_folder(prefix: str, parent: str | None = None) -> Path | None:
+    """Return a new folder that has room for a socket of vLLM, or `None` if `parent` is too long or read-only."""
+    try:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except OSError:
+        if parent is None:
+            raise
+        return None
+    if len(str(path)) + 1 + UUID_LENGTH <= MAX_SOCKET_PATH:
+        return path
+    path.rmdir()
+    return None
+
+
+def _refuse(node: int) -> Path:
+    folder = tempfile.gettempdir()
+    raise EngineStartError(
+        f"Node {node}: the temporary folder {folder} is too long for a unix socket "
+        f"({len(folder)} characters, limit 44), and /tmp cannot be written. Set TMPDIR to a shorter one."
+    )

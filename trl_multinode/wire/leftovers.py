@@ -1,0 +1,117 @@
+"""What a killed run left on this machine: run folders, and the shared memory that the files in them list.
+
+A run cleans up after itself, and an engine does it for a killed owner. If all processes of a node are killed at once,
+nobody is left to do it, and each engine leaves up to 160 MiB of vLLM's message queues in /dev/shm.
+"""
+
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from .locks import held_here, machine, try_to_lock
+
+PREFIX = "trl_multinode_n"  # of a run's folder; the number of its node follows
+OWNER_LOCK = "owner.lock"
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENTS = ("psm_", "vllm_", "trl_multinode_")  # names of vLLM's and our shared memory
+YOUNG_S = 60.0  # a folder without a lock may be so young that its owner is about to lock it
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A run folder with its shared memory, and the reason why it must stay, if any."""
+
+    folder: Path
+    segments: tuple[Path, ...]
+    num_bytes: int
+    kept: str | None = None
+
+
+def candidates() -> list[Path]:
+    """Return the run folders on this machine, in the order of their names."""
+    places = {Path(tempfile.gettempdir()).resolve(), Path("/tmp").resolve()}
+    return sorted(found for place in places for found in place.glob(f"{PREFIX}[0-9]*_*"))
+
+
+def leftovers(remove: bool) -> Iterator[Leftover]:
+    """Yield every run folder of this machine; with `remove`, remove those of dead runs of this user."""
+    for folder in candidates():
+        with ExitStack() as locks:
+            try:
+                reason = reason_to_keep(folder, locks)
+                segments = () if reason else tuple(segments_of(folder))
+                found = Leftover(folder, segments, size_of(folder, segments), reason)
+                if remove and reason is None:
+                    remove_folder(folder)
+            except FileNotFoundError:  # its owner or another start removes it now
+                continue
+        yield found
+
+
+def reason_to_keep(folder: Path, locks: ExitStack) -> str | None:
+    """Return why a run folder must stay, or `None` with the locks of its owner and its engines held in `locks`."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return "it belongs to another user"
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        return "other users may write into it"
+    owner = folder / OWNER_LOCK
+    if held_here(owner):  # first: to read the file would drop the lock
+        return "its run lives"
+    if not owner.exists():
+        return None if not list(folder.iterdir()) and time.time() - found.st_mtime > YOUNG_S else "it has no lock"
+    if owner.read_text() != machine():
+        return "it is of another machine, or from before a restart of this one"
+    for path in (owner, *folder.glob("engine*.json")):
+        try:
+            locks.callback(os.close, try_to_lock(path))
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return "its run lives"
+    return None
+
+
+def segments_of(folder: Path) -> Iterator[Path]:
+    """Yield the shared memory of this user that the records in a run folder list, as far as it is still there."""
+    for record in folder.glob("*.shm"):
+        for line in record.read_text().splitlines():
+            path = SHARED_MEMORY / Path(line).name
+            named = path.name.startswith(SEGMENTS) or "-cpushm_" in path.name
+            if named and path.exists() and path.lstat().st_uid == os.geteuid():
+                yield path
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a run folder with the shared memory that it lists."""
+    for segment in segments_of(folder):
+        segment.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def size_of(folder: Path, segments: tuple[Path, ...]) -> int:
+    """Return the bytes of a folder's files and of its shared memory."""
+    files = [path for path in folder.rglob("*") if path.is_file()] + list(segments)
+    return sum(path.stat().st_size for path in files)
+
+
+def remove_leftovers(report: Callable[[str], None]) -> None:
+    """Remove what killed runs of this user left, and report it in one line. A start calls it; it never fails."""
+    try:
+        removed = [found for found in leftovers(remove=True) if found.kept is None]
+    except OSError as error:
+        report(f"could not look for what killed runs left ({error}); `trl-multinode clean` shows it")
+        return
+    if removed:
+        segments = sum(len(found.segments) for found in removed)
+        size = sum(found.num_bytes for found in removed) / 1e6
+        report(
+            f"removed what killed runs left here: {len(removed)} folder(s), {segments} segment(s) of shared memory, "
+            f"{size:.1f} MB"
+        )
