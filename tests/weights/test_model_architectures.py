@@ -101,7 +101,7 @@ class Illustrated(SyncDriver):
 
     def rows(self):
         prompts = [inputs["input_ids"][0].tolist() for inputs in self.inputs for _ in range(2)]
-        requests = NodeGeneration._requests(
+        requests = requests_of(
             prompts, [p for p in self.pictures for _ in range(2)], [*range(11, 11 + len(prompts))]
         )
         assert [len(request.images) for request in requests] == [1, 0, 1, 2]

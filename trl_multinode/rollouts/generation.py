@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -17,17 +16,16 @@ from ..engine.client import Rollout
 from ..engine.dispatch import PromptRequest
 from ..engine.group import LOSSES
 from ..engine.node_engines import NodeEngines
-from ..errors import ConfigurationError, PromptTooLongError
+from ..errors import ConfigurationError
 from ..run.reporter import report
 from ..weights.sync import SyncTimings
 from ..wire.messages import WeightVersion
 from ..wire.sampling import truncating
 from .continuous import BatchAhead, ContinuousRollouts, settings_from_the_start
 from .look_ahead import Batch, LookAhead, RoundRollouts
-from .rows import FloatRow, TokenRow, raw_image
+from .requests import Prompts, check_lengths, requests_of
+from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
-
-Prompts = list[list[int]]  # token ids, one row per requested completion
 
 
 class NodeGeneration:
@@ -353,7 +351,7 @@ class NodeGeneration:
     def _submit(self, number: int, prompts: Prompts) -> None:
         if max(map(len, prompts)) >= self.engines.max_model_len:
             return  # that round's `generate` raises, and names the row
-        requests = self._requests(prompts, None, self.seeds.of_round("train", number, len(prompts)))
+        requests = requests_of(prompts, None, self.seeds.of_round("train", number, len(prompts)))
         self.look_ahead.submit(
             number, prompts, self.version, partial(self._ask_ahead, self._host.ahead_engines, requests, self.version)
         )
@@ -371,7 +369,7 @@ class NodeGeneration:
             return None
 
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
-        requests = self._requests(prompts, images, self.seeds.of_call(prompts))
+        requests = requests_of(prompts, images, self.seeds.of_call(prompts))
         return self._ask(self.engines, requests, self.version)
 
     def _ask(self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion) -> list[Rollout]:
@@ -381,20 +379,6 @@ class NodeGeneration:
         for row in rows:
             engines[row.engine].check_version(row.version, version)
         return rows
-
-    @staticmethod
-    def _requests(prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None) -> list[PromptRequest]:
-        """Build one request per run of equal rows with consecutive seeds. A fixed stride would fail: a group may
-        straddle ranks and nodes."""
-        bases = [None] * len(prompts) if seeds is None else [seed - row for row, seed in enumerate(seeds)]
-        rows = list(zip(prompts, images or [None] * len(prompts), bases, strict=True))
-        requests, start = [], 0
-        for (prompt, row_images, base), run in groupby(rows):
-            count = len(list(run))
-            first = None if base is None else base + start
-            requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, row_images or ()))))
-            start += count
-        return requests
 
     def _check_logprobs(self, where: str) -> None:
         """Raise `ConfigurationError` if the engines' log-probs cannot be compared with the trainer's."""
@@ -406,11 +390,4 @@ class NodeGeneration:
                 )
 
     def _check_lengths(self, prompts: Prompts) -> None:
-        limit = self.engines.max_model_len
-        for row, prompt in enumerate(prompts):
-            if len(prompt) >= limit:
-                raise PromptTooLongError(
-                    f"Row {row} of rank {self.accelerator.process_index}: its prompt has {len(prompt)} tokens, the "
-                    f"engine's context is {limit} and must hold at least one more. Filter long prompts out of the "
-                    "dataset, or raise `vllm_max_model_length`."
-                )
+        check_lengths(prompts, self.engines.max_model_len, self.accelerator.process_index)

@@ -1,0 +1,46 @@
+"""Requests to engines from the rows of a batch: equal consecutive rows become one request."""
+
+from itertools import groupby
+
+from ..engine.dispatch import PromptRequest
+from ..errors import PromptTooLongError
+from .rows import raw_image
+
+Prompts = list[list[int]]  # token ids, one row per requested completion
+
+
+def requests_of(prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None) -> list[PromptRequest]:
+    """Build one request per run of equal rows with consecutive seeds. A fixed stride would fail: a group may
+    straddle ranks and nodes."""
+    bases = [None] * len(prompts) if seeds is None else [seed - row for row, seed in enumerate(seeds)]
+    rows = list(zip(prompts, images or [None] * len(prompts), bases, strict=True))
+    requests, start = [], 0
+    for (prompt, row_images, base), run in groupby(rows):
+        count = len(list(run))
+        first = None if base is None else base + start
+        requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, row_images or ()))))
+        start += count
+    return requests
+
+
+def check_lengths(prompts: Prompts, limit: int, rank: int) -> None:
+    """Check that every prompt leaves room for a completion.
+
+    Args:
+        prompts (`list[list[int]]`):
+            Token ids, one row per requested completion.
+        limit (`int`):
+            Tokens of an engine's context.
+        rank (`int`):
+            This rank, for the message.
+
+    Raises:
+        `PromptTooLongError`: if one does not; the message names its row.
+    """
+    for row, prompt in enumerate(prompts):
+        if len(prompt) >= limit:
+            raise PromptTooLongError(
+                f"Row {row} of rank {rank}: its prompt has {len(prompt)} tokens, the engine's context is {limit} and "
+                "must hold at least one more. Filter long prompts out of the dataset, or raise "
+                "`vllm_max_model_length`."
+            )
