@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from trl_multinode import errors
 from trl_multinode.node_settings import NodeSettings
-from trl_multinode.run import addresses, arrivals, early, exit_codes, node_versions, owner
+from trl_multinode.run import addresses, arrivals, early, exit_codes, node_versions, owner, versions
 from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import begin_run, check_writable
 from trl_multinode.run.ending import Ending
@@ -439,8 +439,8 @@ def test_row_28_versions_that_differ_between_nodes(tmp_path, store, monkeypatch,
     def body(rank: int) -> None:
         logging.getLogger("trl_multinode").addHandler(logging.StreamHandler())  # not pytest's
         if rank // 2 == 1:
-            found = node_versions.installed()
-            monkeypatch.setattr(node_versions, "installed", lambda: {**found, package: other})
+            found = node_versions.local_versions()
+            monkeypatch.setattr(node_versions, "local_versions", lambda: {**found, package: other})
         watch = begin(rank, store, tmp_path)
         time.sleep(60 if ends else 3)
         watch.close()
@@ -450,9 +450,9 @@ def test_row_28_versions_that_differ_between_nodes(tmp_path, store, monkeypatch,
         code = exit_codes.CONFIGURATION if ends else 0
         assert [rank.wait(LIMIT_S) for rank in ranks] == [code] * RANKS, ranks[0].text
         print(f"all ended after {time.monotonic() - start:.1f} s")
-        told = [rank.text for rank in ranks if f"{package} " in rank.text]
+        told = [rank.text for rank in ranks if f"{package}: " in rank.text]
         assert len(told) == (RANKS if ends else 1)
-        assert all(f"{other} (node 1)" in text and "(node 0)" in text for text in told)
+        assert all(f"{other} on node 1" in text and "on node 0" in text for text in told)
         if ends:
             assert FAILED + "node 0, rank 0, phase set-up: ConfigurationError: the nodes have different" in told[3]
 
@@ -460,15 +460,10 @@ def test_row_28_versions_that_differ_between_nodes(tmp_path, store, monkeypatch,
 def test_versions_of_many_nodes_are_one_short_line():
     nodes = [{"trl": "1.16.0", "torch": "2.13.0+cpu"} for _ in range(64)]
     nodes[7] = {"trl": "1.15.2", "torch": "2.13.0+cu130"}
-    found = node_versions.differences(nodes)
-    assert found["trl"] == "trl 1.15.2 (node 7), 1.16.0 (nodes 0-6, 8-63)"
-    assert [node_versions.major_minor_differ(name, nodes) for name in ("trl", "torch")] == [True, False]
-    assert node_versions.differences(nodes[:7]) == {}
-
-
-def test_what_is_compared():
-    found = node_versions.installed()
-    assert found.keys() == {"python", "CUDA", *node_versions.PACKAGES} and found["trl"] != node_versions.MISSING
+    trl, torch = versions.differences(nodes)
+    assert str(trl) == "trl: 1.16.0 on nodes 0, 1, 2, 3, 4, 5, 6, 8 and 55 more, 1.15.2 on node 7"
+    assert (trl.is_error, torch.is_error) == (True, False)
+    assert versions.differences(nodes[:7]) == []
 
 
 # ---- exit codes and ending files ------------------------------------------------------------------------------------

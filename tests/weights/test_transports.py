@@ -3,6 +3,7 @@
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from trl_multinode.run.topology import EngineDevices
 from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.transports.base import Machine, OpenedSlots, call_with_timeout
-from trl_multinode.transports.broadcast import Broadcast, BroadcastSlots
+from trl_multinode.transports.broadcast import Broadcast, BroadcastSlots, OpenedBroadcastSlots
 from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.transports.opening import TRANSPORTS
 from trl_multinode.transports.pieces import Pieces
@@ -116,6 +117,18 @@ def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
     slots = BroadcastSlots(64, CPU, tmp_path / "store", [2, 2], 5.0)
     told = [slots.open_for(engine) for engine in range(2)]
     assert told == [Broadcast("gloo", str(tmp_path / "store"), 5, first, 5.0) for first in (1, 3)]
+
+
+def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
+    """Otherwise torch warns at exit that a process group was never destroyed. Its peers may have ended before."""
+    slots, ended = BroadcastSlots(16, CPU, tmp_path / "store", [1], 5.0), []
+    slots._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
+    opened = OpenedBroadcastSlots.open(slots.open_for(0), 16, CPU, 0)
+    opened._group = SimpleNamespace(abort=lambda: ended.append("worker"))
+    for _ in range(2):
+        slots.close()
+        opened.close()
+    assert ended == ["sender", "worker"]
 
 
 def test_every_transport_is_one_file_with_its_message_and_both_ends():

@@ -1,38 +1,19 @@
 """Versions of the libraries on all nodes, compared once per run through the store."""
 
 import json
-import platform
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .exit_codes import CONFIGURATION
 from .reporter import warn
 from .topology import Topology
+from .versions import differences, local_versions
 
 if TYPE_CHECKING:
     from .store import Store
 
-PACKAGES = ("torch", "transformers", "trl", "vllm", "deepspeed", "accelerate", "peft")
-MUST_MATCH = {"torch", "trl", "vllm"}  # in major and minor number
-MISSING = "not installed"
 LOOK_EVERY_S = 2.0
-Versions = dict[str, str]  # library -> version
-
-
-def installed() -> Versions:
-    """Return the versions on this node."""
-    import torch
-
-    found = {"python": platform.python_version(), "CUDA": torch.version.cuda or "none"}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = MISSING
-    return found
 
 
 class VersionCheck:
@@ -56,7 +37,7 @@ class VersionCheck:
 
     def __call__(self, store: "Store") -> None:
         if not self._written:
-            store.set(f"versions/{self._topology.node}", json.dumps(installed()))
+            store.set(f"versions/{self._topology.node}", json.dumps(local_versions()))
             self._written = True
         if self._done or time.monotonic() < self._next_look:
             return
@@ -66,47 +47,13 @@ class VersionCheck:
             self._done = True
             self._judge([json.loads(store.get(key)) for key in keys])
 
-    def _judge(self, nodes: list[Versions]) -> None:
+    def _judge(self, nodes: list[dict[str, str]]) -> None:
         different = differences(nodes)
         if not different:
             return
-        text = "the nodes have different versions: " + "; ".join(different.values())
-        if wrong := [name for name in different if name in MUST_MATCH and major_minor_differ(name, nodes)]:
+        text = "the nodes have different versions: " + "; ".join(map(str, different))
+        if wrong := [difference.library for difference in different if difference.is_error]:
             cure = f"Install the same {', '.join(wrong)} on every node (`pip install -r` one file on all)."
             self._fail(f"ConfigurationError: {text}. {cure}", code=CONFIGURATION)
         else:
             warn(f"{text}. The run goes on; install the same ones if results differ or a node fails.")
-
-
-def differences(nodes: list[Versions]) -> dict[str, str]:
-    """Return a line per library that differs, such as `trl 1.15.2 (node 7), 1.16.0 (nodes 0-6)`.
-
-    Args:
-        nodes (`list[Versions]`):
-            Versions by node.
-    """
-    lines = {}
-    for name in nodes[0]:
-        where: dict[str, list[int]] = defaultdict(list)
-        for node, versions in enumerate(nodes):
-            where[versions.get(name, MISSING)].append(node)
-        if len(where) > 1:
-            lines[name] = f"{name} " + ", ".join(f"{found} ({named(where[found])})" for found in sorted(where))
-    return lines
-
-
-def major_minor_differ(name: str, nodes: list[Versions]) -> bool:
-    """Return whether the nodes have more than one major and minor number of a library."""
-    return len({".".join(versions.get(name, MISSING).split(".")[:2]) for versions in nodes}) > 1
-
-
-def named(nodes: Iterable[int]) -> str:
-    """Return nodes as text, such as `nodes 0-2, 5`."""
-    runs: list[list[int]] = []
-    for node in sorted(nodes):
-        if runs and node == runs[-1][-1] + 1:
-            runs[-1].append(node)
-        else:
-            runs.append([node])
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"node {text}" if text.isdigit() else f"nodes {text}"
