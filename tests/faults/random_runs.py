@@ -148,7 +148,8 @@ def wrong_end(nodes: Nodes, fault: Fault) -> list[str]:
     logs = [nodes.rank_log(rank) for rank in range(NODES * RANKS)]
     if "pre-empted: " in logs[0]:  # by a signal to a rank, or to a launcher, which passes it on
         received = "".join(re.findall(r"node \d+, rank \d+: received SIG.*", "".join(logs)))
-        return why if f"node {fault.node}, " in received else [*why, f"{fault.process} is not named: {received}"]
+        named = f"node {fault.node}, rank {fault.rank}: " if fault.kind == "rank" else f"node {fault.node}, "
+        return why if named in received else [*why, f"{fault.process} is not named: {received}"]
     survivors = [rank for rank in range(NODES * RANKS) if fault.kind != "rank" or rank != fault.rank]
     lines = {(logs[rank].splitlines() or [""])[-1] for rank in survivors}
     if len(lines) != 1:
