@@ -8,7 +8,7 @@ from PIL import Image
 
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import EngineError
-from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.rollouts.requests import requests_of
 from trl_multinode.testing.architectures import model_for
 from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines, worst_difference
 from trl_multinode.weights.source import ModuleSource
@@ -101,9 +101,7 @@ class Illustrated(SyncDriver):
 
     def rows(self):
         prompts = [inputs["input_ids"][0].tolist() for inputs in self.inputs for _ in range(2)]
-        requests = NodeGeneration._requests(
-            prompts, [p for p in self.pictures for _ in range(2)], [*range(11, 11 + len(prompts))]
-        )
+        requests = requests_of(prompts, [p for p in self.pictures for _ in range(2)], [*range(11, 11 + len(prompts))])
         assert [len(request.images) for request in requests] == [1, 0, 1, 2]
         return self.engines.generate(requests, 12, SAMPLING | WITHOUT_PICTURES, self.version.update)
 

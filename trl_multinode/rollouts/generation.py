@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -24,7 +23,8 @@ from ..wire.messages import WeightVersion
 from ..wire.sampling import truncating
 from .continuous import BatchAhead, ContinuousRollouts, settings_from_the_start
 from .look_ahead import Batch, LookAhead, RoundRollouts
-from .rows import FloatRow, TokenRow, raw_image
+from .requests import requests_of
+from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
 
 Prompts = list[list[int]]  # token ids, one row per requested completion
@@ -353,25 +353,23 @@ class NodeGeneration:
     def _submit(self, number: int, prompts: Prompts) -> None:
         if max(map(len, prompts)) >= self.engines.max_model_len:
             return  # that round's `generate` raises, and names the row
-        requests = self._requests(prompts, None, self.seeds.of_round("train", number, len(prompts)))
+        requests = requests_of(prompts, None, self.seeds.of_round("train", number, len(prompts)))
         self.look_ahead.submit(
             number, prompts, self.version, partial(self._ask_ahead, self._host.ahead_engines, requests, self.version)
         )
 
-    def _ask_ahead(
-        self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion
-    ) -> list[Rollout] | None:
-        """Return completions of exactly these weights; `None` if all engines of the node have ended, which are started
-        again: the round then generates its completions itself, with its own weights."""
+    def _ask_ahead(self, engines: NodeEngines, *request: Any) -> list[Rollout] | None:
+        """Return what `_ask` returns; `None` if all engines of the node have ended and are started again: the round
+        then generates its completions itself, with its own weights."""
         try:
-            return self._ask(engines, requests, version)
+            return self._ask(engines, *request)
         except LOSSES:
             if not engines.tolerant:
                 raise
             return None
 
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
-        requests = self._requests(prompts, images, self.seeds.of_call(prompts))
+        requests = requests_of(prompts, images, self.seeds.of_call(prompts))
         return self._ask(self.engines, requests, self.version)
 
     def _ask(self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion) -> list[Rollout]:
@@ -381,20 +379,6 @@ class NodeGeneration:
         for row in rows:
             engines[row.engine].check_version(row.version, version)
         return rows
-
-    @staticmethod
-    def _requests(prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None) -> list[PromptRequest]:
-        """Build one request per run of equal rows with consecutive seeds. A fixed stride would fail: a group may
-        straddle ranks and nodes."""
-        bases = [None] * len(prompts) if seeds is None else [seed - row for row, seed in enumerate(seeds)]
-        rows = list(zip(prompts, images or [None] * len(prompts), bases, strict=True))
-        requests, start = [], 0
-        for (prompt, row_images, base), run in groupby(rows):
-            count = len(list(run))
-            first = None if base is None else base + start
-            requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, row_images or ()))))
-            start += count
-        return requests
 
     def _check_logprobs(self, where: str) -> None:
         """Raise `ConfigurationError` if the engines' log-probs cannot be compared with the trainer's."""
