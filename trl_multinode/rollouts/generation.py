@@ -356,13 +356,11 @@ class NodeGeneration:
             number, prompts, self.version, partial(self._ask_ahead, self._host.ahead_engines, requests, self.version)
         )
 
-    def _ask_ahead(
-        self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion
-    ) -> list[Rollout] | None:
-        """Return completions of exactly these weights; `None` if all engines of the node have ended, which are started
-        again: the round then generates its completions itself, with its own weights."""
+    def _ask_ahead(self, engines: NodeEngines, *request: Any) -> list[Rollout] | None:
+        """Return what `_ask` returns; `None` if all engines of the node have ended and are started again: the round
+        then generates its completions itself, with its own weights."""
         try:
-            return self._ask(engines, requests, version)
+            return self._ask(engines, *request)
         except LOSSES:
             if not engines.tolerant:
                 raise
