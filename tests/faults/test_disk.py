@@ -38,9 +38,13 @@ def small_disk(mib: int) -> Iterator[Path]:
     if mounted.returncode != 0:
         folder.rmdir()
         pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)  # an error that a test has caught may keep a file open
-    folder.rmdir()
+    try:
+        yield folder
+    finally:
+        subprocess.run(
+            ["umount", "--lazy", folder], check=True
+        )  # an error that a test has caught may keep a file open
+        folder.rmdir()
 
 
 @pytest.fixture
