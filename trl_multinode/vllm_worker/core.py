@@ -46,14 +46,13 @@ def keep_stores_in(folder: Path) -> None:
     """Let the workers of an engine meet in a file of the run's private folder.
 
     vLLM makes the file in the temporary folder, where a killed engine leaves it. vLLM 0.26 has a TCP store instead,
-    which listens on every address of the node; workers on a CPU name their shared memory after its last colon.
+    after whose address workers on a CPU name their shared memory; it stays.
     """
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-    in_file = hasattr(uniproc_executor, "get_file_store_init_method")
-
-    def in_folder(*_: Any) -> str:
-        return f"file://{folder}/{'' if in_file else 'store:'}vllm_dist_{uuid4().hex}"
+    def in_folder() -> str:
+        return f"file://{folder}/vllm_dist_{uuid4().hex}"
 
     for executor in (uniproc_executor, multiproc_executor):
-        setattr(executor, "get_file_store_init_method" if in_file else "get_distributed_init_method", in_folder)
+        if hasattr(executor, "get_file_store_init_method"):
+            executor.get_file_store_init_method = in_folder
