@@ -136,6 +136,15 @@ class Run:
             time.sleep(0.002)
 
 
+def test_a_group_that_is_older_than_the_limit_ends_the_run():
+    run = Run(6)
+    taken = [SimpleNamespace(due=3), SimpleNamespace(due=1)]
+    run.continuous.groups.take = lambda count, number: taken
+    run.continuous.begin_round(2, SIZE, lambda rounds: None)
+    with pytest.raises(WeightVersionError, match=r"round 2 took a group that was due in round 1"):
+        run.continuous.take(QUOTA * SIZE)
+
+
 def test_the_first_round_syncs_begins_the_open_rounds_too_and_every_later_round_begins_one_more():
     run = Run(rounds=6)
     run.engines.held = {(number, place) for number in (1, 2) for place in range(QUOTA)}

@@ -17,6 +17,7 @@ groups that are open, and every group that was begun is trained exactly once.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..errors import WeightVersionError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from .groups import Group, OpenGroups, Stream
@@ -120,8 +121,17 @@ class ContinuousRollouts:
         ]  # fmt: skip
 
     def take(self, num_rows: int) -> Batch:
-        """Take the groups of this round, with `num_rows` rows together, and return their rows of the dataset."""
+        """Take the groups of this round, with `num_rows` rows together, and return their rows of the dataset.
+
+        Raises:
+            `WeightVersionError`: if a group is older than `max_age`, although its round should have waited for it.
+        """
         self.taken = self.groups.take(num_rows // self._size, self._number)
+        if late := next((group for group in self.taken if group.due < self._number), None):
+            raise WeightVersionError(
+                f"{self._where}: round {self._number} took a group that was due in round {late.due}, which should "
+                "have waited for it: its tokens are older than `max_age` allows. File a bug report."
+            )
         return [row for group in self.taken for row in group.inputs]
 
     def made(self, prompts: list[list[int]]) -> RoundRollouts | None:
