@@ -233,6 +233,9 @@ def test_seeds_of_a_row_do_not_depend_on_the_round_that_begins_it():
 def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next_round():
     run = Run(rounds=4)
     run.first()
+    while run.continuous.groups.rows_under_way:  # then all tokens are of the first update
+        run.engines.end()
+        time.sleep(0.002)
     open_before = run.continuous.groups.ids
     run.generation.begin_round("eval", 0)
     run.generation.sync_weights()
