@@ -6,7 +6,16 @@ from types import SimpleNamespace
 from trl_multinode.engine_process.backend import CompletionBuffer, show
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.connection import LENGTH, _reply_decoder, frame
-from trl_multinode.wire.messages import Completions, Generate, Peek, WeightVersion, pack_ids, unpack_ids
+from trl_multinode.wire.messages import (
+    Completions,
+    Generate,
+    Hello,
+    Peek,
+    Ready,
+    WeightVersion,
+    pack_ids,
+    unpack_ids,
+)
 
 LAST = 1  # end-of-sequence token
 
@@ -27,6 +36,9 @@ class Backend:
     def tokens_done(self) -> int:
         return 0
 
+    def ready(self) -> Ready:
+        return Ready(pid=0, max_model_len=256, dtype="float32", vllm_version="none", processes=())
+
 
 class Writer:
     def __init__(self):
@@ -42,10 +54,11 @@ class Writer:
 
 async def peek_beside_an_ended_row() -> list:
     backend, reader, writer = Backend(), asyncio.StreamReader(), Writer()
-    server = EngineServer(SimpleNamespace(), backend)
+    server = EngineServer(SimpleNamespace(index=0, start=0), backend)
     await server._weights.begin(0)
     await server._weights.end(1, WeightVersion(1, 10))
     serving = asyncio.create_task(server._connection(reader, writer))
+    reader.feed_data(frame(Hello(request_id=0, rank=0)))
     for number, prompt in ((1, [5]), (2, [6])):
         reader.feed_data(frame(Generate(
             request_id=number, prompt=pack_ids(prompt), num_completions=1, max_tokens=9, sampling={}, min_update=1,
@@ -54,11 +67,11 @@ async def peek_beside_an_ended_row() -> list:
     reader.feed_data(frame(Peek(request_id=3)))
     await asyncio.sleep(0.05)
     backend.reply.set()
-    while len(writer.replies) < 2:
+    while len(writer.replies) < 3:
         await asyncio.sleep(0.01)
     serving.cancel()
     await asyncio.wait([serving])
-    return writer.replies
+    return writer.replies[1:]  # the first one is `Ready`
 
 
 def test_the_reply_of_a_row_that_has_ended_goes_before_the_rows_under_way():

@@ -201,7 +201,7 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
             _sync=SimpleNamespace(run=lambda version: "timings"),
             engines=SimpleNamespace(post_all=lambda request: [], expect=lambda version: None), ahead_engines=None,
             _base=model, _model=model, _report=told.append, divergence_limit=1.0,
-            topology=SimpleNamespace(rank=rank, is_local_main=False), _read_clocks=list,
+            topology=SimpleNamespace(rank=rank, is_local_main=False), _read_clocks=list, activity=SimpleNamespace(),
         )  # fmt: skip
         for update in (1, 2):
             assert NodeHost.sync(host, WeightVersion(update)) == "timings"
