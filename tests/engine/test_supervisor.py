@@ -55,8 +55,10 @@ def test_an_engine_that_ends_does_not_wait_for_the_tracker_of_its_shared_memory(
     """The tracker waits for this process, so it would end only when it is killed: after half of the deadline."""
     script = (
         "import time; from multiprocessing import resource_tracker, shared_memory\n"
+        "from trl_multinode.wire import supervisor\n"
         "from trl_multinode.wire.supervisor import kill_descendants, release_resource_tracker\n"
         "memory = shared_memory.SharedMemory(create=True, size=8); memory.unlink()\n"
+        "while not any(map(supervisor.is_resource_tracker, supervisor.descendants())): time.sleep(0.01)  # it starts\n"
         "start = time.monotonic(); release_resource_tracker(); kill_descendants(); print(time.monotonic() - start)"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
