@@ -27,8 +27,8 @@ cell is written by hand. A row without a test gives the reason.
 "Seconds" are those from the fault to the end of the last rank, or to the line that names it, on CPUs. If a test does
 not measure them, the column has the seconds of the whole test and "(test)". Tests shorten the limits by settings, so
 the seconds hold for the shortened limits. "(real)" marks rows with at least one test on the real vLLM; the others use
-the test kit's fake engine (a real process, socket and protocol) or no engine. No test of this page used a GPU. All tests
-are in [faults.json](faults.json).
+the test kit's fake engine (a real process, socket and protocol) or no engine. No test of this page used a GPU.
+All tests are in [faults.json](faults.json).
 """
 
 

@@ -432,7 +432,7 @@ def test_a_run_whose_disk_is_full_still_owns_its_folder(tmp_path, monkeypatch):
 # ---- versions -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("package", "other", "ends"), [("vllm", "0.31.0", True), ("transformers", "4.0", False)])
+@pytest.mark.parametrize(("package", "other", "ends"), [("vllm", "0.30.0", True), ("transformers", "4.0", False)])
 def test_row_28_versions_that_differ_between_nodes(tmp_path, store, monkeypatch, package, other, ends):
     monkeypatch.setattr(node_versions, "LOOK_EVERY_S", 0.2)
 
