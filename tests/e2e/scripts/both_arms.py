@@ -49,7 +49,6 @@ class Scenario:
     """What both arms are built from; made anew for each."""
 
     settings: dict = field(default_factory=dict)  # of the config, on top of `SETTINGS`
-    node_settings: dict = field(default_factory=dict)  # of our config alone
     model: object = None
     tokenizer: object = None
     reward_funcs: object = distinct
@@ -59,6 +58,7 @@ class Scenario:
     observe: Callable = lambda trainer: {}  # what else must be the same in both arms
     made_up: bool = False  # no engine in either arm: TRL's own modes passed through
     trls: type = trl.GRPOTrainer  # the other arm
+    node_settings: dict = field(default_factory=dict)  # of our config alone
 
     def __post_init__(self):
         self.model = tiny_qwen2() if self.model is None else self.model
