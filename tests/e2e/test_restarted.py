@@ -16,6 +16,7 @@ IN_FLIGHT = {
     "vllm_importance_sampling_clip_max": 2.0,
 }  # fmt: skip
 EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}
+LATE_S = 9.0  # longer than both limits of that job
 JOBS = [
     {"name": "plain", "deaths": [], **EVAL},
     {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "sync@4"}], **EVAL},
@@ -24,7 +25,30 @@ JOBS = [
     {"name": "a turn", "deaths": [{"moment": "generate@1", "call": 3}, {"moment": "idle@2"}], "turns": True},
     {"name": "ahead", "deaths": [{"moment": "ahead@0"}], "max_staleness": 1},
     {"name": "in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT},
+    {
+        "name": "copy",
+        "deaths": [{"moment": "generate@1"}, {"moment": "sync@4"}],
+        "engine_restart_copy": True,
+        **EVAL,
+    },
+    {
+        "name": "copy in_flight",
+        "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}],
+        "engine_restart_copy": True,
+        **IN_FLIGHT,
+    },
+    {
+        "name": "late",
+        "deaths": [{"moment": "generate@1"}],
+        "turns": True,
+        "slow_restart": LATE_S,
+        "heartbeat_timeout": 3.0,
+        "stuck_timeout": 4.0,
+    },
 ]
+
+
+SAME = [("generate", "plain"), ("eval", "plain"), ("copy", "plain"), ("a turn", "turns"), ("late", "turns")]
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +66,33 @@ def results(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("name", "same"), [("generate", "plain"), ("eval", "plain"), ("a turn", "turns")])
+@pytest.mark.parametrize(("name", "same"), SAME)
 def test_rows_1_2_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(results, name, same):
     """Also if ranks call `generate` a different number of times: the others are in the meeting after it."""
     for plain, died in zip(results[same], results[name], strict=True):
         assert died["rounds"] == plain["rounds"] and died["losses"] == plain["losses"]
         assert died["evals"] == plain["evals"]
-    assert results[name][2]["left"] == 0 and results[name][0]["restarts"][-1] == 2
+    deaths = len(next(job for job in JOBS if job["name"] == name)["deaths"])
+    assert results[name][2]["left"] == 0 and results[name][0]["restarts"][-1] == deaths
     assert "node 1: engine 0 ended (its process" in results["log"] and "was killed by SIGKILL" in results["log"]
 
 
-@pytest.mark.parametrize("name", ["ahead", "in_flight"])
+@pytest.mark.parametrize("name", ["ahead", "in_flight", "copy in_flight"])
 def test_row_2_rows_ahead_are_made_again_and_the_run_goes_on(results, name):
     ranks = results[name]
     assert ranks[2]["left"] == 0 and ranks[0]["restarts"][-1] == len(
         next(j for j in JOBS if j["name"] == name)["deaths"]
     )
     assert len(ranks[0]["losses"]) == 4 and all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+
+
+def test_row_2_limits_of_silence_and_progress_hold_nobody_up_while_an_engine_starts_again(results):
+    """The start took longer than `heartbeat_timeout` and `stuck_timeout` of that job; the launch has gone on."""
+    assert f"was started again in {LATE_S:.0f}." in results["log"] or f"in {LATE_S + 1:.0f}." in results["log"]
+
+
+def test_rows_1_8_with_a_copy_the_weights_come_from_the_node_itself(results):
+    jobs = results["log"].split("JOB DONE ")
+    for name in ("copy", "copy in_flight"):
+        (job,) = [text for text, end in zip(jobs, jobs[1:], strict=False) if end.split("\n")[0] == name]
+        assert "from the copy" in job and "`engine_restart_copy` holds" in job
