@@ -16,39 +16,21 @@ IN_FLIGHT = {
     "vllm_importance_sampling_clip_max": 2.0,
 }  # fmt: skip
 EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}
+COPY = {"engine_restart_copy": True}
 LATE_S = 9.0  # longer than both limits of that job
+LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 3.0, "stuck_timeout": 4.0}
 JOBS = [
     {"name": "plain", "deaths": [], **EVAL},
-    {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "sync@4"}], **EVAL},
-    {"name": "eval", "deaths": [{"moment": "idle@1"}, {"moment": "eval@2"}], **EVAL},
+    {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "eval@2"}, {"moment": "sync@4"}], **EVAL,
+     "engine_restarts": 3},
+    {"name": "copy", "deaths": [{"moment": "idle@1"}, {"moment": "eval@2"}], **EVAL, **COPY},
     {"name": "turns", "deaths": [], "turns": True},
     {"name": "a turn", "deaths": [{"moment": "generate@1", "call": 3}, {"moment": "idle@2"}], "turns": True},
-    {"name": "ahead", "deaths": [{"moment": "ahead@0"}], "max_staleness": 1},
+    {"name": "late ahead", "deaths": [{"moment": "ahead@0"}], "max_staleness": 1, **LATE},
     {"name": "in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT},
-    {
-        "name": "copy",
-        "deaths": [{"moment": "generate@1"}, {"moment": "sync@4"}],
-        "engine_restart_copy": True,
-        **EVAL,
-    },
-    {
-        "name": "copy in_flight",
-        "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}],
-        "engine_restart_copy": True,
-        **IN_FLIGHT,
-    },
-    {
-        "name": "late",
-        "deaths": [{"moment": "generate@1"}],
-        "turns": True,
-        "slow_restart": LATE_S,
-        "heartbeat_timeout": 3.0,
-        "stuck_timeout": 4.0,
-    },
-]
-
-
-SAME = [("generate", "plain"), ("eval", "plain"), ("copy", "plain"), ("a turn", "turns"), ("late", "turns")]
+    {"name": "copy in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT, **COPY},
+]  # fmt: skip
+SAME = [("generate", "plain"), ("copy", "plain"), ("a turn", "turns")]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +59,7 @@ def test_rows_1_2_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(r
     assert "node 1: engine 0 ended (its process" in results["log"] and "was killed by SIGKILL" in results["log"]
 
 
-@pytest.mark.parametrize("name", ["ahead", "in_flight", "copy in_flight"])
+@pytest.mark.parametrize("name", ["late ahead", "in_flight", "copy in_flight"])
 def test_row_2_rows_ahead_are_made_again_and_the_run_goes_on(results, name):
     ranks = results[name]
     assert ranks[2]["left"] == 0 and ranks[0]["restarts"][-1] == len(

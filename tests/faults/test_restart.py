@@ -59,7 +59,8 @@ class OneNode(SyncingHost):
         self.watch = Watchdog(self.topology)
         self.lines: list[str] = []
         self.ends: list[str] = []
-        self.watch._leave = self.ends.append  # otherwise it ends this process
+        # otherwise it ends this process
+        self.watch._watch._leave = lambda fatal: self.ends.append(fatal.line)  # type: ignore[method-assign]
         self._meeting, self._measure_clock = Meeting(self.topology, None, lambda: ""), None
         self._fleet = EngineFleet(self.topology, self.watch, None, self.settings, folder, self.lines.append)
         self.model = self._model = self._base = tiny_qwen2()
@@ -240,9 +241,10 @@ def test_row_3_an_engine_may_die_twice_and_the_third_time_ends_the_run_with_the_
     assert "engine0.log" in one.ends[0]
 
 
-def test_row_3_twice_in_a_row(node, expected):
+@pytest.mark.parametrize("copy", [False, True])
+def test_row_3_twice_in_a_row(node, expected, copy):
     """The second time as soon as the new process serves, before it has weights."""
-    one = node()
+    one = node(engine_restart_copy=copy)
     renew = one.engines.renew
 
     def renew_and_kill(indices):
