@@ -1,6 +1,7 @@
 """Engines die in a run of two nodes of two ranks: it goes on, and without rows ahead it trains what it would have."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,10 @@ def test_row_2_rows_ahead_are_made_again_and_the_run_goes_on(results, name):
     assert len(ranks[0]["losses"]) == 4 and all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
 
 
-def test_row_2_limits_of_silence_and_progress_hold_nobody_up_while_an_engine_starts_again(results):
-    """The start took longer than `heartbeat_timeout` and `stuck_timeout` of that job; the launch has gone on."""
-    assert f"was started again in {LATE_S:.0f}." in results["log"] or f"in {LATE_S + 1:.0f}." in results["log"]
+def test_row_2_no_limit_of_silence_or_progress_trips_while_an_engine_starts_again(results):
+    """One start takes longer than `heartbeat_timeout` and `stuck_timeout` of its job, and the launch goes on."""
+    seconds = [float(found) for found in re.findall(r"engine 0 was started again in ([\d.]+) s", results["log"])]
+    assert LATE["stuck_timeout"] < LATE_S <= max(seconds)
 
 
 def test_rows_1_8_with_a_copy_the_weights_come_from_the_node_itself(results):
