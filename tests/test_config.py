@@ -90,6 +90,11 @@ def test_counts_must_be_at_least_one(tmp_path, name, value):
     assert refusal(ours, tmp_path, **{name: value}) == f"`{name}` must be at least 1, got {value}."
 
 
+def test_a_copy_that_no_restart_would_use_is_refused(tmp_path):
+    message = "`engine_restart_copy` needs `engine_restarts` of 1 at least, got 0. Leave it out."
+    assert refusal(ours, tmp_path, engine_restart_copy=True, engine_restarts=0) == message
+
+
 def test_a_negative_divergence_limit_is_refused_because_every_batch_would_trip_it(tmp_path):
     message = refusal(ours, tmp_path, logprob_divergence_limit=-0.1)
     assert "`logprob_divergence_limit`" in message and "-0.1" in message

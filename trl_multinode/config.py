@@ -63,6 +63,9 @@ class NodeFields(_Arguments):
         engine_restarts (`int`, *optional*, defaults to `2`):
             How often each engine is started again when its processes die or stall. The ranks then send it the current
             weights, and its rows are generated again. With 0, the end of an engine ends the run. See docs/running.md.
+        engine_restart_copy (`bool`, *optional*, defaults to `False`):
+            Whether each local main process keeps a copy of the weights that it sent last, in host memory and in the
+            engines' dtype. An engine that was started again gets its weights from it, and other nodes send nothing.
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
             Size, in MiB, of the buckets in which weights are gathered and sent; a single larger tensor (an embedding,
             fused experts) is a bucket of its own. Peak extra memory is about two buckets on a local main process, and
@@ -190,6 +193,10 @@ class NodeFields(_Arguments):
     engine_restarts: int = field(
         default=NodeSettings.engine_restarts,
         metadata={"help": "How often each engine is started again when it dies or stalls; 0: its end ends the run."},
+    )
+    engine_restart_copy: bool = field(
+        default=NodeSettings.engine_restart_copy,
+        metadata={"help": "Whether each local main process keeps a copy of the weights for engines started again."},
     )
     sync_bucket_mb: float = field(
         default=NodeSettings.sync_bucket_mb,

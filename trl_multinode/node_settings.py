@@ -93,6 +93,7 @@ class NodeSettings:
     heartbeat_timeout: float = 30.0  # seconds; 0: no limit
     stuck_timeout: float = 600.0  # seconds; 0: no limit
     engine_restarts: int = 2  # of each engine; 0: its end ends the run
+    engine_restart_copy: bool = False  # of the weights, in the memory of each local main process
     sync_bucket_mb: float = 512.0  # MiB
     weight_transport: str = "auto"
     lora_sync: str = "auto"
@@ -231,6 +232,8 @@ def _check_numbers(settings: NodeSettings) -> None:
     for name in ("heartbeat_timeout", "stuck_timeout", "engine_restarts"):
         if (value := getattr(settings, name)) < 0:
             raise ConfigurationError(f"`{name}` must not be negative, got {value}; 0: off.")
+    if settings.engine_restart_copy and not settings.engine_restarts:
+        raise ConfigurationError("`engine_restart_copy` needs `engine_restarts` of 1 at least, got 0. Leave it out.")
     if settings.node_table_steps < 0:
         raise ConfigurationError(
             f"`node_table_steps` must be at least 0, got {settings.node_table_steps}; 0: no table."

@@ -1,6 +1,7 @@
 """Engines die in a run of two nodes of two ranks: it goes on, and without rows ahead it trains what it would have."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,21 @@ IN_FLIGHT = {
     "vllm_importance_sampling_clip_max": 2.0,
 }  # fmt: skip
 EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}
+COPY = {"engine_restart_copy": True}
+LATE_S = 9.0  # longer than both limits of that job
+LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 3.0, "stuck_timeout": 4.0}
 JOBS = [
     {"name": "plain", "deaths": [], **EVAL},
-    {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "sync@4"}], **EVAL},
-    {"name": "eval", "deaths": [{"moment": "idle@1"}, {"moment": "eval@2"}], **EVAL},
+    {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "eval@2"}, {"moment": "sync@4"}], **EVAL,
+     "engine_restarts": 3},
+    {"name": "copy", "deaths": [{"moment": "idle@1"}, {"moment": "eval@2"}], **EVAL, **COPY},
     {"name": "turns", "deaths": [], "turns": True},
     {"name": "a turn", "deaths": [{"moment": "generate@1", "call": 3}, {"moment": "idle@2"}], "turns": True},
-    {"name": "ahead", "deaths": [{"moment": "ahead@0"}], "max_staleness": 1},
+    {"name": "late ahead", "deaths": [{"moment": "ahead@0"}], "max_staleness": 1, **LATE},
     {"name": "in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT},
-]
+    {"name": "copy in_flight", "deaths": [{"moment": "idle@1"}, {"moment": "sync@3"}], **IN_FLIGHT, **COPY},
+]  # fmt: skip
+SAME = [("generate", "plain"), ("copy", "plain"), ("a turn", "turns")]
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +49,34 @@ def results(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("name", "same"), [("generate", "plain"), ("eval", "plain"), ("a turn", "turns")])
+@pytest.mark.parametrize(("name", "same"), SAME)
 def test_rows_1_2_8_losses_rewards_and_rows_are_those_of_a_run_without_a_death(results, name, same):
     """Also if ranks call `generate` a different number of times: the others are in the meeting after it."""
     for plain, died in zip(results[same], results[name], strict=True):
         assert died["rounds"] == plain["rounds"] and died["losses"] == plain["losses"]
         assert died["evals"] == plain["evals"]
-    assert results[name][2]["left"] == 0 and results[name][0]["restarts"][-1] == 2
+    deaths = len(next(job for job in JOBS if job["name"] == name)["deaths"])
+    assert results[name][2]["left"] == 0 and results[name][0]["restarts"][-1] == deaths
     assert "node 1: engine 0 ended (its process" in results["log"] and "was killed by SIGKILL" in results["log"]
 
 
-@pytest.mark.parametrize("name", ["ahead", "in_flight"])
+@pytest.mark.parametrize("name", ["late ahead", "in_flight", "copy in_flight"])
 def test_row_2_rows_ahead_are_made_again_and_the_run_goes_on(results, name):
     ranks = results[name]
     assert ranks[2]["left"] == 0 and ranks[0]["restarts"][-1] == len(
         next(j for j in JOBS if j["name"] == name)["deaths"]
     )
     assert len(ranks[0]["losses"]) == 4 and all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+
+
+def test_row_2_no_limit_of_silence_or_progress_trips_while_an_engine_starts_again(results):
+    """One start takes longer than `heartbeat_timeout` and `stuck_timeout` of its job, and the launch goes on."""
+    seconds = [float(found) for found in re.findall(r"engine 0 was started again in ([\d.]+) s", results["log"])]
+    assert LATE["stuck_timeout"] < LATE_S <= max(seconds)
+
+
+def test_rows_1_8_with_a_copy_the_weights_come_from_the_node_itself(results):
+    jobs = results["log"].split("JOB DONE ")
+    for name in ("copy", "copy in_flight"):
+        (job,) = [text for text, end in zip(jobs, jobs[1:], strict=False) if end.split("\n")[0] == name]
+        assert "from the copy" in job and "`engine_restart_copy` holds" in job

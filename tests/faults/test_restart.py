@@ -33,6 +33,7 @@ from trl_multinode.testing.engines import ENGINE_ARGS
 from trl_multinode.testing.faults import FORKED, HOOK
 from trl_multinode.testing.forking import forked_fake_engine
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.weights.host_copy import HostCopy
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
@@ -58,17 +59,21 @@ class OneNode(SyncingHost):
         self.watch = Watchdog(self.topology)
         self.lines: list[str] = []
         self.ends: list[str] = []
-        self.watch._leave = self.ends.append  # otherwise it ends this process
+        # otherwise it ends this process
+        self.watch._watch._leave = lambda fatal: self.ends.append(fatal.line)  # type: ignore[method-assign]
         self._meeting, self._measure_clock = Meeting(self.topology, None, lambda: ""), None
         self._fleet = EngineFleet(self.topology, self.watch, None, self.settings, folder, self.lines.append)
         self.model = self._model = self._base = tiny_qwen2()
-        arguments = {"arguments": self._arguments, "environment": lambda index: CPU_ENVIRONMENT | cores_per_worker(1)}
+        environment = CPU_ENVIRONMENT | cores_per_worker(self.settings.vllm_tensor_parallel_size or 1)
+        arguments = {"arguments": self._arguments, "environment": lambda index: environment}
         self._fleet.start(SimpleNamespace(**arguments), num_engines, self.model, tiny_tokenizer())
         self.engines = self._fleet.connect(num_engines, 64)
         self.ahead_engines = self._fleet.connect(num_engines, 64) if staleness else None
         self._sync = WeightSync(ModuleSource(self.model, torch.float32), self.engines, 40_000, Transport())
+        if self.keeps_copy:
+            self._sync.copy = HostCopy(self.lines.append)
         self.engine_clocks, self._clock_starts, self._clock_offsets, self._kv_use = [], {}, {}, 0.0
-        self._renewed = []
+        self._renewed, self.activity = [], SimpleNamespace(synced=False)
         self.done = 0
         self.step = lambda: self.done
         accelerator = SimpleNamespace(process_index=0, wait_for_everyone=lambda: None)
@@ -80,9 +85,9 @@ class OneNode(SyncingHost):
             max_completion_length=max_completion_length,
         )
 
-    @staticmethod
-    def _arguments(folder: Path, index: int) -> dict:
-        return ENGINE_ARGS | {"model": str(folder), "seed": index}
+    def _arguments(self, folder: Path, index: int) -> dict:
+        workers = self.settings.vllm_tensor_parallel_size or 1
+        return ENGINE_ARGS | {"model": str(folder), "seed": index, "tensor_parallel_size": workers}
 
     def _report(self, text: str) -> None:
         self.lines.append(text)
@@ -123,6 +128,11 @@ class OneNode(SyncingHost):
     def kill(self, index: int = 0, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.engines[index].ready.pid, how)
 
+    def kill_until_ready(self) -> None:
+        """Kill the engine, and return when it was started again and has no weights."""
+        self.kill()
+        wait_until(lambda: self.num_restarts == 1 and self._fleet.restarts.is_ready(0))
+
     def kill_in_generation(self, index: int = 0, how: signal.Signals = signal.SIGKILL, ahead: bool = False) -> None:
         engines = self.ahead_engines if ahead else self.engines
 
@@ -134,10 +144,11 @@ class OneNode(SyncingHost):
 
         threading.Thread(target=later).start()
 
-    def kill_core_in_generation(self) -> None:
-        (core, *_) = [child for child in psutil.Process(self.engines[0].ready.pid).children(recursive=True)
-                      if "EngineCore" in " ".join(child.cmdline())]  # fmt: skip
-        threading.Timer(0.3, core.kill).start()
+    def kill_in_vllm(self, title: str, after_s: float = 0.0) -> None:
+        """Kill the first of vLLM's processes with this word in its title."""
+        (process, *_) = [child for child in psutil.Process(self.engines[0].ready.pid).children(recursive=True)
+                         if title in " ".join(child.cmdline())]  # fmt: skip
+        threading.Timer(after_s, process.kill).start()
 
     def kill_in_sync(self, index: int = 0) -> None:
         """Kill an engine while the third bucket of the next sync is gathered."""
@@ -230,9 +241,10 @@ def test_row_3_an_engine_may_die_twice_and_the_third_time_ends_the_run_with_the_
     assert "engine0.log" in one.ends[0]
 
 
-def test_row_3_twice_in_a_row(node, expected):
+@pytest.mark.parametrize("copy", [False, True])
+def test_row_3_twice_in_a_row(node, expected, copy):
     """The second time as soon as the new process serves, before it has weights."""
-    one = node()
+    one = node(engine_restart_copy=copy)
     renew = one.engines.renew
 
     def renew_and_kill(indices):
@@ -320,18 +332,77 @@ def test_row_2_a_generation_outside_of_a_round_ends_with_the_error(node):
         one.generation.generate(PROMPTS, None, 4)
 
 
+@pytest.mark.parametrize("moment", ["idle", "sync", "generate"])
+def test_rows_1_2_8_with_a_copy_no_rank_gathers_weights_again(node, expected, moment):
+    """The engine that was started again gets the same weights as the others had, from the memory of its node."""
+    one, gathered = node(engine_restart_copy=True), []
+    begin = one._sync._source.gathering
+    one._sync._source.gathering = lambda bucket: [gathered.append(bucket), begin(bucket)][1]
+    kill = {"idle": one.kill_until_ready, "sync": one.kill_in_sync, "generate": one.kill_in_generation}[moment]
+    assert one.story(at(moment, 1, kill)) == expected
+    assert gathered == one._sync.buckets * ROUNDS and one.num_restarts == 1
+    step = 1 - (moment == "idle")  # before the sync of round 1, or after it
+    text = "\n".join(one.lines)
+    assert f"got the weights of update {step + 1} (step {step}) again" in text and "from the copy" in text
+    size = sum(parameter.numel() for parameter in one.model.parameters()) * 4
+    assert size <= one._sync.copy.num_bytes < 1.1 * size
+    assert text.count(f"`engine_restart_copy` holds {one._sync.copy.num_bytes / 2**20:.1f} MiB") == 1
+
+
+def test_row_1_with_a_copy_an_engine_that_dies_before_the_first_sync_gets_that_one(node, expected):
+    one = node(engine_restart_copy=True)
+    assert one.story(at("idle", 0, one.kill_until_ready)) == expected
+    assert one.num_restarts == 1 and "from the copy" not in "\n".join(one.lines)
+
+
+def test_row_2_with_a_copy_the_other_engine_of_a_node_goes_on(node, expected):
+    one = node(num_engines=2, engine_restart_copy=True)
+    assert one.story(at("generate", 0, lambda: one.kill_in_generation(1))) == expected
+    assert any("engine 1 got the weights of update 1 (step 0) again" in line for line in one.lines)
+    assert [client.lost for client in one.engines] == [None, None]
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_row_2_weights_of_an_earlier_step_are_there_with_a_copy_only(node, copy):
+    """As with `vllm_sync_frequency`: the trainer has taken a step since the sync."""
+    one = node(engine_restart_copy=copy)
+    one.generation.sync_weights()
+    (_, expected, *_), seeds = one.generation.generate(PROMPTS, None, 4), one.generation.seeds
+    one.perturb(0)
+    one.done += 1
+    one.kill()
+    seeds.begin_round("train", 0)
+    with one.generation.recovering():
+        if not copy:
+            with pytest.raises(EngineDiedError, match="engine 0 of node 0"):
+                one.generation.generate(PROMPTS, None, 4)
+            return
+        assert one.generation.generate(PROMPTS, None, 4)[1] == expected
+        one.align()
+    assert one.generation.version.step == 0
+    one.generation.sync_weights()
+    assert one.generation.version.step == 1 and one.generation.generate(PROMPTS, None, 4)[1] != expected
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_rows_1_2_8_with_vllm(node):
-    """One engine: its core is killed in generation, the engine itself idle, and then while weights are sent."""
-    one = node(FORKED, engine_restarts=3, engine_stall_timeout=120.0, max_completion_length=100)
+    """A worker of a TP 2 engine is killed in generation, its core idle, and the engine while weights are sent."""
+    one = node(
+        FORKED, engine_restarts=3, engine_stall_timeout=120.0, max_completion_length=100, vllm_tensor_parallel_size=2
+    )
     expected = one.story()
     one.begin_again()
-    acts = [at("generate", 3, one.kill_core_in_generation), at("idle", 4, one.kill), at("sync", 5, one.kill_in_sync)]
-    made = one.story(lambda *moment: [act(*moment) for act in acts], first=3)
+    kills = [
+        at("generate", 3, lambda: one.kill_in_vllm("Worker_TP1", after_s=0.3)),
+        at("idle", 4, lambda: one.kill_in_vllm("EngineCore")),
+        at("sync", 5, one.kill_in_sync),
+    ]
+    made = one.story(lambda *moment: [kill(*moment) for kill in kills], first=3)
     assert [ids for ids, *_ in made] == [ids for ids, *_ in expected]
+    text = "\n".join(one.lines)
     assert one.num_restarts == 3 and not one.ends
-    assert "VLLM::EngineCore" in "\n".join(one.lines)
+    assert "VLLM::Worker_TP1" in text and "VLLM::EngineCore" in text
 
 
 def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:

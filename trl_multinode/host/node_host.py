@@ -39,6 +39,7 @@ from ..run.warn_once import WarnOnce
 from ..run.watchdog import Watchdog
 from ..transports.opening import TRANSPORTS
 from ..weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
+from ..weights.host_copy import HostCopy
 from ..weights.probe import divergence_limit
 from ..weights.shards import ShardGather
 from ..weights.sync import WeightSync
@@ -213,6 +214,8 @@ class NodeHost(SyncingHost, EndingHost):
                 plan, self._base, self.dtype, gather, self.engines, bucket_bytes, transport, self.topology
             )
             self._sync.in_flight, self._sync.recompute_kv = self.settings.in_flight, self.settings.recompute_kv
+            if self.keeps_copy and self.topology.is_local_main:
+                self._sync.copy = HostCopy(self._report)
         return self.engines
 
     def _transport(self) -> Transport:

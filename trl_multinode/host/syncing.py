@@ -15,6 +15,7 @@ from ..engine.group import PendingReplies
 from ..engine.node_engines import NodeEngines
 from ..engine.restarts import lost_engine, lost_engines
 from ..errors import EngineError
+from ..node_settings import NodeSettings
 from ..run.activity import RankActivity
 from ..run.meeting import Meeting
 from ..run.phase_file import PhaseFile
@@ -31,6 +32,7 @@ from ..wire.messages import Await, Done, WeightVersion
 class SyncingHost:
     """Base class of [`NodeHost`] with the meetings of all ranks and the weight sync."""
 
+    settings: NodeSettings
     topology: Topology
     phases: Phases
     activity: RankActivity
@@ -127,15 +129,27 @@ class SyncingHost:
         """Number of restarts of the engines that this rank owns."""
         return 0 if self._fleet.restarts is None else self._fleet.restarts.count
 
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether each node has a copy of the weights, so that `restore` is no collective. The same on every rank."""
+        return self.settings.engine_restart_copy
+
     def restore(self, version: WeightVersion) -> None:
-        """Send the weights of `version` to the engines that were started again. A collective of all ranks."""
+        """Send the weights of `version` to the engines that were started again. All ranks call it.
+
+        It is a collective, unless each node keeps a copy of the weights.
+        """
         assert self._sync is not None and self.engines is not None
         group = self.engines.serving([index for index, _ in self._renewed]) if self.topology.is_local_main else None
-        timings = self._sync.send_again(version, group)
         self._renewed = []
-        if group:
+        if not self.keeps_copy:
+            timings = self._sync.send_again(version, group)
+        elif group:
+            timings = self._sync.send_copy(version, group)
+        if group and timings.num_buckets:
             names = ", ".join(f"engine {engine.index}" for engine in group)
-            self._report(f"{names} got the weights of {version} again in {timings.total_s:.1f} s")
+            source = ", from the copy" if self.keeps_copy else ""
+            self._report(f"{names} got the weights of {version} again in {timings.total_s:.1f} s{source}")
 
     def restore_all(self) -> None:
         """Make the next `sync` send everything to all engines, because some were started again. All ranks call it."""

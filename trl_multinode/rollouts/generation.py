@@ -204,9 +204,10 @@ class NodeGeneration:
             with self._phases("generate"):
                 self.look_ahead.wait()  # before the barrier: an engine loads no weights while it generates
         # the barrier's limit is `ddp_timeout`, and a look-ahead may take longer
-        if self._host.meet(self._host.engines_to_restore()):
+        while self._host.meet(self._host.engines_to_restore()):
             self._restore()
-            return
+            if self._engines_are_current:
+                return
         with self._phases("wait"):
             self.accelerator.wait_for_everyone()  # then no rank generates, and all ranks start to gather together
         self._send_weights()
@@ -217,11 +218,12 @@ class NodeGeneration:
         return self.version.step == self._host.step() and not self._weights_changed
 
     def _restore(self) -> None:
-        """Send the weights to engines that were started again, after a meeting that asked for it. A collective.
+        """Send the weights to engines that were started again, after a meeting that asked for it. All ranks call it.
 
-        If the others have the weights of an earlier optimizer step, all engines get the present ones.
+        If the others have the weights of an earlier optimizer step, all engines get the present ones, or with a copy
+        on each node those that were started again get the earlier ones.
         """
-        if self._engines_are_current:
+        if self._engines_are_current or self._host.keeps_copy:
             with self._phases("sync"):
                 self._host.restore(self.version)
         else:
@@ -243,9 +245,9 @@ class NodeGeneration:
 
         Raises:
             `EngineError`: the end of the first engine, if the weights of these rows are gone: a trainer with
-                `vllm_sync_frequency` has taken optimizer steps since then.
+                `vllm_sync_frequency` has taken optimizer steps since then, and no node keeps a copy.
         """
-        if self.continuous is None and not self._engines_are_current:
+        if self.continuous is None and not (self._engines_are_current or self._host.keeps_copy):
             raise next(client.lost for client in self.engines if client.lost is not None)
         if not (lost := self._host.lost_engines()):  # only the connections of the rows in flight have ended
             self._host.ahead_engines.renew_later(range(len(self.engines)))

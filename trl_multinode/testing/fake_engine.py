@@ -100,6 +100,7 @@ class FakeBackend(Backend):
         self._faults = Faults.from_command_line()
         self._delay_s = self._faults.delay_s(spec.index)
         self._token_delay_s = self._faults.token_delay_s()
+        self._start_delay_s = self._faults.restart_delay_s() if spec.start else 0.0
         self._tokens = 0
         self._version = WeightVersion()
         self._committed = WeightVersion()
@@ -110,6 +111,7 @@ class FakeBackend(Backend):
 
     async def start(self) -> None:
         torch.set_num_threads(1)
+        await asyncio.sleep(self._start_delay_s)
         if self._token_delay_s:  # the rows' threads only wait, so all of them may run, as in vLLM
             asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))
         config = AutoConfig.from_pretrained(self._args["model"])

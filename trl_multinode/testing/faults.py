@@ -7,7 +7,8 @@ A fault is a word on the command line of an engine of the test kit, before the p
 - `stale_head@2-3`: it keeps the old packed copy of a tied head (a real bug of vLLM on a CPU);
 - `late_outputs@2-3`: it reads outputs from vLLM late, as a process under load does;
 - `slow=1:0.5`: engine 1 of every node delays each generation request by 0.5 s;
-- `slow_tokens=0.02`: a fake engine waits 0.02 s after every token of a completion.
+- `slow_tokens=0.02`: a fake engine waits 0.02 s after every token of a completion;
+- `slow_restart=9`: a fake engine that is started again takes 9 s longer.
 """
 
 import sys
@@ -59,6 +60,10 @@ class Faults:
         """Make a fake engine wait after every token of a completion, so that generation takes longer than training."""
         return Faults((*self.words, f"slow_tokens={seconds}"))
 
+    def slow_restart(self, seconds: float) -> "Faults":
+        """Make the start of a fake engine take so much longer if it replaces one that died."""
+        return Faults((*self.words, f"slow_restart={seconds}"))
+
     def engine(self, module: str = REAL) -> str:
         """Return the value of `HOOK`: `module` with these faults; `running_engines(module=...)` takes it too."""
         return " ".join((FAULTY_REAL if module == REAL else module, *self.words))
@@ -95,6 +100,10 @@ class Faults:
     def token_delay_s(self) -> float:
         """Return the seconds for which a fake engine waits after every token."""
         return self._seconds("slow_tokens=")
+
+    def restart_delay_s(self) -> float:
+        """Return the seconds by which the start of a fake engine takes longer if it replaces one that died."""
+        return self._seconds("slow_restart=")
 
     def _seconds(self, start: str) -> float:
         return sum(float(word.removeprefix(start)) for word in self.words if word.startswith(start))

@@ -3,7 +3,7 @@
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from ..transports.base import Slots
 from ..transports.pieces import Pieces
 from ..wire.messages import NUM_SLOTS, BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
 from .buckets import Bucket, plan_buckets, slot_bytes, slot_layout
+from .host_copy import HostCopy
 from .source import Finish, WeightSource
 from .transport import Transport
 
@@ -105,6 +106,7 @@ class WeightSync:
         recompute_kv: bool = False,
     ):
         self.in_flight, self.recompute_kv = in_flight, recompute_kv
+        self.copy: HostCopy | None = None  # of the local main process, for `send_copy`
         self._source = source
         self._engines = engines
         self.buckets: list[Bucket] = plan_buckets(source.metadata(), limit_bytes)
@@ -142,7 +144,9 @@ class WeightSync:
         timings = self._begin_timings(version)
         if self._engines is not None and self._slots is None:
             self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._layouts)
-        self._send(self._engines, self._slots, timings)
+        self._send(self._engines, self._slots, timings, self._gather, self.copy)
+        if self.copy is not None:
+            self.copy.complete(version)
         self._first = sum(bucket[0].frozen for bucket in self.buckets)
         self._check_frozen = False
         return timings
@@ -159,14 +163,41 @@ class WeightSync:
             engines (`EngineGroup`, *optional*):
                 Engines of this node that were started again, on its local main process.
         """
+        return self._send_from_scratch(engines, lambda: self._begin_timings(version), self._gather)
+
+    def send_copy(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
+        """Send this node's copy of the last update to engines that were started again. Not a collective.
+
+        Before the first update there is nothing to send: that update reaches these engines too.
+
+        Args:
+            version (`WeightVersion`), engines (`EngineGroup`):
+                Arguments of `send_again`.
+
+        Raises:
+            `WeightVersionError`: if an engine's workers committed another version than `version`.
+        """
+        assert self.copy is not None
+        if self.copy.version is None:
+            self.forget_slots()
+            return SyncTimings(version=version)
+        if self.copy.version != version:
+            raise WeightSyncError(f"The copy of the weights is of {self.copy.version}, expected {version}.")
+        timings = SyncTimings(num_bytes=self.copy.num_bytes, num_buckets=len(self.buckets), version=version)
+        return self._send_from_scratch(engines, lambda: timings, self._read_copy)
+
+    def _send_from_scratch(
+        self, engines: EngineGroup | None, begin: Callable[[], SyncTimings], fill: "Fill"
+    ) -> SyncTimings:
+        """Send all buckets through slots of their own."""
         kept, self._first = self._first, 0
         slots = None
         if engines:
             self.forget_slots()
             slots = self._transport.open_on_host(engines, slot_bytes(self.buckets), self._layouts)
-        timings = self._begin_timings(version)
+        timings = begin()
         try:
-            self._send(engines or None, slots, timings)
+            self._send(engines or None, slots, timings, fill)
         finally:
             if slots is not None:
                 slots.close()
@@ -189,8 +220,15 @@ class WeightSync:
         timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
         return timings
 
-    def _send(self, engines: EngineGroup | None, slots: Slots | None, timings: SyncTimings) -> None:
-        """Gather the buckets from `_first` on; with `engines`, send them there."""
+    def _send(
+        self,
+        engines: EngineGroup | None,
+        slots: Slots | None,
+        timings: SyncTimings,
+        fill: "Fill",
+        copy: HostCopy | None = None,
+    ) -> None:
+        """Take the buckets from `_first` on from `fill`; with `engines`, send them there, and keep them in `copy`."""
         self.num_gathered = self._first
         start = time.perf_counter()
         if engines is not None:
@@ -204,8 +242,8 @@ class WeightSync:
             )
         begun = time.perf_counter()
         try:
-            with self._sending(engines, slots, timings) as sender:
-                self._gather(timings, sender)
+            with self._sending(engines, slots, timings, copy) as sender:
+                fill(timings, sender)
         finally:
             self._source.release()
         timings.stream_s = time.perf_counter() - begun
@@ -220,12 +258,12 @@ class WeightSync:
 
     @contextmanager
     def _sending(
-        self, engines: EngineGroup | None, slots: Slots | None, timings: SyncTimings
+        self, engines: EngineGroup | None, slots: Slots | None, timings: SyncTimings, copy: HostCopy | None
     ) -> Iterator["BucketSender | None"]:
         if engines is None or slots is None:
             yield None
             return
-        with BucketSender(engines, slots, self._layouts, timings) as sender:
+        with BucketSender(engines, slots, self._layouts, timings, copy) as sender:
             yield sender
 
     def _gather(self, timings: SyncTimings, sender: "BucketSender | None") -> None:
@@ -249,6 +287,12 @@ class WeightSync:
                 previous.close()
                 previous = current
 
+    def _read_copy(self, timings: SyncTimings, sender: "BucketSender | None") -> None:
+        """Give every bucket of this node's copy to the sender."""
+        assert sender is not None and self.copy is not None
+        for index, layout in enumerate(self._layouts):
+            sender.send(index, self.copy.tensors(index, layout)).result()
+
     def _begin(self, bucket: Bucket, everything: ExitStack) -> tuple[ExitStack, Finish]:
         own = everything.enter_context(ExitStack())
         return own, own.enter_context(self._source.gathering(bucket))
@@ -269,8 +313,11 @@ class BucketSender:
     While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait for a reply.
     """
 
-    def __init__(self, engines: EngineGroup, slots: Slots, layouts: list, timings: SyncTimings):
+    def __init__(
+        self, engines: EngineGroup, slots: Slots, layouts: list, timings: SyncTimings, copy: HostCopy | None = None
+    ):
         self._engines, self._slots, self._layouts, self._timings = engines, slots, layouts, timings
+        self._copy = copy
         self._in_flight: deque[PendingReplies] = deque()  # one per bucket in flight
         self._load_s = {engine.index: 0.0 for engine in engines}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
@@ -308,17 +355,22 @@ class BucketSender:
             with torch.cuda.stream(self._stream_on(on_gpu)):
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
                 self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
+        if self._copy is not None:
+            self._copy.keep(index, self._slots.memory[index % NUM_SLOTS][: self._size_of(index)])
         self._timings.copy_s += time.perf_counter() - start
         self._hand_over(index)
 
     def _hand_over(self, index: int) -> None:
         self._in_flight.append(self._engines.post_all(LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
-        last = self._layouts[index][-1]
         try:
-            self._slots.transmit(index % NUM_SLOTS, last.offset + last.num_bytes)
+            self._slots.transmit(index % NUM_SLOTS, self._size_of(index))
         except WeightSyncError:
             self._wait_for_all()  # raises the error of a failed engine, which names the cause
             raise
+
+    def _size_of(self, index: int) -> int:
+        last = self._layouts[index][-1]
+        return last.offset + last.num_bytes
 
     def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
         """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
@@ -334,3 +386,6 @@ class BucketSender:
     def _wait_for_all(self) -> None:
         while self._in_flight:
             self._wait_for_oldest()
+
+
+Fill = Callable[[SyncTimings, BucketSender | None], None]  # gives every bucket to the sender

@@ -1,7 +1,7 @@
 """Trains while engines die, one trainer after the other. Usage: restarted.py FOLDER JOBS_JSON
 
-A job has a `name`, `deaths` and settings of the trainer. A death has a `moment`, and kills engine 0 of node 1, or
-`engine`, with `signal` (default: SIGKILL):
+A job has a `name`, `deaths`, settings of the trainer, and perhaps `slow_restart`: seconds by which a restart
+takes longer. A death has a `moment`, and kills engine 0 of node 1, or `engine`, with `signal` (default: SIGKILL):
 
 - `idle@2`: in the reward of training round 2;
 - `generate@2`: when round 2 has made rows, or in the `call`-th generation of that round;
@@ -28,6 +28,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multinode import GRPOTrainer
 from trl_multinode.host import NodeHost
+from trl_multinode.testing.faults import HOOK, Faults
 from trl_multinode.testing.models import tiny_qwen2
 
 folder, jobs_json = sys.argv[1:]
@@ -137,7 +138,12 @@ def watch_buckets(rows: Rows) -> None:
     sync._begin = begun
 
 
-def run(name: str, deaths: list[dict], output: str = "run", eval_prompts: int = 0, **settings) -> None:
+def run(
+    name: str, deaths: list[dict], output: str = "run", eval_prompts: int = 0, slow_restart: float = 0.0, **settings
+) -> None:
+    engine = os.environ.get(HOOK, "")
+    if slow_restart:  # a restart reads the variable
+        os.environ[HOOK] = " ".join((engine, *Faults().slow_restart(slow_restart).words))
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     rows = Rows(deaths)
     settings = {
@@ -166,6 +172,8 @@ def run(name: str, deaths: list[dict], output: str = "run", eval_prompts: int = 
         left=len(rows.deaths),
     )
     trainer.host.close()
+    if slow_restart:
+        os.environ[HOOK] = engine
     print(f"JOB DONE {name}", flush=True)
 
 
