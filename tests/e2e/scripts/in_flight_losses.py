@@ -77,7 +77,13 @@ def compare(folder: Path, dataset) -> dict:
             trainer.train()
 
         return Scenario(
-            SETTINGS, IN_FLIGHT, model=model, dataset=dataset, keywords={"callbacks": [callback]}, run=run, trls=Taken
+            SETTINGS,
+            model=model,
+            dataset=dataset,
+            keywords={"callbacks": [callback]},
+            run=run,
+            trls=Taken,
+            node_settings=IN_FLIGHT,
         )
 
     deepspeed.init_distributed("gloo")  # TRL loads the reference model before accelerate does
