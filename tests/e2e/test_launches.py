@@ -24,7 +24,7 @@ OFFLOAD = ZERO3 | {
 }
 SETTINGS = {"ZERO3": ZERO3, "ZERO2": ZERO2, "OFFLOAD": OFFLOAD, "BF16": ZERO3 | {"bf16": {"enabled": "auto"}}}
 CANARY = f"canary{secrets.token_hex(8)}"
-SECRETS = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), CANARY)
+SECRETS = dict.fromkeys(("TEST_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), CANARY)  # HF_TOKEN: small_run.py
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, **SECRETS}
 pytestmark = [pytest.mark.two_node, pytest.mark.timeout(300)]
 

@@ -14,6 +14,7 @@ from common import Recorder, make_trainer, write_result
 from trl_multinode import MultiNodeGRPOConfig
 from trl_multinode.testing.models import tiny_qwen2
 
+os.environ["HF_TOKEN"] = os.environ["TEST_TOKEN"]  # not in the launch: imports read it, and forked ranks share theirs
 folder, config = sys.argv[1:]
 settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 2}
 if config == "plain":
@@ -26,7 +27,7 @@ else:
     settings["micro_batch_tokens"] = 50 if config == "balanced" else None  # 2 of the longest rows
     settings |= {"bf16": config == "bf16", "engine_dtype": "float32"}
     if config == "ours":  # a checkpoint, in which no token may be
-        settings |= {"hub_token": os.environ.get("HF_TOKEN"), "save_strategy": "steps", "save_steps": 2}
+        settings |= {"hub_token": os.environ["HF_TOKEN"], "save_strategy": "steps", "save_steps": 2}
 recorder = Recorder()
 trainer = make_trainer(tiny_qwen2(tied=False), recorder, folder, [f"{i} =" for i in range(32)], **settings)
 trainer.train()
