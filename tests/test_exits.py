@@ -82,3 +82,16 @@ def test_a_frame_has_returned_or_was_left_by_an_exception():
         ended(True)
     assert [has_returned(frame) for frame in frames] == [True, False]
     assert not has_returned(sys._getframe())
+
+
+def test_what_an_earlier_hook_prints_under_torchs_own_is_seen():
+    """`init_process_group` installs a hook that calls the one before it with a buffer as stderr."""
+    program = """
+import os, sys, torch.distributed as dist
+from trl_multinode.run.exits import ScriptExits
+ScriptExits(lambda error: (print("the cause", file=sys.stderr), os._exit(6))).watch()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+raise ValueError("bad")
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 6 and "the cause" in ran.stderr

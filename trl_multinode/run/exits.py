@@ -2,9 +2,11 @@
 
 import builtins
 import dis
+import io
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -34,7 +36,9 @@ class ScriptExits:
         previous = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if not self._on_exception(error):
+            with unbuffered():
+                ours = self._on_exception(error)
+            if not ours:
                 previous(kind, error, trace)
 
         self._install(sys, "excepthook", hook)
@@ -74,6 +78,19 @@ class ScriptExits:
             leave(status)
 
         return leave_noticed
+
+
+@contextmanager
+def unbuffered() -> Iterator[None]:
+    """Print to the real stderr inside: `init_process_group` installs a hook that calls earlier ones with a buffer as
+    stderr, which a process that ends in one of them never prints."""
+    stderr = sys.stderr
+    if isinstance(stderr, io.StringIO) and sys.__stderr__ is not None:
+        sys.stderr = sys.__stderr__
+    try:
+        yield
+    finally:
+        sys.stderr = stderr
 
 
 def is_good(status: Any) -> bool:
