@@ -30,8 +30,8 @@ class ReconnectingStore:
     values are set to the same text, and counters are compared with "at least".
 
     Args:
-        connect (`Callable[[], Store]`):
-            Function that opens a connection.
+        connect (`Callable[[float | None], Store]`):
+            Function that opens a connection within so many seconds, or within the usual limit.
         address (`tuple[str, int]`):
             Host and port of the store.
         reopened (`Callable[[float], None]`):
@@ -42,7 +42,7 @@ class ReconnectingStore:
 
     def __init__(
         self,
-        connect: Callable[[], Store],
+        connect: Callable[[float | None], Store],
         address: tuple[str, int],
         reopened: Callable[[float], None],
     ):
@@ -69,8 +69,8 @@ class ReconnectingStore:
             self._unconfirmed = [] if has_reply else [*self._unconfirmed, use]
             return found
 
-    def _open(self) -> Store:
-        client = self._connect()
+    def _open(self, limit_s: float | None = None) -> Store:
+        client = self._connect(limit_s)
         keep_alive(self._address[1], self.limit_s)
         return client
 
@@ -79,9 +79,10 @@ class ReconnectingStore:
         with self._opening:
             while self._client is failed:
                 try:
-                    # torch's own attempts go on until their limit, also when nothing listens there any more
+                    # torch's own attempts go on until their limit, also when nothing listens there any more. A
+                    # launcher that is being killed closes its listening socket last, so the probe may still reach it
                     socket.create_connection(self._address, PROBE_S).close()
-                    client = self._open()
+                    client = self._open(PROBE_S)
                     for use in self._unconfirmed:
                         use(client)
                     self._client = client
@@ -134,7 +135,7 @@ class Prefixed:
         return lambda *args: self._parent.repeat(lambda client: use(client, *args), has_reply=name not in NO_REPLY)
 
 
-def open_store(connect: Callable[[], Store], address: tuple[str, int], topology: Topology) -> Store:
+def open_store(connect: Callable[[float | None], Store], address: tuple[str, int], topology: Topology) -> Store:
     """Open a client of the run's store; local main processes report each reset.
 
     Raises:

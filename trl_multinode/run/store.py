@@ -65,9 +65,11 @@ def connect_store(topology: Topology, run: int | None, environ: Mapping[str, str
     address = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
-    def connect() -> Store:
+    def connect(limit_s: float | None) -> Store:
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
-        client = TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+        within = timeout if limit_s is None else timedelta(seconds=limit_s)
+        client = TCPStore(*address, is_master=False, timeout=within, wait_for_workers=False)
+        client.set_timeout(timeout)
         return PrefixStore(f"trl_multinode/{attempt}" + ("" if run is None else f"/{run}"), client)
 
     return open_store(connect, address, topology)
