@@ -116,7 +116,8 @@ def test_rollouts_do_not_cross_the_link_and_nodes_do_not_see_each_other(two_by_t
     for rank in (0, 2):
         run = two_by_two["story"][rank]
         extra = {tokens: run[f"bytes_{tokens}"] - run[f"bytes_idle_{tokens}"] for tokens in (16, 512)}
-        assert max(extra.values()) < 2000, f"rank {rank}: {extra} beyond the idle link, {run}"
+        # a heartbeat more or less has 3,000; the rollouts of 512 tokens would have 32,000
+        assert max(extra.values()) < 8000, f"rank {rank}: {extra} beyond the idle link, {run}"
 
 
 @pytest.mark.skipif(not NAMESPACES, reason=f"namespaces: {namespaces_available()}")
