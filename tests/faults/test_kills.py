@@ -90,10 +90,10 @@ def test_row_node_killed_at_once_ends_the_other_node_with_one_line(nodes, node, 
 
     launch(nodes, "-1")
     line, seconds = line_after(nodes, kill_node, {0, 1, 2, 3} - {2 * node, 2 * node + 1})
-    assert re.search(rf"node {node}|[Cc]onnection|peer", line), line
-    fault_seconds(seconds)
     for folder in nodes.tmpdir(node).glob("trl_multinode_*"):  # nothing was left there that could remove it
         shutil.rmtree(folder)
+    assert re.search(rf"node {node}|[Cc]onnection|peer|Read error", line), line  # whichever collective noticed it
+    fault_seconds(seconds)
 
 
 def test_row_gpu_memory_that_is_too_small_is_named_with_the_rank_on_all(nodes, fault_seconds):
