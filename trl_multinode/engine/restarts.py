@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..errors import EngineStartError
+from ..run.exit_codes import ENGINE
 from ..run.watchdog import Watchdog
 from .process import EngineProcess, wait_until_ready
 
@@ -133,7 +134,7 @@ class EngineRestarts:
                 if self._closed:
                     return
                 if self._counts[index] >= self._limit or not isinstance(error, EngineStartError):
-                    self._watch.report(f"{type(error).__name__}: {error}")
+                    self._watch.report(f"{type(error).__name__}: {error}", code=ENGINE)
                     return
                 self._counts[index] += 1
                 self._announce(index, str(error))

@@ -1,4 +1,4 @@
-"""What a rank does, put together for its heartbeats from its phases, its meetings and what is left in a phase."""
+"""Activity of a rank for its heartbeats: its phase, its meetings, and what is left in the phase."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
