@@ -8,7 +8,7 @@ from forks import FORK
 
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch.watchdog import Watchdog
 
 RANKS, PER_NODE = 4, 2
 

@@ -12,13 +12,13 @@ import pytest
 from forks import FORK, forked
 from store_host import StoreHost
 
-from trl_multinode.run import exit_codes
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watch_thread as watch_module
-from trl_multinode.run.signals import noop_handler
+from trl_multinode.run.endings import exit_codes
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch import watch_thread as watch_module
+from trl_multinode.run.watch.signals import noop_handler
+from trl_multinode.run.watch.watchdog import Watchdog
 
 ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)

@@ -19,13 +19,15 @@ from torch.distributed import HashStore
 
 from trl_multinode import errors
 from trl_multinode.node_settings import NodeSettings
-from trl_multinode.run import addresses, arrivals, early, exit_codes, node_versions, owner, versions
+from trl_multinode.run import addresses, node_versions, owner, versions
 from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import begin_run, check_writable
-from trl_multinode.run.ending import Ending
-from trl_multinode.run.fatal import Fatal
+from trl_multinode.run.endings import exit_codes
+from trl_multinode.run.endings.ending import Ending
+from trl_multinode.run.endings.fatal import Fatal
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch import arrivals, early
+from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.saving.newest import newest_whole
 from trl_multinode.testing.namespaces import namespaces_available
 
@@ -236,9 +238,9 @@ def test_no_child_of_a_rank_is_watched(run_script):
         """
         import multiprocessing, subprocess
         import trl_multinode
-        from trl_multinode.run import early
+        from trl_multinode.run.watch import early
 
-        ask = "import trl_multinode.run.early as early, sys; sys.exit(5 if early._early else 0)"
+        ask = "import trl_multinode.run.watch.early as early, sys; sys.exit(5 if early._early else 0)"
         def fail(): raise OSError("a child's own")
 
         if __name__ == "__main__":

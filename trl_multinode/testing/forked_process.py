@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ..run import early
+from ..run.watch import early
 from .namespaces import enter_node
 
 POLL_S = 0.02
@@ -229,8 +229,8 @@ def traceback_from(script: str | None, traceback: TracebackType | None) -> Trace
 def show_node() -> None:
     """Show this process's TMPDIR in /proc/<pid>/environ, by which [`Nodes`](nodes.py) finds the processes of a node.
 
-    The kernel reads that file from where it put the environment of the template, which keeps room for it there. A process
-    without `TMPDIR` belongs to no node.
+    The kernel reads that file from where it put the environment of the template, which keeps room for it there. A
+    process without `TMPDIR` belongs to no node.
     """
     shown = f"TMPDIR={os.environ['TMPDIR']}".encode() if "TMPDIR" in os.environ else b""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
