@@ -102,7 +102,7 @@ class _Template:
         self.socket_path = os.path.join(self._folder, "socket")
         # Not the marker and the TMPDIR of a node: the template belongs to none
         of_no_node = {name: value for name, value in environment.items() if name != MARKER_VARIABLE}
-        of_no_node |= {"TMPDIR": tempfile.gettempdir(), ROOM_VARIABLE: ROOM.partition("=")[2]}
+        of_no_node |= {"TMPDIR": self._folder, ROOM_VARIABLE: ROOM.partition("=")[2]}
         of_no_node.setdefault("TRACKIO_DIR", os.path.join(self._folder, "trackio"))  # not in the user's home
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(self.socket_path)
