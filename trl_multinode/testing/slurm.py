@@ -43,7 +43,7 @@ class SlurmCluster:
         cluster.wait_for(job, "RUNNING", timeout_s=20)
         cluster.run("scancel", job)
         assert cluster.wait_for(job, "CANCELLED", timeout_s=40)["ExitCode"] == "0:15"
-        assert cluster.pids() == cluster.daemons  # no process of the job is left
+        assert not cluster.jobs_processes()
     ```
 
     A job of the partition `urgent` pre-empts those of `main`, the default one: they get SIGTERM, 30 s later SIGKILL, and
@@ -82,6 +82,7 @@ class SlurmCluster:
         self._processes: list[subprocess.Popen] = []
         self._network: Namespaces | None = None
         self._env = {**(env or {})}
+        self._daemons: set[int] = set()  # and their children
         atexit.register(self.close)
         try:
             self._start(gpus_per_node)
@@ -161,10 +162,10 @@ class SlurmCluster:
 
     # ---- processes
 
-    @property
-    def daemons(self) -> list[int]:
-        """Pids of the daemons of the nodes; munge's, which has no node, is not among them."""
-        return sorted(process.pid for process in self._processes[1:])
+    def jobs_processes(self) -> dict[int, str]:
+        """Return the command lines of all live processes of the nodes, by pid, without those of the daemons."""
+        found = {pid: _command_line(pid) for pid in self.pids() if pid not in self._daemons}
+        return {pid: words for pid, words in found.items() if words}
 
     def pids(self) -> list[int]:
         """Return the pids of all live processes of the nodes, daemons included, without zombies."""
@@ -214,6 +215,7 @@ class SlurmCluster:
         for node in range(self.num_nodes):
             self._daemon(f"slurmd{node}", [*self._on(node), "slurmd", "-D"])
         self._until(lambda: self._states() == ["idle"] * self.num_nodes, "all nodes to be idle")
+        self._daemons = set(self.pids())
 
     def _start_munge(self) -> None:
         files = {name: f"{self._private}/munge.{name}" for name in ("key", "socket", "pid", "seed")}
@@ -267,6 +269,14 @@ class SlurmCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return pids
+
+
+def _command_line(pid: int) -> str:
+    """Return the words of a live process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 @functools.cache
