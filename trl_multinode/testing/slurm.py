@@ -5,7 +5,6 @@ import contextlib
 import functools
 import os
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -27,8 +26,8 @@ KILL_LIMIT_S = 10.0
 TAIL_LINES = 15
 GONE = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
-# A node has a host name, /etc/hosts, TMPDIR and /dev/shm of its own. Not by `ip netns exec`, which mounts another /sys,
-# without the cgroups that slurmd looks for.
+# A node has a host name, /etc/hosts, TMPDIR and /dev/shm of its own. `ip netns exec` would mount another /sys, without
+# the cgroups that slurmd looks for.
 ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && mount --bind "$3" "$4" && mount --bind "$5" /dev/shm && '
 ENTER += 'shift 5 && exec "$@"'
 
@@ -43,12 +42,12 @@ class SlurmCluster:
         cluster.wait_for(job, "RUNNING", timeout_s=20)
         cluster.run("scancel", job)
         assert cluster.wait_for(job, "CANCELLED", timeout_s=40)["ExitCode"] == "0:15"
-        assert not cluster.jobs_processes()
+        assert not cluster.job_processes()
     ```
 
-    A job of the partition `urgent` pre-empts those of `main`, the default one: they get SIGTERM, 30 s later SIGKILL, and
-    are requeued. Jobs run as root, start in `folder`, and have the environment of this process with the variables of
-    `launch_files.node_environment`.
+    A job of the partition `urgent` pre-empts those of `main`, the default one, and of `at_once`: their steps get
+    SIGTERM, and SLURM requeues those of `main` after 30 s, those of `at_once` immediately. Jobs run as root, start in
+    `folder`, and have the environment of this process with the variables of `launch_files.node_environment`.
 
     Args:
         num_nodes (`int`, *optional*, defaults to `2`):
@@ -76,7 +75,7 @@ class SlurmCluster:
             raise RuntimeError(f"SlurmCluster cannot work: {reason}")
         self.num_nodes = num_nodes
         self.folder = Path(folder).resolve()
-        self._private = Path(tempfile.mkdtemp(prefix="tmn-"))  # short: the path of munge's socket begins with it
+        self._private = Path(tempfile.mkdtemp(prefix="tmn-slurm-"))  # short: the path of munge's socket begins with it
         self._logs = self.folder / "slurm"
         self._tmpdir = self._private / "tmp"
         self._processes: list[subprocess.Popen] = []
@@ -162,7 +161,7 @@ class SlurmCluster:
 
     # ---- processes
 
-    def jobs_processes(self) -> dict[int, str]:
+    def job_processes(self) -> dict[int, str]:
         """Return the command lines of all live processes of the nodes, by pid, without those of the daemons."""
         found = {pid: _command_line(pid) for pid in self.pids() if pid not in self._daemons}
         return {pid: words for pid, words in found.items() if words}
@@ -207,7 +206,7 @@ class SlurmCluster:
         for folder in (self._logs, self._tmpdir):
             folder.mkdir(parents=True, exist_ok=True)
         self._private.chmod(0o755)  # munge's socket is for every user
-        self._network = Namespaces(f"tmn-{secrets.token_hex(3)}", self.num_nodes)
+        self._network = Namespaces(self._private.name, self.num_nodes)
         addresses = [self._network.address(node) for node in range(self.num_nodes)]
         write_files(self._private, addresses, gpus)
         self._start_munge()

@@ -1,8 +1,8 @@
 """A training script that resumes from its last checkpoint. Usage: train.py FOLDER
 
-Its first start also runs the same training without a break, before. Both write what they do, FOLDER/whole-rank<r>.jsonl
-and FOLDER/broken-rank<r>.jsonl: a line per round with the rows that are scored, and per optimizer step with its loss.
-The broken one waits at the steps of HOLD until the file FOLDER/go-<step> exists.
+Its first start runs the same training without a break, too, and before. Both trainings write a line per round with the
+rows that are scored, and a line per optimizer step with its loss, into FOLDER/whole-rank<r>.jsonl and
+FOLDER/broken-rank<r>.jsonl. The broken one waits at the steps of HOLD until the file FOLDER/go-<step> exists.
 """
 
 import json
@@ -68,6 +68,7 @@ def train(name: str, hold: tuple[int, ...]) -> None:
 
 
 assert WORLD == 2, WORLD
+print(f"{len(os.sched_getaffinity(0))} cores, GPUs {os.environ['CUDA_VISIBLE_DEVICES']}", flush=True)
 if START == "0":
     train("whole", ())
 train("broken", HOLD)
