@@ -10,7 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 
-
 DESCRIPTION = """\
 Print the flags of `accelerate launch` that differ between nodes, from the variables of SkyPilot, of a Kubernetes
 TrainJob (PET_*), of SLURM (inside srun) or of an Indexed Job (JOB_COMPLETION_INDEX). In a job file:
