@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import slurm
+from . import slurm, ssh
 from .job import Job
 from .options import Options, Parser
 
@@ -21,4 +21,5 @@ class Kind:
 
 KINDS = {
     "slurm": Kind("slurm.sbatch", "a batch script for sbatch", slurm.add_options, slurm.values, slurm.then),
+    "ssh": Kind("ssh.sh", "a script that starts every node through ssh", ssh.add_options, ssh.values, ssh.then),
 }
