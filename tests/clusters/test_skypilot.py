@@ -29,7 +29,7 @@ def render(tmp_path, monkeypatch, capsys):
 def launch_of(shell: str) -> list[list[str]]:
     """Words of the roll-call and of the launch at the end of a shell script."""
     assert subprocess.run(["bash", "-n"], input=shell, text=True).returncode == 0
-    words = shlex.split(shell.partition("exec ")[2])
+    words = shlex.split(shell.partition("exec ")[2].replace("\\\n", ""))
     return [words[: words.index("--")], words[words.index("--") + 1 :]]
 
 
