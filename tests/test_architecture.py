@@ -24,7 +24,7 @@ ARROWS = {
     "testing": "engine engine_process run trainer transports vllm_worker weights wire",
     "command": "__init__ check examples render wire",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
-    "render": "errors node_settings",  # a login node has neither torch nor accelerate
+    "render": "node_settings",  # a login node has neither torch nor accelerate
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",

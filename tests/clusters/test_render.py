@@ -23,7 +23,8 @@ def test_a_template_leaves_the_shell_alone_and_indents_values():
 
 def test_every_template_belongs_to_a_kind():
     assert {path.name for path in TEMPLATES.iterdir()} == {kind.template for kind in KINDS.values()}
-    assert all("launch" in placeholders((TEMPLATES / kind.template).read_text()) for kind in KINDS.values())
+    used = {kind.template: placeholders((TEMPLATES / kind.template).read_text()) for kind in KINDS.values()}
+    assert all({"command", "summary"} <= names and {"launch", "start"} & names for names in used.values())
 
 
 def test_the_limits_leave_the_grace_of_the_package():

@@ -7,8 +7,7 @@ import argparse
 import shlex
 import sys
 
-from ..errors import ConfigurationError
-from .job import Job, read_job
+from .job import Job, JobError, read_job
 from .kinds import KINDS, Kind
 from .options import add_options, common_values
 from .template import TEMPLATES, fill
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
     try:
         job = read_job(options.file, options.script, options.gpus_per_node, options.grace, options.timeout)
         text = render(kind, job, options, shlex.join([*PROG.split(), *argv]))
-    except ConfigurationError as error:
+    except JobError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     if options.out is None:
@@ -54,7 +53,7 @@ def render(kind: Kind, job: Job, options: argparse.Namespace, command: str) -> s
     """Return the text of a job file.
 
     Raises:
-        [`ConfigurationError`]: if the kind has no place for an option's value.
+        [`JobError`]: if the kind has no place for an option's value.
     """
     template = (TEMPLATES / kind.template).read_text(encoding="utf-8")
     return fill(template, {**common_values(job, options, command), **kind.values(job, options)})

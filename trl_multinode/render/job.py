@@ -7,12 +7,15 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigurationError
 from ..node_settings import NodeSettings
 
 DEFAULT_PORT = 29500  # of torchrun
 LAUNCHER_MARGIN_S = 5  # torchrun's limit that the ranks keep for their own end (`run/preemption.py: MARGIN_S`)
 END_S = 30  # from the deadline of the checkpoint to the end of engines, launcher and roll-call
+
+
+class JobError(ValueError):
+    """Config file or script that cannot be launched; the message has got, expected and the cure."""
 
 
 @dataclass(frozen=True)
@@ -76,18 +79,18 @@ def read_job(path: str, script: str, gpus: int | None = None, grace_s: int | Non
             Longest wait of the roll-call.
 
     Raises:
-        [`ConfigurationError`]: if the file or the script cannot be launched.
+        [`JobError`]: if the file or the script cannot be launched.
     """
     file = _read(path)
     nodes, total = _count(file, path, "num_machines", 1), _count(file, path, "num_processes", None)
     if total % nodes:
-        raise ConfigurationError(
+        raise JobError(
             f"{path}: `num_processes` is the total (got {total} for {nodes} nodes, expected a multiple of {nodes}); "
             f"write {max(1, total // nodes) * nodes}"
         )
     gpus = gpus if gpus is not None else 0 if file.get("use_cpu") else 8
     if gpus and total // nodes > gpus and not file.get("use_cpu"):
-        raise ConfigurationError(
+        raise JobError(
             f"{path}: a node has {gpus} GPUs (got `num_processes` {total}, expected at most {gpus * nodes}, the "
             "total); correct it, or pass --gpus_per_node"
         )
@@ -103,35 +106,33 @@ def _read(path: str) -> dict[str, Any]:
         file = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigurationError(
-            f"cannot read {path} ({reason}, expected a config file of accelerate); {cure}"
-        ) from None
+        raise JobError(f"cannot read {path} ({reason}, expected a config file of accelerate); {cure}") from None
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
+        raise JobError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(file, dict):
-        raise ConfigurationError(f"{path} holds no keys (expected a config file of accelerate); {cure}")
+        raise JobError(f"{path} holds no keys (expected a config file of accelerate); {cure}")
     return file
 
 
 def _count(file: dict[str, Any], path: str, key: str, default: int | None) -> int:
     value: Any = file.get(key, default)
     if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
-        raise ConfigurationError(f"{path}: `{key}` must be a number from 1 (got {value!r})")
+        raise JobError(f"{path}: `{key}` must be a number from 1 (got {value!r})")
     return int(value)
 
 
 def _words(script: str) -> list[str]:
     what = "--script takes the training script and its arguments as one word, as in --script 'train.py --max_steps 9'"
     if "\n" in script.strip():
-        raise ConfigurationError(f"{what} (got several lines)")
+        raise JobError(f"{what} (got several lines)")
     try:
         words = shlex.split(script)
     except ValueError as error:
-        raise ConfigurationError(f"{what} (got {script!r}: {error})") from None
+        raise JobError(f"{what} (got {script!r}: {error})") from None
     if not words:
-        raise ConfigurationError(f"{what} (got nothing)")
+        raise JobError(f"{what} (got nothing)")
     if "accelerate" in words[:1]:
-        raise ConfigurationError(f"{what} (got {words[0]}): leave `accelerate launch` and its flags out")
+        raise JobError(f"{what} (got {words[0]}): leave `accelerate launch` and its flags out")
     return words
 
 
@@ -144,5 +145,5 @@ def _grace_of(words: list[str]) -> int:
             try:
                 return int(float(value))
             except ValueError:
-                raise ConfigurationError(f"`--preemption_grace` takes seconds (got {value!r})") from None
+                raise JobError(f"`--preemption_grace` takes seconds (got {value!r})") from None
     return int(NodeSettings.preemption_grace)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import slurm
+from . import docker, k8s, skypilot, slurm, ssh
 from .job import Job
 from .options import Options, Parser
 
@@ -20,5 +20,9 @@ class Kind:
 
 
 KINDS = {
-    "slurm": Kind("slurm.sbatch", "a batch script for sbatch", slurm.add_options, slurm.values, slurm.then),
+    "slurm": Kind("slurm.sbatch", "a batch script for SLURM", slurm.add_options, slurm.values, slurm.then),
+    "k8s": Kind("k8s-trainjob.yaml", "a TrainJob for Kubernetes", k8s.add_options, k8s.values, k8s.then),
+    "ssh": Kind("ssh.sh", "a script that starts every node through ssh", ssh.add_options, ssh.values, ssh.then),
+    "skypilot": Kind("skypilot.yaml", "a task for SkyPilot", skypilot.add_options, skypilot.values, skypilot.then),
+    "docker": Kind("Dockerfile", "a Dockerfile for the nodes' image", docker.add_options, docker.values, docker.then),
 }

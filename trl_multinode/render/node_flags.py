@@ -10,8 +10,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 
-from ..errors import ConfigurationError
-
 DESCRIPTION = """\
 Print the flags of `accelerate launch` that differ between nodes, from the variables of SkyPilot, of a Kubernetes
 TrainJob (PET_*), of SLURM (inside srun) or of an Indexed Job (JOB_COMPLETION_INDEX). In a job file:
@@ -19,6 +17,10 @@ TrainJob (PET_*), of SLURM (inside srun) or of an Indexed Job (JOB_COMPLETION_IN
   flags=$(trl-multinode flags) || exit
   accelerate launch --config_file 4node.yaml $flags train.py"""
 Environment = Mapping[str, str]
+
+
+class FlagsError(ValueError):
+    """Environment in which no scheduler names this node and node 0; the message has got, expected and the cure."""
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.parse_args(argv)
     try:
         rank, address = node_flags(os.environ)
-    except ConfigurationError as error:
+    except FlagsError as error:
         print(f"trl-multinode flags: {error}", file=sys.stderr)
         return 1
     print(f"--machine_rank {rank} --main_process_ip {address}")
@@ -47,12 +49,12 @@ def node_flags(environ: Environment) -> tuple[int, str]:
             Environment of the node's process.
 
     Raises:
-        [`ConfigurationError`]: if no scheduler has set its variables, or not all of them.
+        [`FlagsError`]: if no scheduler has set its variables, or not all of them.
     """
     for name, read in SOURCES.items():
         if name in environ:
             return read(environ)
-    raise ConfigurationError(
+    raise FlagsError(
         f"no scheduler has set the rank of this node (expected one of {', '.join(SOURCES)}). In a shell of your own "
         "pass --machine_rank K, another K on each node, and --main_process_ip HOST0"
     )
@@ -72,14 +74,14 @@ def _torchrun(environ: Environment) -> tuple[int, str]:
 def _slurm(environ: Environment) -> tuple[int, str]:
     """Read a step's variables. Those of the job are the same on all nodes, or are those of the batch script."""
     if environ.get("SLURM_LOCALID", "0") != "0":
-        raise ConfigurationError(
+        raise FlagsError(
             f"this is not the first task of its node (got SLURM_LOCALID={environ['SLURM_LOCALID']}, expected 0); pass "
             "--ntasks-per-node=1, because one launcher starts all ranks of a node"
         )
     nodes = environ.get("SLURM_STEP_NODELIST", "")
     if not nodes:
         if environ.get("SLURM_NNODES", "1") != "1":
-            raise ConfigurationError(
+            raise FlagsError(
                 f"this shell is in no step (got SLURM_NNODES={environ['SLURM_NNODES']} and no SLURM_STEP_NODELIST); "
                 "run it with srun, on every node"
             )
@@ -94,7 +96,7 @@ def _indexed_job(environ: Environment, full_name: Callable[[], str] = socket.get
     name = full_name()
     host, dot, domain = name.partition(".")
     if not dot or not host.endswith(f"-{rank}"):
-        raise ConfigurationError(
+        raise FlagsError(
             f"this pod's name does not lead to pod 0 (got {name!r}, expected <job>-{rank}.<service>...): give the "
             "pods a `subdomain` and a headless service of that name"
         )
@@ -119,7 +121,7 @@ def first_host(nodes: str) -> str:
 def _value(environ: Environment, name: str, who: str) -> str:
     value = environ.get(name, "").strip()
     if not value:
-        raise ConfigurationError(f"{name} is missing or empty; {who}")
+        raise FlagsError(f"{name} is missing or empty; {who}")
     return value
 
 
@@ -127,5 +129,5 @@ def _rank(environ: Environment, name: str, nodes: int | None) -> int:
     value = environ[name].strip()
     if not value.isdigit() or (nodes is not None and int(value) >= nodes):
         expected = "a number from 0" if nodes is None else f"0 to {nodes - 1}"
-        raise ConfigurationError(f"{name} is not the rank of a node (got {value!r}, expected {expected})")
+        raise FlagsError(f"{name} is not the rank of a node (got {value!r}, expected {expected})")
     return int(value)
