@@ -80,7 +80,7 @@ def test_a_failed_run_ends_all_nodes_with_its_code_and_is_not_queued_again(clust
     assert (fields["ExitCode"], fields["Restarts"]) == ("143:0", "0")  # srun's SIGTERM ends the other node
     assert all(f"node {node} fails" in log_of(folder, "fail", job, node) for node in range(2))
     assert "task 1: Exited with exit code 6" in log_of(folder, "fail", job)
-    assert "queue" not in log_of(folder, "fail", job)
+    assert "back into the queue" not in log_of(folder, "fail", job)
     check_nothing_is_left(cluster)
 
 
@@ -108,17 +108,15 @@ def cancelled(cluster, folder):
 
 
 def test_a_job_that_slurm_puts_back_itself_can_save_and_starts_once_more(cancelled):
+    """SLURM signals the tasks, and `srun`, which signals them again: two SIGTERM, and no SIGKILL before `saved`."""
     assert cancelled["restarts"] == "1"
-    assert all(
-        re.findall(r"save[sd]", log) == ["saves", "saved"] for log in cancelled["nodes"]
-    )  # one SIGTERM, no SIGKILL
+    assert all(log.count("saves") in (1, 2) and log.count("saved") == 1 for log in cancelled["nodes"])
 
 
-def test_scancel_leaves_time_for_a_checkpoint_and_is_the_end_of_the_job(cluster, folder, cancelled):
-    assert cancelled["fields"]["Restarts"] == "1" and "queue" not in cancelled["log"].replace("JOB REQUEUE", "")
-    for node in range(2):
-        log = log_of(folder, "wait", cancelled["fields"]["JobId"], node)
-        assert re.findall(r"save[sd]", log) == ["saves", "saved"] * 2, log
+def test_scancel_leaves_time_for_a_checkpoint_and_is_the_end_of_the_job(folder, cancelled):
+    assert cancelled["fields"]["Restarts"] == "1" and "back into the queue" not in cancelled["log"]
+    logs = [log_of(folder, "wait", cancelled["fields"]["JobId"], node) for node in range(2)]
+    assert [log.count("saved") for log in logs] == [2, 2], logs
 
 
 def test_a_time_limit_that_would_warn_at_the_start_is_refused(cluster, folder):
