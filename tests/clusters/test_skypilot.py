@@ -69,6 +69,13 @@ def test_the_image_starts_a_node_by_itself(render):
     assert launch_of(shell)[1][:4] == ["accelerate", "launch", "--config_file", "c.yaml"]
 
 
+def test_the_image_of_one_node_needs_no_scheduler(render, capsys):
+    assert main(["config", "1x8"]) == 0 and capsys.readouterr()
+    assert main(["render", "docker", "1node.yaml", "--script", "train.py"]) == 0
+    (_, _, shell) = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("CMD "))
+    assert "trl-multinode flags" not in shell and "\nflags=\nexec trl-multinode check 1node.yaml" in shell
+
+
 def test_a_config_file_outside_of_the_image_is_refused(capsys):
     file = str(Path(__file__).parents[2] / "accelerate_configs" / "4node.yaml")
     assert main(["render", "docker", file, "--script", "train.py"]) == 2

@@ -127,10 +127,56 @@ def test_ctrl_c_saves_a_checkpoint_on_both_hosts_and_the_code_comes_back(hosts, 
     for node, log in enumerate(logs):
         assert "2 of 2 nodes here" in log and f"rank {node} of 2" in log
         assert f"node {node} (10.77.0.{node + 1}) ended with code 143" in hosts.output()
-    assert logs[0] in hosts.output() or logs[0].splitlines()[0] in hosts.output()
+    assert "rank 0 of 2" in hosts.output() and "rank 1 of 2" not in hosts.output()
     endings = [json.loads(path.read_text()) for path in (hosts.folder / "run" / "_multinode").glob("ending-*.json")]
     assert [ending["code"] for ending in endings] == [143, 143]
     assert all(Path(ending["checkpoint"]).is_dir() for ending in endings)
+
+
+STAND_IN = """\
+#!/usr/bin/env bash
+words=$* rank=${words#*--machine_rank } rank=${rank%% *}
+trap 'echo "$*" > ended$rank; exit 143' TERM
+touch started$rank
+[[ ! -e fails$rank ]] || exit 5
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def quick_script(script, hosts) -> Path:
+    """The same script with a stand-in for the roll-call and the launch, and 2 s for the nodes that are left."""
+    for path in (*hosts.folder.glob("ended*"), *hosts.folder.glob("started*"), *hosts.folder.glob("fails*")):
+        path.unlink()
+    (hosts.folder / "bin").mkdir(exist_ok=True)
+    (hosts.folder / "bin" / "trl-multinode").write_text(STAND_IN)
+    (hosts.folder / "bin" / "trl-multinode").chmod(0o755)
+    text = script.read_text()
+    assert text.count("SECONDS + 60") == 1
+    venv, ours = f"PATH={Path(sys.executable).parent}:", f"PATH={hosts.folder}/bin:"
+    script.write_text(text.replace("SECONDS + 60", "SECONDS + 2").replace(venv, ours))
+    return script
+
+
+def there(hosts: Hosts, *names: str) -> bool:
+    return wait_until(lambda: all((hosts.folder / name).exists() for name in names), 30.0)
+
+
+def test_the_death_of_the_script_reaches_every_node_as_sigterm(hosts, quick_script):
+    process = hosts.start(quick_script)
+    assert there(hosts, "started0", "started1"), hosts.output()
+    process.kill()
+    assert there(hosts, "ended0", "ended1"), hosts.output()
+    process.wait()
+
+
+def test_a_node_that_fails_ends_the_others_and_gives_the_code(hosts, quick_script):
+    (hosts.folder / "fails1").touch()
+    process = hosts.start(quick_script)
+    assert process.wait(60) == 5, hosts.output()
+    assert there(hosts, "ended0") and not (hosts.folder / "ended1").exists()
+    assert "node 1 (10.77.0.2) ended with code 5; log: grpo-logs/node1.log" in hosts.output()
+    assert "node 0 (10.77.0.1) ended with code 143" in hosts.output()
 
 
 def test_a_host_without_ssh_is_named_before_any_node_starts(hosts, script):

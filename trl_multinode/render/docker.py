@@ -28,7 +28,8 @@ def values(job: Job, options: Options) -> dict[str, str]:
         raise JobError(f"the image gets the present folder (got {job.config}, expected a relative path in it)")
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.launcher_s), **dict(options.env)}
     setup = f"{options.setup}\n" if options.setup else ""
-    start = f"set -eo pipefail\n{setup}flags=$(trl-multinode flags)\nexec {job.launch}"
+    flags = "flags=$(trl-multinode flags)" if job.nodes > 1 else "flags="  # one node needs no scheduler
+    start = f"set -eo pipefail\n{setup}{flags}\nexec {job.launch}"
     return {
         "base": options.base,
         "package": shlex.quote(options.package),
