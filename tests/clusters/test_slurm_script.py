@@ -1,6 +1,7 @@
 """Batch script of `trl-multinode render slurm`, with stand-ins for the commands that `test_slurm.py` really runs."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from check_kit import CONFIGS
 
 from trl_multinode.command import main
+from trl_multinode.testing import slurm
 
 FILE = str(CONFIGS / "2node_6+2.yaml")
 # One task per node, in turn. With WARN the batch script gets SLURM's signal first. The last code is the step's
@@ -81,6 +83,7 @@ def test_every_node_meets_the_others_and_starts_its_share(run):
         ("143", {"STATE": "CANCELLED", "TIME": "2030-01-01T00:00:00"}, None),
         ("143", {"STATE": "PENDING", "TIME": "2030-01-01T00:00:00"}, None),  # SLURM has put it back itself
         ("0", {"WARN": "1"}, None),  # it has ended in time
+        ("0", {"TIME": "2030-01-01T00:00:00"}, None),
     ],
 )
 def test_the_job_goes_back_into_the_queue_only_if_slurm_has_stopped_it(run, code, environment, reason):
@@ -95,6 +98,12 @@ def test_a_time_limit_below_the_warning_is_refused_at_the_start(run, end, refuse
     done, calls = run(END=end)
     assert (done.returncode, "srun" in calls) == ((2, False) if refused else (0, True)), done.stderr
     assert ("expected more than the 630 s of --signal: raise --time" in done.stderr) == refused
+
+
+def test_missing_programs_are_named_with_their_packages(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, path: None if "slurm" in name else f"/usr/bin/{name}")
+    reason = "slurmctld, slurmd not installed (Debian packages slurmctld slurmd slurm-client munge)"
+    assert slurm.slurm_available.__wrapped__() == reason
 
 
 def test_a_node_without_gpus_asks_for_none(capsys):
