@@ -142,7 +142,7 @@ def training(cluster, folder):
     until_logged(cluster, lambda: text_of(folder / "broken-rank0.jsonl"), '"done": 2', 150)
     urgent = cluster.submit("--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1")
     released(2, "SIGTERM")
-    cluster.wait_for(urgent, "COMPLETED", 60)
+    cluster.wait_for(urgent, "COMPLETED", 150)
     restarted(1)
     until_logged(cluster, lambda: text_of(folder / "broken-rank0.jsonl"), '"done": 4', 100)
     # The signal comes 120 s before the limit. SLURM looks every 30 s, so the run has 30 s at least

@@ -46,7 +46,7 @@ class SlurmCluster:
     ```
 
     A job of the partition `urgent` pre-empts those of `main`, the default one, and of `at_once`: their steps get
-    SIGTERM, and SLURM requeues those of `main` after 30 s, those of `at_once` immediately. Jobs run as root, start in
+    SIGTERM, and SLURM requeues those of `main` after 120 s, those of `at_once` immediately. Jobs run as root, start in
     `folder`, and have the environment of this process with the variables of `launch_files.node_environment`.
 
     Args:

@@ -5,7 +5,7 @@ import secrets
 import stat
 from pathlib import Path
 
-# A job of `urgent` pre-empts those of `main`, which have 30 s until SLURM puts them back into the queue, and those of
+# A job of `urgent` pre-empts those of `main`, which have 120 s until SLURM puts them back into the queue, and those of
 # `at_once`, which SLURM puts back at once; their processes have KillWait from SIGTERM to SIGKILL. `cred_expire` is the
 # wait before a requeued job starts again, too, 120 s by default. A job's signals reach the whole tree of its processes
 # (`linuxproc`), as under `cgroup`. Tasks are bound to cores, so a task has one core by default, as on many clusters.
@@ -39,7 +39,7 @@ OverTimeLimit=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName={nodes} CPUs={cpus} RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=120
 PartitionName=at_once Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10
 """
