@@ -164,8 +164,8 @@ def test_config_and_check_run_from_the_wheel(installed):
     checked = installed("check", "mine.yaml", *flags)
     assert checked.returncode == 0 and "ok: mine.yaml" in checked.stdout, checked.stdout + checked.stderr
     assert installed("check", "mine.yaml", *flags, "--num_processes", "30").returncode == 1
-    job = installed("config", "2x8", "--scheduler", "kubernetes")
-    assert [each["kind"] for each in yaml.safe_load_all(job.stdout)] == ["Service", "Job"]
+    job = installed("render", "slurm", "mine.yaml", "--script", "train.py")
+    assert "#SBATCH --nodes=4\n" in job.stdout, job.stderr
 
 
 def test_grpo_runs_from_the_wheel(installed):

@@ -110,7 +110,7 @@ class NodeSettings:
     device_tflops: float | None = None  # of one training device; `None`: by its name
     rehearse_longest: bool = False
     save_minutes: float | None = None  # minutes between checkpoints
-    preemption_grace: float = 600.0  # seconds, as `trl-multinode config --scheduler` leaves
+    preemption_grace: float = 600.0  # seconds, as the job files of `trl-multinode render` leave
     reward_timeout: float | None = None  # seconds for one call of a reward function
     hub_push_must_succeed: bool = False
     repeat_warnings: bool = False

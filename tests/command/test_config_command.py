@@ -70,6 +70,14 @@ def test_accelerate_reads_every_key_and_check_finds_no_problem(typed, capsys):
     assert run_check(line) == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize("typed", ["4x8", "2x4 --engine_gpus 2"])
+def test_the_printed_render_line_reads_the_file(typed, capsys):
+    assert config(typed) == 0
+    line = capsys.readouterr().out.splitlines()[-1].removeprefix("A job file: trl-multinode ")
+    assert main(shlex.split(line.replace("slurm|k8s|ssh|skypilot", "slurm"))) == 0
+    assert f"#SBATCH --nodes={typed[0]}\n" in capsys.readouterr().out
+
+
 def test_a_wrong_file_has_problems():
     config("4x8", "--out", "c.yaml")
     Path("c.yaml").write_text(Path("c.yaml").read_text().replace("num_processes: 28", "num_processes: 30"))
@@ -99,7 +107,6 @@ def test_a_file_that_exists_stays(capsys):
         ("2x4 --engine_gpus 4", "got --engine_gpus 4 of 4, expected fewer"),
         ("1x1 --engine_gpus 1", "the only GPU trains and generates"),
         ("2x2 --cpu --engine_gpus 1", "has no device"),
-        ("2x2 --cpu --scheduler slurm", "leave one of the two out"),
         ("4x8 --engine_gpus 3", "invalid choice: 3"),
     ],
 )
@@ -108,51 +115,6 @@ def test_a_layout_that_cannot_run_is_refused(typed, message, capsys):
         config(typed)
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert list(Path().glob("*.yaml")) == []
-
-
-# ---- job files
-
-
-def fake(name: str, script: str) -> None:
-    path = Path(name)
-    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
-    path.chmod(0o755)
-
-
-def test_the_slurm_script_starts_every_node_with_its_own_rank(capsys):
-    """With a stand-in for `srun`, which runs its command once per node as SLURM does."""
-    assert config("2x8 --engine_gpus 2 --scheduler slurm") == 0
-    Path("run.sh").write_text(capsys.readouterr().out)
-    fake("scontrol", 'echo "node7 node8" | tr " " "\\n"')
-    fake("srun", 'while [[ $1 == --* ]]; do shift; done\nfor k in 0 1; do SLURM_NODEID=$k "$@"; done')
-    fake("accelerate", 'echo "$@" "limit=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"')
-    environment = os.environ | {"PATH": f"{Path.cwd()}:{os.environ['PATH']}"}
-    environment |= {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_CPUS_ON_NODE": "96"}
-    done = subprocess.run(["bash", "run.sh"], env=environment, capture_output=True, text=True, timeout=20)
-    start = "launch --config_file 2node_6+2.yaml --machine_rank"
-    rest = "--main_process_ip node7 train.py limit=600"
-    assert done.stdout.splitlines() == [f"{start} {k} {rest}" for k in (0, 1)], done.stderr
-    header = Path("run.sh").read_text()
-    assert "#SBATCH --nodes=2\n" in header and "#SBATCH --gpus-per-node=8\n" in header
-
-
-def test_the_kubernetes_job_has_a_pod_per_node_and_an_address_for_node_0(capsys):
-    assert config("4x8 --scheduler kubernetes --out accelerate_configs/../c.yaml") == 0
-    service, job = yaml.safe_load_all(capsys.readouterr().out)
-    spec = job["spec"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (4, 4, "Indexed")
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    words = shlex.split(container["args"][0].replace("$JOB_COMPLETION_INDEX", "3"))
-    assert words[1:3] == ["accelerate", "launch"] and words[-1] == "train.py"
-    assert words[words.index("--config_file") + 1] == "/config/c.yaml"
-    address = words[words.index("--main_process_ip") + 1]
-    assert main(["check", "c.yaml", *words[words.index("--machine_rank") : -1]]) == 0
-    assert address == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    assert pod["subdomain"] == service["metadata"]["name"] and service["spec"]["clusterIP"] == "None"
-    mounted = {volume["name"]: volume for volume in pod["volumes"]}
-    assert mounted["shm"]["emptyDir"] == {"medium": "Memory"} and set(mounted) == {"config", "shm"}
 
 
 # ---- the command itself

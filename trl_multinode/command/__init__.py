@@ -12,6 +12,8 @@ usage: trl-multinode COMMAND ...
            With --wait it meets the other nodes, names missing ones, and then runs the launch
   clean    remove what killed runs left on this machine: folders and shared memory
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
+  render   write a job file for SLURM, Kubernetes, ssh or SkyPilot; submits nothing
+  flags    print --machine_rank and --main_process_ip from the scheduler's variables, inside a job
 
 `trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""
 
@@ -40,11 +42,25 @@ def _clean(argv: list[str]) -> int:
     return main(argv)
 
 
+def _render(argv: list[str]) -> int:
+    from ..render.command import main
+
+    return main(argv)
+
+
+def _flags(argv: list[str]) -> int:
+    from ..render.node_flags import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "config": _config,
     "check": _check,
     "clean": _clean,
     "grpo": _grpo,
+    "render": _render,
+    "flags": _flags,
 }
 
 

@@ -6,11 +6,9 @@ The files of `accelerate_configs/` are this command's output. It imports no libr
 import argparse
 import re
 import sys
-from pathlib import Path
 
 from .config_file import render
 from .layout import Layout
-from .schedulers import SCHEDULERS, job_file
 
 PROG = "trl-multinode config"
 
@@ -25,9 +23,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="stage of ZeRO (default: 3)")
     parser.add_argument("--cpu", action="store_true", help="nodes without GPUs, all of them on this machine")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: named as in accelerate_configs/)")
-    parser.add_argument(
-        "--scheduler", choices=SCHEDULERS, help="print a job file for a scheduler instead of the launch line"
-    )
     return parser
 
 
@@ -49,8 +44,6 @@ def parse(argv: list[str]) -> tuple[Layout, argparse.Namespace]:
     if layout.ranks < 1:
         what = f"no GPU is left to train (got --engine_gpus {layout.engine_gpus} of {layout.devices}"
         parser.error(f"{what}, expected fewer): pass a smaller number")
-    if layout.cpu and options.scheduler:
-        parser.error("with --cpu all nodes are this machine (got --scheduler): leave one of the two out")
     return layout, options
 
 
@@ -65,11 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         reason = "it exists" if isinstance(error, FileExistsError) else error.strerror
         print(f"{PROG}: {path} is not written ({reason}): name another file with --out", file=sys.stderr)
         return 1
-    wrote = f"Wrote {path}: {layout.summary()}."
-    if options.scheduler:
-        print(wrote, file=sys.stderr)  # stdout is the job file
-        print(job_file(options.scheduler, layout, Path(path)), end="")
-        return 0
-    print(f"{wrote}\n\n{layout.where()}\n  {layout.launch_line(path)}\n")
+    print(f"Wrote {path}: {layout.summary()}.\n\n{layout.where()}\n  {layout.launch_line(path)}\n")
     print(f"Check it first; this starts nothing:\n  {layout.check_line(path)}")
+    if layout.nodes > 1 and not layout.cpu:
+        print(f"A job file: {layout.render_line(path)}")
     return 0

@@ -56,6 +56,11 @@ class Layout:
         script = self.script_flags if self.shared else ""  # to share a GPU is the script's choice
         return f"trl-multinode check {path}{self.launch_flags}{gpus}{script}"
 
+    def render_line(self, path: str) -> str:
+        """Return the command that writes a job file."""
+        gpus = "" if self.devices == 8 else f" --gpus_per_node {self.devices}"
+        return f'trl-multinode render slurm|k8s|ssh|skypilot {path}{gpus} --script "train.py{self.script_flags}"'
+
     def summary(self) -> str:
         """Describe the nodes, without the last full stop."""
         nodes = count(self.nodes, "node")

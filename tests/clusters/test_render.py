@@ -1,0 +1,158 @@
+"""`trl-multinode render`: errors of its command line, what it prints, and what the templates may use."""
+
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import check_kit
+import pytest
+from check_kit import CONFIGS, ROOT
+
+from trl_multinode.command import main
+from trl_multinode.render.job import read_job
+from trl_multinode.render.kinds import KINDS
+from trl_multinode.render.template import TEMPLATES, fill, placeholders
+from trl_multinode.run.preemption import grace_after
+
+quiet_machine = check_kit.quiet_machine
+FILE = str(CONFIGS / "4node.yaml")
+NEEDED = {"slurm": [], "k8s": ["--image", "i"], "ssh": [], "skypilot": ["--gpu", "H100"], "docker": []}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("4node.yaml").write_text(Path(FILE).read_text())
+
+
+# ---- templates
+
+
+def test_a_template_leaves_the_shell_alone_and_indents_values():
+    text = '  @{setup}\n  echo "$X ${Y[@]} $(z) @b" @{name}  # @{name}\n@{setup}\n'
+    assert fill(text, {"setup": "a\nb", "name": "n"}) == '  a\n  b\n  echo "$X ${Y[@]} $(z) @b" n  # n\na\nb\n'
+    assert fill(text, {"setup": "", "name": "n"}) == '  echo "$X ${Y[@]} $(z) @b" n  # n\n'
+    with pytest.raises(KeyError, match="name"):
+        fill(text, {"setup": ""})
+
+
+def test_every_template_belongs_to_a_kind():
+    assert {path.name for path in TEMPLATES.iterdir()} == {kind.template for kind in KINDS.values()}
+    used = {kind.template: placeholders((TEMPLATES / kind.template).read_text()) for kind in KINDS.values()}
+    assert all({"command", "summary"} <= names and {"launch", "start"} & names for names in used.values())
+    assert set(NEEDED) == set(KINDS)
+
+
+def test_the_limits_leave_the_grace_of_the_package():
+    job = read_job(FILE, "train.py --preemption_grace=900")
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.launcher_s)}
+    assert job.grace_s == grace_after(signal.SIGTERM, 900.0, environment) == 900.0
+    assert job.kill_s > job.launcher_s
+    assert read_job(FILE, "train.py --preemption-grace 30").grace_s == 30
+    assert read_job(FILE, "train.py --preemption_grace 30", grace_s=40).grace_s == 40
+    assert read_job(FILE, "train.py").grace_s == 600
+
+
+def test_the_launch_is_shell_text_that_bash_divides_as_meant():
+    """A path with a blank, a variable of the node in the script, and the flags as two words each."""
+    Path("my file.yaml").write_text(Path(FILE).read_text())
+    job = read_job("my file.yaml", """train.py --output_dir $OUT/run --name 'a b'""", gpus=7)
+    shell = f"trl-multinode() {{ printf '%s\\n' \"$@\"; }}; flags='--machine_rank 1 --main_process_ip a'; {job.launch}"
+    done = subprocess.run(["bash", "-c", shell], env={"OUT": "/runs"}, capture_output=True, text=True)
+    words = done.stdout.splitlines()
+    check, launch = words[: words.index("--")], words[words.index("--") + 1 :]
+    flags = ["--machine_rank", "1", "--main_process_ip", "a"]
+    assert check == ["check", "my file.yaml", "--wait", "--timeout", "600", "--gpus_per_node", "7", *flags]
+    script = ["train.py", "--output_dir", "/runs/run", "--name", "a b"]
+    assert launch == ["accelerate", "launch", "--config_file", "my file.yaml", *flags, *script]
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_steps_name_the_file_and_a_check_that_passes(kind, capsys):
+    Path("train.py").write_text("from trl_multinode import GRPOConfig, TrlParser\nTrlParser(GRPOConfig)\n")
+    command = ["render", kind, "4node.yaml", "--script", "train.py", "--out", "job", *NEEDED[kind]]
+    assert main(command) == 0
+    out, error = capsys.readouterr()
+    assert out == "" and "600 s for a checkpoint" in error and "job" in error.splitlines()[-1]
+    (line,) = (line for line in error.splitlines() if line.startswith("  trl-multinode check"))
+    assert main(shlex.split(line)[1:]) == 0, capsys.readouterr().out
+    written = Path("job").read_text()
+    assert shlex.join(["trl-multinode", *command]) in written and "@{" not in written
+    assert main(command) == 1 and Path("job").read_text() == written
+    assert "job is not written (it exists)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_out_the_file_is_all_of_standard_output(kind, capsys):
+    assert main(["render", kind, "4node.yaml", "--script", "train.py", *NEEDED[kind]]) == 0
+    assert capsys.readouterr().out.startswith("#") and [path.name for path in Path().iterdir()] == ["4node.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("change", "script", "message"),
+    [
+        (("num_processes: 28", "num_processes: 30"), "train.py", "got 30 for 4 nodes, expected a multiple of 4)"),
+        (("num_processes: 28", "num_processes: 36"), "train.py", "got `num_processes` 36, expected at most 32"),
+        (("num_machines: 4", "num_machines: '4x'"), "train.py", "`num_machines` must be a number from 1 (got '4x')"),
+        (("num_processes: 28\n", ""), "train.py", "`num_processes` must be a number from 1 (got None)"),
+        (("num_machines: 4", "num_machines: ["), "train.py", "4node.yaml is not YAML"),
+        (("", ""), "  ", "got nothing"),
+        (("", ""), "train.py\n--max_steps 1", "got several lines"),
+        (("", ""), "train.py 'a", "No closing quotation"),
+        (("", ""), "accelerate launch train.py", "leave `accelerate launch` and its flags out"),
+        (("", ""), "train.py --preemption_grace soon", "takes seconds (got 'soon')"),
+    ],
+)  # fmt: skip
+def test_a_launch_that_cannot_run_is_refused(change, script, message, capsys):
+    Path("4node.yaml").write_text(Path(FILE).read_text().replace(*change))
+    assert main(["render", "slurm", "4node.yaml", "--script", script, "--out", "job"]) == 2
+    assert message in capsys.readouterr().err and not Path("job").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["slurm", "none.yaml", "--script", "a"], "cannot read none.yaml (No such file"),
+        (["ssh", "4node.yaml", "--script", "a", "--hosts", "a,b"], "got 2, expected 4"),
+    ],
+)
+def test_a_missing_file_and_missing_hosts_are_named(arguments, message, capsys):
+    assert main(["render", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pbs", "4node.yaml", "--script", "a"], "invalid choice: 'pbs'"),
+        (["slurm", "4node.yaml"], "--script"),
+        (["slurm", "4node.yaml", "--script", "a", "--name", "My_Run"], "expected up to 40 of a-z"),
+        (["slurm", "4node.yaml", "--script", "a", "--env", "A"], "expected NAME=VALUE"),
+        (["slurm", "4node.yaml", "--script", "a", "--grace", "-1"], "expected a whole number"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["render", *arguments])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_commands_of_the_page_write_their_files():
+    page = (ROOT / "docs" / "cluster-hosts.md").read_text()
+    lines = [line.partition("  #")[0] for line in page.splitlines() if line.startswith("trl-multinode ")]
+    Path("4node.yaml").unlink()
+    assert all(main(shlex.split(line)[1:]) == 0 for line in lines) and len(lines) == 1 + len(KINDS)
+    written = {"4node.yaml", "run.sbatch", "job.yaml", "run.sh", "task.yaml", "Dockerfile"}
+    assert {path.name for path in Path().iterdir()} == written
+
+
+def test_it_runs_on_a_login_node_without_torch():
+    code = "import sys; sys.modules |= dict.fromkeys(('torch', 'accelerate', 'trl', 'transformers', 'numpy'))\n"
+    code += f"from trl_multinode.command import main; sys.exit(main({['render', 'ssh', FILE, '--script', 'a']!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

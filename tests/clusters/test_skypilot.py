@@ -1,0 +1,82 @@
+"""SkyPilot's task and the Dockerfile, as data: neither SkyPilot nor Docker runs in a test."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_multinode.command import main
+
+
+@pytest.fixture
+def render(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["config", "4x8", "--out", "c.yaml"]) == 0
+
+    def run(kind: str, *options: str) -> str:
+        capsys.readouterr()
+        code = main(["render", kind, "c.yaml", "--script", "train.py --output_dir $OUT", *options])
+        text, error = capsys.readouterr()
+        assert code == 0 or not text
+        return text or error
+
+    return run
+
+
+def launch_of(shell: str) -> list[list[str]]:
+    """Words of the roll-call and of the launch at the end of a shell script."""
+    assert subprocess.run(["bash", "-n"], input=shell, text=True).returncode == 0
+    words = shlex.split(shell.partition("exec ")[2].replace("\\\n", ""))
+    return [words[: words.index("--")], words[words.index("--") + 1 :]]
+
+
+def test_the_task_has_the_nodes_their_gpus_and_the_launch(render):
+    options = ["--gpu", "H100", "--spot", "--bucket", "s3://runs:/runs", "--env", "OUT=/runs/a"]
+    task = yaml.safe_load(render("skypilot", *options))
+    assert (task["num_nodes"], task["resources"]["accelerators"]) == (4, "H100:8")
+    assert task["resources"]["use_spot"] is True
+    assert task["resources"]["job_recovery"] == {"recover_on_exit_codes": [143]}
+    assert task["file_mounts"] == {"/runs": {"source": "s3://runs", "mode": "MOUNT_CACHED"}}
+    check, launch = launch_of(task["run"])
+    assert check[:4] == ["trl-multinode", "check", "c.yaml", "--wait"] and check[-1] == "$flags"
+    assert launch == ["accelerate", "launch", "--config_file", "c.yaml", "$flags", "train.py", "--output_dir", "$OUT"]
+    assert "flags=$(trl-multinode flags)\n" in task["run"] and "export OUT=/runs/a\n" in task["run"]
+    assert "trl-multinode[gpu]" in task["setup"] and "bin/activate" in task["run"]
+
+
+def test_an_image_takes_the_place_of_the_installation(render):
+    task = yaml.safe_load(render("skypilot", "--gpu", "H100", "--image", "registry/grpo:1"))
+    assert task["resources"]["image_id"] == "docker:registry/grpo:1"
+    assert "use_spot" not in task["resources"] and "file_mounts" not in task
+    assert "pip" not in task["setup"] and "activate" not in task["run"]
+
+
+def test_a_kind_of_gpu_is_needed(render):
+    assert "got no --gpu, expected for example --gpu H100" in render("skypilot")
+
+
+def test_the_image_starts_a_node_by_itself(render):
+    text = render("docker", "--env", 'A=b "c" $d', "--setup", "echo hello", "--base", "debian:13")
+    lines = text.splitlines()
+    assert "FROM debian:13" in lines and "RUN pip install --no-cache-dir 'trl-multinode[gpu]'" in lines
+    assert "COPY . ." in lines and r'ENV A="b \"c\" \$d"' in lines
+    assert 'ENV TORCH_ELASTIC_SHUTDOWN_TIMEOUT="605"' in lines
+    bash, option, shell = json.loads(lines[-1].removeprefix("CMD "))
+    assert (bash, option) == ("bash", "-c") and shell.startswith("set -eo pipefail\necho hello\nflags=$(trl-multinode")
+    assert launch_of(shell)[1][:4] == ["accelerate", "launch", "--config_file", "c.yaml"]
+
+
+def test_the_image_of_one_node_needs_no_scheduler(render, capsys):
+    assert main(["config", "1x8"]) == 0 and capsys.readouterr()
+    assert main(["render", "docker", "1node.yaml", "--script", "train.py"]) == 0
+    (_, _, shell) = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("CMD "))
+    assert "trl-multinode flags" not in shell and "\nflags=\nexec trl-multinode check 1node.yaml" in shell
+
+
+def test_a_config_file_outside_of_the_image_is_refused(capsys):
+    file = str(Path(__file__).parents[2] / "accelerate_configs" / "4node.yaml")
+    assert main(["render", "docker", file, "--script", "train.py"]) == 2
+    assert "expected a relative path" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""Batch script of `trl-multinode render slurm`, with stand-ins for the commands that `test_slurm.py` really runs."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from check_kit import CONFIGS
+
+from trl_multinode.command import main
+from trl_multinode.testing import slurm
+
+FILE = str(CONFIGS / "2node_6+2.yaml")
+# One task per node, in turn. With WARN the batch script gets SLURM's signal first. The last code is the step's
+SRUN = """\
+trap : USR1
+echo "srun $*" >> calls
+[ -z "$WARN" ] || kill -USR1 $PPID
+while [ "$1" != bash ]; do shift; done
+code=0
+for k in 0 1; do SLURM_NODEID=$k "$@" || code=$?; done
+exit $code"""
+TRL_MULTINODE = """\
+[ $1 != flags ] || { echo "--machine_rank $SLURM_NODEID --main_process_ip node7"; exit; }
+echo "$@" | sed 's/ -- .*//'
+while [ "$1" != -- ]; do shift; done; shift
+"$@\""""
+STAND_INS = {
+    "srun": SRUN,
+    "trl-multinode": TRL_MULTINODE,
+    "accelerate": 'printf "<%s>" "$@"; echo " limit=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"; exit ${CODE:-0}',
+    "scontrol": 'echo "scontrol $*" >> calls; echo "JobId=7 JobState=$STATE PreemptTime=$TIME SuspendTime=None"',
+    "squeue": 'echo "$END"',
+    "sleep": "exec /bin/sleep 0.05",
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run a rendered script. Returns the finished process, and the calls of SLURM's commands."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name, text in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def run_script(*flags: str, script: str = "train.py", **env: str) -> tuple[subprocess.CompletedProcess, str]:
+        assert main(["render", "slurm", FILE, "--script", script, *flags]) == 0
+        Path("job.sbatch").write_text(capsys.readouterr().out)
+        environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        environment |= {"SLURM_CPUS_ON_NODE": "96", "STATE": "RUNNING", "TIME": "None", "END": "", "WARN": ""} | env
+        done = subprocess.run(["bash", "job.sbatch"], env=environment, capture_output=True, text=True, timeout=30)
+        return done, Path("calls").read_text() if Path("calls").exists() else ""
+
+    return run_script
+
+
+def test_every_node_meets_the_others_and_starts_its_share(run):
+    script = """train.py --system "it's $5" --max_steps 9"""
+    done, calls = run("--sbatch=--partition=h100", "--srun=--container-image=a.sqsh", "--grace", "90", script=script)
+    lines = done.stdout.splitlines()
+    for node in range(2):
+        flags = f"--machine_rank {node} --main_process_ip node7"
+        assert lines[2 * node] == f"check {FILE} --wait --timeout 600 {flags}", done.stderr
+        words = ["launch", "--config_file", FILE, *flags.split(), "train.py", "--system", "it's ", "--max_steps", "9"]
+        assert lines[2 * node + 1] == "".join(f"<{word}>" for word in words) + " limit=95"
+    assert "--kill-on-bad-exit=1 --cpus-per-task=96 " in calls and "--container-image=a.sqsh bash -c" in calls
+    head = Path("job.sbatch").read_text().partition("set -uo")[0].splitlines()
+    wanted = {"nodes=2", "gpus-per-node=8", "exclusive", "requeue", "open-mode=append", "signal=B:USR1@120"}
+    assert {f"#SBATCH --{flag}" for flag in wanted | {"partition=h100"}} - set(head) == set()
+    assert done.returncode == 0 and "requeue" not in calls
+
+
+@pytest.mark.parametrize(
+    ("code", "environment", "reason"),
+    [
+        ("143", {"TIME": "2030-01-01T00:00:00"}, "it is pre-empted"),
+        ("6", {"TIME": "2030-01-01T00:00:00"}, "it is pre-empted"),  # a process that the signal has killed
+        ("143", {"WARN": "1"}, "the time limit is near"),
+        ("6", {"WARN": "1"}, None),  # an error of its own
+        ("143", {}, None),  # a signal by hand
+        ("143", {"STATE": "CANCELLED", "TIME": "2030-01-01T00:00:00"}, None),
+        ("143", {"STATE": "PENDING", "TIME": "2030-01-01T00:00:00"}, None),  # SLURM has put it back itself
+        ("0", {"WARN": "1"}, None),  # it has ended in time
+        ("0", {"TIME": "2030-01-01T00:00:00"}, None),
+    ],
+)
+def test_the_job_goes_back_into_the_queue_only_if_slurm_has_stopped_it(run, code, environment, reason):
+    done, calls = run(CODE=code, **environment)
+    assert done.returncode == int(code), done.stderr
+    assert ("scontrol requeue 7" in calls) == (reason is not None)
+    assert reason is None or f"back into the queue, because {reason} (exit code {code})" in done.stdout
+
+
+@pytest.mark.parametrize(("end", "refused"), [("1 minute", True), ("2 hours", False), ("N/A", False), ("", False)])
+def test_a_time_limit_below_the_warning_is_refused_at_the_start(run, end, refused):
+    done, calls = run(END=end)
+    assert (done.returncode, "srun" in calls) == ((2, False) if refused else (0, True)), done.stderr
+    assert ("expected more than the 630 s of --signal: raise --time" in done.stderr) == refused
+
+
+def test_missing_programs_are_named_with_their_packages(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, path: None if "slurm" in name else f"/usr/bin/{name}")
+    reason = "slurmctld, slurmd not installed (Debian packages slurmctld slurmd slurm-client munge)"
+    assert slurm.slurm_available.__wrapped__() == reason
+
+
+def test_a_node_without_gpus_asks_for_none(capsys):
+    assert main(["render", "slurm", str(CONFIGS / "2node_cpu.yaml"), "--script", "train.py"]) == 0
+    assert "gpus-per-node" not in capsys.readouterr().out

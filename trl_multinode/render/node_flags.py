@@ -1,0 +1,133 @@
+"""`trl-multinode flags`: `--machine_rank` and `--main_process_ip` from the variables of this node's scheduler.
+
+accelerate reads none of these variables. No library is imported, so a job file may run this command on every node.
+"""
+
+import argparse
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping
+
+DESCRIPTION = """\
+Print the flags of `accelerate launch` that differ between nodes, from the variables of SkyPilot, of a Kubernetes
+TrainJob (PET_*), of SLURM (inside srun) or of an Indexed Job (JOB_COMPLETION_INDEX). In a job file:
+
+  flags=$(trl-multinode flags) || exit
+  accelerate launch --config_file 4node.yaml $flags train.py"""
+Environment = Mapping[str, str]
+
+
+class FlagsError(ValueError):
+    """Environment in which no scheduler names this node and node 0; the message has got, expected and the cure."""
+
+
+def main(argv: list[str]) -> int:
+    """Print the flags in one line.
+
+    Returns:
+        `int`: 0, or 1 if no scheduler has set its variables.
+    """
+    parser = argparse.ArgumentParser("trl-multinode flags", description=DESCRIPTION, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.parse_args(argv)
+    try:
+        rank, address = node_flags(os.environ)
+    except FlagsError as error:
+        print(f"trl-multinode flags: {error}", file=sys.stderr)
+        return 1
+    print(f"--machine_rank {rank} --main_process_ip {address}")
+    return 0
+
+
+def node_flags(environ: Environment) -> tuple[int, str]:
+    """Return the rank of this node and the address of node 0.
+
+    Args:
+        environ (`Mapping[str, str]`):
+            Environment of the node's process.
+
+    Raises:
+        [`FlagsError`]: if no scheduler has set its variables, or not all of them.
+    """
+    for name, read in SOURCES.items():
+        if name in environ:
+            return read(environ)
+    raise FlagsError(
+        f"no scheduler has set the rank of this node (expected one of {', '.join(SOURCES)}). In a shell of your own "
+        "pass --machine_rank K, another K on each node, and --main_process_ip HOST0"
+    )
+
+
+def _skypilot(environ: Environment) -> tuple[int, str]:
+    addresses = _value(environ, "SKYPILOT_NODE_IPS", "SkyPilot sets it in `run`").split()
+    return _rank(environ, "SKYPILOT_NODE_RANK", len(addresses)), addresses[0]
+
+
+def _torchrun(environ: Environment) -> tuple[int, str]:
+    address = _value(environ, "PET_MASTER_ADDR", "a TrainJob sets it for a runtime with a `torch` policy")
+    count = environ.get("PET_NNODES", "").rpartition(":")[2]
+    return _rank(environ, "PET_NODE_RANK", int(count) if count.isdigit() else None), address
+
+
+def _slurm(environ: Environment) -> tuple[int, str]:
+    """Read a step's variables. Those of the job are the same on all nodes, or are those of the batch script."""
+    if environ.get("SLURM_LOCALID", "0") != "0":
+        raise FlagsError(
+            f"this is not the first task of its node (got SLURM_LOCALID={environ['SLURM_LOCALID']}, expected 0); pass "
+            "--ntasks-per-node=1, because one launcher starts all ranks of a node"
+        )
+    nodes = environ.get("SLURM_STEP_NODELIST", "")
+    if not nodes:
+        if environ.get("SLURM_NNODES", "1") != "1":
+            raise FlagsError(
+                f"this shell is in no step (got SLURM_NNODES={environ['SLURM_NNODES']} and no SLURM_STEP_NODELIST); "
+                "run it with srun, on every node"
+            )
+        nodes = _value(environ, "SLURM_JOB_NODELIST", "SLURM sets it in a job")
+    count = environ.get("SLURM_STEP_NUM_NODES", "")
+    return _rank(environ, "SLURM_NODEID", int(count) if count.isdigit() else None), first_host(nodes)
+
+
+def _indexed_job(environ: Environment, full_name: Callable[[], str] = socket.getfqdn) -> tuple[int, str]:
+    """Replace this pod's index in its own name by 0; the name resolves if the pods have a headless service."""
+    rank = _rank(environ, "JOB_COMPLETION_INDEX", None)
+    name = full_name()
+    host, dot, domain = name.partition(".")
+    if not dot or not host.endswith(f"-{rank}"):
+        raise FlagsError(
+            f"this pod's name does not lead to pod 0 (got {name!r}, expected <job>-{rank}.<service>...): give the "
+            "pods a `subdomain` and a headless service of that name"
+        )
+    return rank, f"{host.removesuffix(f'-{rank}')}-0.{domain}"
+
+
+# From the innermost to the outermost: SkyPilot may run on Kubernetes and SLURM, a TrainJob's pods are Indexed Jobs.
+SOURCES: dict[str, Callable[[Environment], tuple[int, str]]] = {
+    "SKYPILOT_NODE_RANK": _skypilot,
+    "PET_NODE_RANK": _torchrun,
+    "SLURM_NODEID": _slurm,
+    "JOB_COMPLETION_INDEX": _indexed_job,
+}
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of SLURM's list of nodes, `gpu-007` of `gpu-[007-012,020],big1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes.strip())
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _value(environ: Environment, name: str, who: str) -> str:
+    value = environ.get(name, "").strip()
+    if not value:
+        raise FlagsError(f"{name} is missing or empty; {who}")
+    return value
+
+
+def _rank(environ: Environment, name: str, nodes: int | None) -> int:
+    value = environ[name].strip()
+    if not value.isdigit() or (nodes is not None and int(value) >= nodes):
+        expected = "a number from 0" if nodes is None else f"0 to {nodes - 1}"
+        raise FlagsError(f"{name} is not the rank of a node (got {value!r}, expected {expected})")
+    return int(value)
