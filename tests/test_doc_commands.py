@@ -1,0 +1,106 @@
+"""Every command in a bash block of README and docs is parsed by its program: accelerate, this package, make."""
+
+import os
+import re
+import shutil
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from doc_commands import ROOT, SHELL, Command, Refused, blocks, check, commands, split
+
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md")
+    for path in ROOT.glob(pattern)
+    if any(language == "bash" for _, language, _ in blocks(path.read_text()))
+)
+COMMAND = re.compile(r"^ *(?:\$ )?(accelerate launch|trl-multinode \w|make \w|python3? [\w/]+\.py)", re.MULTILINE)
+
+import_module("trl.rewards.accuracy_rewards")  # before the fixture's stand-in for `math_verify`, which it would use
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with what the pages assume: the shipped configs, a script of the user, the examples."""
+    for path in (ROOT / "accelerate_configs").glob("*.yaml"):
+        shutil.copy(path, tmp_path)
+    for name in ("accelerate_configs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "train.py").write_text("from trl_multinode import GRPOConfig, ModelConfig, TrlParser\n")
+    (tmp_path / "math_verify.py").touch()  # of the extra `gpu`; `accuracy_reward` is refused without it
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PET_", "CUDA_"))}
+    with mock.patch.dict(os.environ, outside, clear=True):  # which imports change, too
+        yield tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_a_page_is_parsed(page, folder):
+    found = list(commands(page))
+    if any(each.words[1:2] == ("config",) for each in found):  # it writes the files that other pages assume
+        for path in folder.glob("*.yaml"):
+            path.unlink()
+    for each in found:
+        check(each)
+    assert any(each.words[0] not in SHELL for each in found)
+
+
+def test_the_pages_have_commands_of_every_program():
+    programs = {each.words[0] for page in PAGES for each in commands(page)}
+    assert {"accelerate", "trl-multinode", "make", "python", "srun"} <= programs
+
+
+def test_no_command_stands_outside_a_bash_block():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    outside = {
+        page.name: COMMAND.findall(re.sub(r"^( *)```bash\n.*?^ *```", "", page.read_text(), flags=re.M | re.S))
+        for page in pages
+    }
+    assert not {name: found for name, found in outside.items() if found}
+
+
+# ---- the parsers refuse
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "accelerate launch --config_file 4node.yaml --machine_rnk 0 train.py",
+        "accelerate launch --config_file nothing.yaml train.py",
+        "accelerate launch --config_file 4node.yaml --machine_rank 0 --main_process_ip H --num_processes 27 t.py",
+        "accelerate launch ... train.py",
+        "trl-multinode config 4x8 --engine_gpu 2",
+        "trl-multinode check 4node.yaml --machine_rank 9 --main_process_ip HOST0 train.py",
+        "trl-multinode check 4node.yaml --wait --machine_rank K --main_process_ip H -- accelerate launch --nope t.py",
+        "trl-multinode grpo --learning_rat 1e-6",
+        "trl-multinode clean --all",
+        "trl-multinode tidy",
+        "make demos",
+        "make demo SPEED=fast",
+        "python benchmarks/none.py",
+        "python benchmarks/gpu.py --lists",
+        "python benchmarks/table.py --now",
+        "pip install 'trl-multinode[gpus]'",
+        "frobnicate --all",
+        "srun --nodes 4 bash -c 'exec accelerate launch --config_file 4node.yaml --machine_rnk 0 train.py'",
+        "ssh node1 trl-multinode clean --all",
+    ],
+)
+def test_a_command_with_a_mistake_is_refused(line, folder):
+    with pytest.raises(Refused):
+        [check(each) for each in commands(ROOT / "README.md", f"```bash\n{line}\n```\n")]
+
+
+def test_lines_quotes_comments_and_pipes_are_those_of_a_shell():
+    block = "a b \\\n  c  # d\nX=1 e 'f\n g' && h | i > j\n\n# k\n"
+    assert list(split(block)) == [(0, ["a", "b", "c"]), (2, ["e", "f\n g"]), (2, ["h"]), (2, ["i"])]
+    with pytest.raises(Refused, match="a quote is open"):
+        list(split("a 'b\n"))
+
+
+def test_a_command_knows_its_line():
+    (one,) = commands(Path(ROOT / "README.md"), "# T\n\n```bash\nmake test\n```\n")
+    assert one == Command(ROOT / "README.md", 4, ("make", "test"))
