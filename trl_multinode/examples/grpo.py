@@ -140,14 +140,22 @@ def with_prompts(dataset: Any, column: str | None) -> Any:
     return dataset.map(lambda row: {"prompt": [{"role": "user", "content": row[column]}]})
 
 
-def make_parser(prog: str | None = None) -> StrictParser:
+def make_parser(prog: str | None = None, arguments: type = GRPOScriptArguments) -> StrictParser:
     """Return the parser of the script's arguments."""
-    return StrictParser((GRPOScriptArguments, GRPOConfig, ModelConfig), prog=prog)
+    return StrictParser((arguments, GRPOConfig, ModelConfig), prog=prog)
 
 
-def main() -> None:
-    """Train with the arguments of the command line. Every rank calls it."""
-    parser = make_parser()
+def main(arguments: type = GRPOScriptArguments, build: Callable[..., Any] | None = None) -> None:
+    """Train with the arguments of the command line. Every rank calls it.
+
+    Args:
+        arguments (`type`, *optional*, defaults to [`GRPOScriptArguments`]):
+            Class of the script's own arguments, for a script that adds some.
+        build (`Callable`, *optional*):
+            Function that returns the trainer from the script's arguments and the keywords of [`GRPOTrainer`]. The
+            scripts in `examples/recipes/` add a callback or a `rollout_func` there.
+    """
+    parser = make_parser(arguments=arguments)
     script_args, training_args, model_args = parser.parse_args_and_config()
     if model_args.model_name_or_path is None:
         parser.error("--model_name_or_path is missing")
@@ -167,15 +175,16 @@ def main() -> None:
     test = None
     if training_args.eval_strategy != "no":
         test = split_of(splits, script_args.dataset_test_split, "--dataset_test_split")
-    trainer = GRPOTrainer(
-        model=model_args.model_name_or_path,
-        reward_funcs=rewards,
-        args=training_args,
-        train_dataset=with_prompts(train, column),
-        eval_dataset=with_prompts(test, column) if test is not None else None,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    keywords = {
+        "model": model_args.model_name_or_path,
+        "reward_funcs": rewards,
+        "args": training_args,
+        "train_dataset": with_prompts(train, column),
+        "eval_dataset": with_prompts(test, column) if test is not None else None,
+        "quantization_config": get_quantization_config(model_args),
+        "peft_config": get_peft_config(model_args),
+    }
+    trainer = build(script_args, **keywords) if build else GRPOTrainer(**keywords)
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or trainer.last_checkpoint())
     trainer.save_model()  # on every rank, because ZeRO-3 gathers the weights
     if training_args.push_to_hub:
