@@ -35,15 +35,15 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import torch
 from torch.distributed import TCPStore
 
-from trl_multinode.run.activity import RankActivity
-from trl_multinode.run.beats import Beats
-from trl_multinode.run.judges import Limits
+from trl_multinode.run.heartbeats.activity import RankActivity
+from trl_multinode.run.heartbeats.beats import Beats
+from trl_multinode.run.heartbeats.judges import Limits
 from trl_multinode.run.limits import raise_file_limit
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch.watchdog import Watchdog
 
 RESULTS = Path(__file__).parent / "results" / "control_plane.json"
 WORLDS = (448, 1022)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 from store_host import topology_of
 
-from trl_multinode.run.activity import RankActivity
-from trl_multinode.run.beats import Beats
-from trl_multinode.run.judges import Limits
+from trl_multinode.run.heartbeats.activity import RankActivity
+from trl_multinode.run.heartbeats.beats import Beats
+from trl_multinode.run.heartbeats.judges import Limits
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.store import connect_store
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch.watchdog import Watchdog
 
 LIMIT_S = 3.0
 LIMITS = Limits(heartbeat_s=LIMIT_S, stuck_s=60.0, start_s=60.0, beat_s=0.3)

@@ -78,8 +78,9 @@ LIBRARIES = {
 }
 # Files that import torch.distributed
 DISTRIBUTED = {
-    "run.arrivals", "run.beats", "run.decision", "run.judges", "run.meeting", "run.node_slots", "run.preemption",
-    "run.reconnecting", "run.store", "run.watchdog", "rollouts.text_logging",
+    "run.decision", "run.meeting", "run.preemption", "run.reconnecting", "run.store", "run.watch.arrivals",
+    "run.watch.watchdog", "run.heartbeats.beats", "run.heartbeats.judges", "run.heartbeats.node_slots",
+    "rollouts.text_logging",
     "batches.row_exchange", "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
 }  # fmt: skip

@@ -16,7 +16,7 @@ from trl_multinode import GRPOConfig, GRPOTrainer
 from trl_multinode.host import NodeHost
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.topology import EngineDevices
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 

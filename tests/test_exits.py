@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from trl_multinode.run.exits import ScriptExits, has_returned
+from trl_multinode.run.watch.exits import ScriptExits, has_returned
 
 BEGIN = """
 import atexit, sys, threading
-from trl_multinode.run.exits import ScriptExits
+from trl_multinode.run.watch.exits import ScriptExits
 exits = ScriptExits(lambda error: False)
 exits.watch()
 atexit.register(lambda: print("status", repr(exits.bad_status()), file=sys.stdout))
@@ -88,7 +88,7 @@ def test_what_an_earlier_hook_prints_under_torchs_own_is_seen():
     """`init_process_group` installs a hook that calls the one before it with a buffer as stderr."""
     program = """
 import os, sys, torch.distributed as dist
-from trl_multinode.run.exits import ScriptExits
+from trl_multinode.run.watch.exits import ScriptExits
 ScriptExits(lambda error: (print("the cause", file=sys.stderr), os._exit(6))).watch()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 raise ValueError("bad")

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from trl_multinode.run.activity import RankActivity
-from trl_multinode.run.judges import JUDGE_LATE_S, NAME_EVERY_S, Limits, NodeJudge, RunJudge
+from trl_multinode.run.heartbeats.activity import RankActivity
+from trl_multinode.run.heartbeats.judges import JUDGE_LATE_S, NAME_EVERY_S, Limits, NodeJudge, RunJudge
+from trl_multinode.run.heartbeats.rank_state import RankState
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
-from trl_multinode.run.rank_state import RankState
 from trl_multinode.run.topology import Topology
 
 LIMITS = Limits(heartbeat_s=30.0, stuck_s=600.0, start_s=900.0)

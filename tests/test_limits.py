@@ -18,9 +18,9 @@ from torch.distributed import TCPStore
 
 from trl_multinode.errors import PeerFailureError
 from trl_multinode.run import store as run_store
-from trl_multinode.run.frames import bytes_written, innermost_frames, work_of
+from trl_multinode.run.heartbeats.frames import bytes_written, innermost_frames, work_of
+from trl_multinode.run.heartbeats.node_slots import NodeSlots
 from trl_multinode.run.limits import file_limit_cure, raise_file_limit
-from trl_multinode.run.node_slots import NodeSlots
 from trl_multinode.run.reconnecting import ReconnectingStore, prefixed
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology

@@ -7,13 +7,13 @@ import pytest
 from forks import forked
 from store_host import RANKS, StoreHost, topology_of
 
-from trl_multinode.run import exit_codes
 from trl_multinode.run import meeting as meeting_module
 from trl_multinode.run import store as run_store
+from trl_multinode.run.endings import exit_codes
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch.watchdog import Watchdog
 
 
 @pytest.fixture

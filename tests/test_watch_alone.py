@@ -10,15 +10,14 @@ import time
 
 import pytest
 from forks import FORK, forked
-from store_host import StoreHost
 
-from trl_multinode.run import exit_codes
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watch_thread as watch_module
-from trl_multinode.run.signals import noop_handler
+from trl_multinode.run.endings import exit_codes
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch import watch_thread as watch_module
+from trl_multinode.run.watch.signals import noop_handler
+from trl_multinode.run.watch.watchdog import Watchdog
 
 ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
@@ -201,13 +200,6 @@ def test_after_the_end_signals_work_as_before(tmp_path):
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.result is True
-
-
-@pytest.fixture
-def store():
-    host = StoreHost()
-    yield host
-    host.end()
 
 
 def test_a_closed_watch_leaves_nothing_in_the_process(tmp_path, store):

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .libraries import explanation
-from .run.early import start as _start_watch
+from .run.watch.early import start as _start_watch
 
 if TYPE_CHECKING:
     from .config import MultiNodeGRPOConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from trl_multinode.run import exit_codes
+from trl_multinode.run.endings import exit_codes
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes
 

@@ -4,7 +4,7 @@ import threading
 from types import SimpleNamespace
 
 from trl_multinode.engine.restarts import EngineRestarts
-from trl_multinode.run.exit_codes import ENGINE
+from trl_multinode.run.endings.exit_codes import ENGINE
 
 
 def test_a_restart_that_raises_ends_the_run_with_the_code_of_an_engine():

@@ -11,12 +11,12 @@ from beating import LIMIT_S, LIMITS, Link, enter, until
 from forks import forked
 from store_host import RANKS, StoreHost
 
-from trl_multinode.run import beats as beats_module
-from trl_multinode.run import judges as judges_module
 from trl_multinode.run import meeting as meeting_module
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watch_thread as watch_module
-from trl_multinode.run.exit_codes import PEER_LOST
+from trl_multinode.run.endings.exit_codes import PEER_LOST
+from trl_multinode.run.heartbeats import beats as beats_module
+from trl_multinode.run.heartbeats import judges as judges_module
+from trl_multinode.run.watch import watch_thread as watch_module
 
 FAILED = "[trl_multinode] the run failed: "
 SLACK_S = 10.0  # what docs/faults.md promises beyond the limit
@@ -31,13 +31,6 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(judges_module, "READ_STATES_EVERY_S", 0.2)
     monkeypatch.setattr(meeting_module, "PROGRESS_EVERY_S", 1.0)
     monkeypatch.setattr(meeting_module, "STATE_EVERY_S", 0.1)
-
-
-@pytest.fixture
-def store():
-    host = StoreHost()
-    yield host
-    host.end()
 
 
 @pytest.fixture

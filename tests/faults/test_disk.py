@@ -22,7 +22,7 @@ from trl_multinode.errors import DiskError
 from trl_multinode.run import disk
 from trl_multinode.run import store as run_store
 from trl_multinode.run.disk import as_disk_error, written_folders
-from trl_multinode.run.exit_codes import DISK, code_of
+from trl_multinode.run.endings.exit_codes import DISK, code_of
 from trl_multinode.saving.newest import newest_whole
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes

@@ -17,14 +17,14 @@ from trl_multinode.engine.settings import save_without_weights
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.run import preemption as preemption_module
 from trl_multinode.run import store as run_store
-from trl_multinode.run import watch_thread as watch_module
-from trl_multinode.run.exit_codes import PREEMPTED
+from trl_multinode.run.endings.exit_codes import PREEMPTED
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.preemption import Preemption, grace_after, grace_note, launcher_would_end
-from trl_multinode.run.signals import Preempted, noop_handler
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch import watch_thread as watch_module
+from trl_multinode.run.watch.signals import Preempted, noop_handler
+from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.saving.checkpoint_files import MARKERS
 from trl_multinode.saving.newest import newest_whole
 from trl_multinode.saving.preempted import SaveAtPreemption
@@ -34,13 +34,6 @@ from trl_multinode.wire.stop_signals import END_ENGINE, PREEMPT_VARIABLE, check_
 
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
 STEPS = 200
-
-
-@pytest.fixture
-def store():
-    host = StoreHost()
-    yield host
-    host.end()
 
 
 @pytest.fixture(autouse=True)

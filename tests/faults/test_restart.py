@@ -28,7 +28,7 @@ from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watchdog import Watchdog
+from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.testing.engines import ENGINE_ARGS
 from trl_multinode.testing.faults import FORKED, HOOK
 from trl_multinode.testing.forking import forked_fake_engine

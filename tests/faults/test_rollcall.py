@@ -25,7 +25,7 @@ from trl_multinode.check.attendance import Hello, Verdict, host_id
 from trl_multinode.check.command_run import run_command
 from trl_multinode.check.meeting import Place
 from trl_multinode.check.rollcall import call
-from trl_multinode.run.exit_codes import CONFIGURATION, PEER_LOST
+from trl_multinode.run.endings.exit_codes import CONFIGURATION, PEER_LOST
 from trl_multinode.run.versions import differences, local_versions
 from trl_multinode.testing.launch_files import _free_port
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..run.exit_codes import CONFIGURATION
+from ..run.endings.exit_codes import CONFIGURATION
 from ..run.versions import MISSING, differences
 
 NAMED_NODES = 16  # a line of progress names no more nodes

@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import suppress
 
-from ..run.exit_codes import CONFIGURATION, PEER_LOST
+from ..run.endings.exit_codes import CONFIGURATION, PEER_LOST
 from .attendance import LONGEST_LINE, Banner, Hello, State, Verdict, encode, printable
 from .meeting import CONNECT_S, RETRY_S, Meeting, Place, receive
 from .ports import owner_of

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..run.exit_codes import CONFIGURATION
+from ..run.endings.exit_codes import CONFIGURATION
 from ..run.versions import local_versions
 from .attendance import Hello, host_id
 from .command_run import run_command

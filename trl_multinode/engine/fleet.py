@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import EngineError
 from ..node_settings import NodeSettings
 from ..run.topology import Topology
-from ..run.watchdog import Watchdog
+from ..run.watch.watchdog import Watchdog
 from ..wire.leftovers import remove_leftovers
 from .node_engines import NodeEngines
 from .process import EngineProcess, wait_until_ready

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from ..errors import EngineStartError
-from ..run.exit_codes import ENGINE
-from ..run.watchdog import Watchdog
+from ..run.endings.exit_codes import ENGINE
+from ..run.watch.watchdog import Watchdog
 from .process import EngineProcess, wait_until_ready
 
 DYING_S = 5.0  # an engine that is given up has so long to end with a reason of its own

@@ -12,10 +12,10 @@ from ..engine.fleet import EngineFleet
 from ..engine.node_engines import NodeEngines
 from ..engine.settings import gpu_share
 from ..node_settings import NodeSettings
-from ..run.heartbeat import Heartbeat
+from ..run.progress import ProgressLines
 from ..run.topology import EngineDevices, Topology
 from ..run.warn_once import WarnOnce
-from ..run.watchdog import Watchdog
+from ..run.watch.watchdog import Watchdog
 from ..weights.sync import WeightSync
 
 _with_engines: "weakref.WeakSet[EndingHost]" = weakref.WeakSet()  # hosts of this process whose engines run
@@ -33,7 +33,7 @@ class EndingHost:
     ahead_engines: NodeEngines | None
     _fleet: EngineFleet
     _sync: WeightSync | None
-    _heartbeat: Heartbeat
+    _progress_lines: ProgressLines
     _warn_once: WarnOnce
     _closing: threading.Lock
     _trainer: weakref.ref | None
@@ -106,7 +106,7 @@ class EndingHost:
 
     def _close(self, close_watch: Callable[[], None]) -> None:
         self._ends = True
-        self._heartbeat.close()
+        self._progress_lines.close()
         self._warn_once.restore()
         with self._closing:
             close_watch()

@@ -21,22 +21,22 @@ from ..engine.node_engines import NodeEngines
 from ..engine.settings import EngineSettings, check_vllm, engine_dtype, training_dtype
 from ..errors import ConfigurationError
 from ..node_settings import NodeSettings
-from ..run.activity import RankActivity
-from ..run.beats import Beats
 from ..run.begin import begin_run
 from ..run.clock import clock_offset
 from ..run.decision import StepDecision
 from ..run.disk import as_disk_error, written_folders
-from ..run.heartbeat import Heartbeat
-from ..run.judges import Limits
+from ..run.heartbeats.activity import RankActivity
+from ..run.heartbeats.beats import Beats
+from ..run.heartbeats.judges import Limits
 from ..run.meeting import Meeting
 from ..run.phase_file import PhaseFile
 from ..run.phases import Phases
 from ..run.preemption import Preemption
+from ..run.progress import ProgressLines
 from ..run.store import connect_store
 from ..run.topology import EngineDevices, Topology, assign_engines
 from ..run.warn_once import WarnOnce
-from ..run.watchdog import Watchdog
+from ..run.watch.watchdog import Watchdog
 from ..transports.opening import TRANSPORTS
 from ..weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
 from ..weights.host_copy import HostCopy
@@ -99,9 +99,9 @@ class NodeHost(SyncingHost, EndingHost):
         self._start_beats()
         logs = folder / "logs" / f"node{self.topology.node}"
         self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
-        self._heartbeat = Heartbeat(self.phases, lambda: self.step(), self._left)
+        self._progress_lines = ProgressLines(self.phases, lambda: self.step(), self._left)
         if self.topology.rank == 0:
-            self._heartbeat.start()
+            self._progress_lines.start()
         self._warn_once = WarnOnce(self.watch.is_first)
         if self.topology.launched and not self.settings.repeat_warnings:
             self._warn_once.install()

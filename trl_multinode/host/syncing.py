@@ -16,7 +16,7 @@ from ..engine.node_engines import NodeEngines
 from ..engine.restarts import lost_engine, lost_engines
 from ..errors import EngineError
 from ..node_settings import NodeSettings
-from ..run.activity import RankActivity
+from ..run.heartbeats.activity import RankActivity
 from ..run.meeting import Meeting
 from ..run.phase_file import PhaseFile
 from ..run.phases import Phases

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..run.exit_codes import USER_CODE
+from ..run.endings.exit_codes import USER_CODE
 from ..run.reporter import warn
 from ..run.topology import Topology
 
@@ -121,7 +121,7 @@ class RewardCalls:
     def _limited(self, function: Callable, name: str) -> Callable:
         if not _is_async(function):
 
-            def _calculate_rewards(**kwargs: Any) -> Any:  # `run/user_code.py` finds a user's frame below this name
+            def _calculate_rewards(**kwargs: Any) -> Any:  # below this name `user_code.py` finds a user's frame
                 with self._call(name, threading.get_ident()) as call:
                     return function(**_with_rows(kwargs, call))
 

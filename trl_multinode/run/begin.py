@@ -9,7 +9,7 @@ from ..errors import ConfigurationError
 from .node_versions import VersionCheck
 from .owner import claim
 from .reporter import warn
-from .watchdog import Watchdog
+from .watch.watchdog import Watchdog
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 

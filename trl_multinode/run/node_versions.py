@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .exit_codes import CONFIGURATION
+from .endings.exit_codes import CONFIGURATION
 from .reporter import warn
 from .topology import Topology
 from .versions import differences, local_versions

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import ConfigurationError
-from .ending import write_whole
-from .exit_codes import CONFIGURATION
+from .endings.ending import write_whole
+from .endings.exit_codes import CONFIGURATION
 from .reporter import report
 
 REWRITE_EVERY_S = 10.0

@@ -18,12 +18,12 @@ from typing import NoReturn
 from torch.distributed import Store
 
 from ..wire.stop_signals import preempt_signals
-from .exit_codes import PREEMPTED
-from .fatal import Fatal
+from .endings.exit_codes import PREEMPTED
+from .endings.fatal import Fatal
 from .reporter import report
-from .signals import Preempted
 from .topology import Topology
-from .watchdog import Watchdog
+from .watch.signals import Preempted
+from .watch.watchdog import Watchdog
 
 TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 LAUNCHER_S = 30.0  # torchrun's default between its SIGTERM and its SIGKILL

@@ -39,7 +39,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from .fatal import Fatal, store_gone
+from .endings.fatal import Fatal, store_gone
 from .reconnecting import open_store, prefixed
 from .reporter import report
 from .topology import Topology

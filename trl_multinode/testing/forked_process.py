@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ..run import early
+from ..run.watch import early
 from .namespaces import enter_node
 
 POLL_S = 0.02
@@ -54,7 +54,7 @@ class Inherited:
         """Set the variables that the imports of a started rank set, unless they have values of their own."""
         for name, (before, after) in self.variables.items():
             if os.environ.get(name) == before:
-                os.environ[name] = after.replace(self.temporary, os.environ["TMPDIR"])
+                os.environ[name] = after.replace(self.temporary, tempfile.gettempdir())
 
     def close_other_files(self) -> None:
         """Close the files of the parent. Their numbers stay in use, because objects of the parent may close them."""
@@ -229,12 +229,13 @@ def traceback_from(script: str | None, traceback: TracebackType | None) -> Trace
 def show_node() -> None:
     """Show this process's TMPDIR in /proc/<pid>/environ, by which [`Nodes`](nodes.py) finds the processes of a node.
 
-    The kernel reads that file from where it put the environment of the template, which keeps room for it there.
+    The kernel reads that file from where it put the environment of the template, which keeps room for it there. A
+    process without `TMPDIR` belongs to no node.
     """
+    shown = f"TMPDIR={os.environ['TMPDIR']}".encode() if "TMPDIR" in os.environ else b""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(fields[index]) for index in (ENVIRONMENT_START, ENVIRONMENT_START + 1))
     at = ctypes.string_at(start, end - start).index(ROOM.encode())
-    shown = f"TMPDIR={os.environ['TMPDIR']}".encode()
     if len(shown) > len(ROOM):
-        raise ValueError(f"TMPDIR={os.environ['TMPDIR']} is longer than the {len(ROOM)} bytes that are kept for it")
+        raise ValueError(f"{shown.decode()} is longer than the {len(ROOM)} bytes that are kept for it")
     ctypes.memmove(start + at, shown.ljust(len(ROOM), b"\0"), len(ROOM))

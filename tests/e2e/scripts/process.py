@@ -22,7 +22,7 @@ def report() -> None:
     from accelerate import PartialState
 
     import trl_multinode
-    from trl_multinode.run import early
+    from trl_multinode.run.watch import early
 
     trl_multinode.GRPOTrainer  # noqa: B018  imports all that ranks import; some of it sets variables
     watch = early.early_watch()

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch.distributed import Store
 
+from ..reporter import report
+from ..topology import Topology
 from .rank_state import RankState
-from .reporter import report
-from .topology import Topology
 
 NAME_EVERY_S = 30.0
 READ_STATES_EVERY_S = 5.0  # a judge reads only the nodes' counts in between

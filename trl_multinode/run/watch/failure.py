@@ -3,7 +3,7 @@
 import threading
 import time
 
-from .fatal import Fatal
+from ..endings.fatal import Fatal
 
 
 class LocalFailure:

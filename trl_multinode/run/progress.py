@@ -27,7 +27,7 @@ WORDS = {
 }
 
 
-class Heartbeat:
+class ProgressLines:
     """Thread that reports a long phase.
 
     Args:
@@ -48,7 +48,7 @@ class Heartbeat:
         self._step_since = self._phase_since = time.monotonic()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._run, name="progress-lines", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .reporter import report
-from .topology import Topology
+from ..reporter import report
+from ..topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from .store import RunStore
+    from ..store import RunStore
 
 START_TIMEOUT_S = 900.0  # `engine_start_timeout`'s default, until a trainer has its settings
 MISSING_EVERY_S = 30.0

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from trl_multinode.host import NodeHost
-from trl_multinode.run import heartbeat, reporter
-from trl_multinode.run.heartbeat import Heartbeat
+from trl_multinode.run import progress, reporter
 from trl_multinode.run.phases import Phases
+from trl_multinode.run.progress import ProgressLines
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(heartbeat, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
     monkeypatch.setattr(reporter, "time", clock)
     monkeypatch.setattr(reporter, "_last_line", 1000.0)
     return clock
@@ -26,7 +26,9 @@ def clock(monkeypatch):
 def run(clock, capsys):
     """Let seconds pass, with a look once a second, and return the lines that were printed."""
     state = SimpleNamespace(step=4, phases=Phases(), rows=100)
-    beat = Heartbeat(state.phases, lambda: state.step, lambda name: f"{state.rows} rows left" * (name == "generate"))
+    beat = ProgressLines(
+        state.phases, lambda: state.step, lambda name: f"{state.rows} rows left" * (name == "generate")
+    )
 
     def pass_(seconds: int) -> list[str]:
         for _ in range(seconds):
@@ -72,8 +74,8 @@ def test_a_script_between_phases_and_a_wait_that_has_lines_of_its_own_are_left_a
 
 
 def test_an_error_in_a_line_does_not_end_the_thread(monkeypatch, capsys):
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.05)
-    monkeypatch.setattr(heartbeat, "POLL_S", 0.01)
+    monkeypatch.setattr(progress, "EVERY_S", 0.05)
+    monkeypatch.setattr(progress, "POLL_S", 0.01)
     errors = [ValueError("engines are closed")]
 
     def left(name: str) -> str:
@@ -82,7 +84,7 @@ def test_an_error_in_a_line_does_not_end_the_thread(monkeypatch, capsys):
         return "12 of 40 buckets gathered"
 
     phases = Phases()
-    beat = Heartbeat(phases, lambda: 0, left)
+    beat = ProgressLines(phases, lambda: 0, left)
     beat.start()
     with phases("sync"):
         time.sleep(0.5)
@@ -90,7 +92,7 @@ def test_an_error_in_a_line_does_not_end_the_thread(monkeypatch, capsys):
     assert re.search(r"step 1: sending weights for \d s, 12 of 40 buckets gathered", capsys.readouterr().out)
     assert not errors
     deadline = time.monotonic() + 10.0
-    while any(thread.name == "heartbeat" for thread in threading.enumerate()):
+    while any(thread.name == "progress-lines" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..meeting import Meeting
+from ..phases import Phases
 from .beats import Activity
 from .frames import bytes_written
-from .meeting import Meeting
-from .phases import Phases
 
 # Phases with a limit of their own (`engine_stall_timeout`, `engine_start_timeout`, the Hub's), or that run the user's
 # functions

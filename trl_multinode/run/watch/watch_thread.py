@@ -14,20 +14,20 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from . import store as stores
-from .addresses import register, with_nodes
+from .. import store as stores
+from ..addresses import register, with_nodes
+from ..endings.ending import Ending
+from ..endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
+from ..endings.fatal import Fatal, store_gone
+from ..limits import raise_file_limit
+from ..store import RunStore
+from ..topology import Topology
 from .arrivals import Arrivals
-from .ending import Ending
-from .exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
 from .exits import ScriptExits
 from .failure import LocalFailure
-from .fatal import Fatal, store_gone
 from .leaving import leave
-from .limits import raise_file_limit
 from .pidfds import Pidfds
 from .signals import StopSignals, ends_well
-from .store import RunStore
-from .topology import Topology
 
 if TYPE_CHECKING:
     from .watchdog import Watchdog

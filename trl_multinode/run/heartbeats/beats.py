@@ -4,7 +4,7 @@ A collective waits for a stopped process, a frozen node or a cut link until `ddp
 has died. So the watch thread of every rank writes twice a second what its main thread does and since when. The first
 rank of a node whose own heartbeat is fresh writes one key per node and second, `beat/<node>`, with the states of all
 its ranks; it also reads the CPU time of a rank that is silent. docs/notes.md explains what is judged, and by whom;
-`run/judges.py` does it.
+`run/heartbeats/judges.py` does it.
 """
 
 import json
@@ -18,15 +18,15 @@ from typing import Any
 
 from torch.distributed import Store
 
-from .exit_codes import PEER_LOST
+from ..endings.exit_codes import PEER_LOST
+from ..reconnecting import ReconnectingStore
+from ..reporter import report
+from ..topology import Topology
+from ..watch.watchdog import Watchdog
 from .frames import DISK_WAIT, innermost_frames, work_of
 from .judges import Limits, NodeJudge, RunJudge
 from .node_slots import NodeSlots
 from .rank_state import RankState
-from .reconnecting import ReconnectingStore
-from .reporter import report
-from .topology import Topology
-from .watchdog import Watchdog
 
 BEAT_S = 1.0  # between two beats of a node
 WRITE_EVERY_S = 2.0  # so often a rank writes its frames although nothing changes

@@ -55,7 +55,7 @@ class EarlyWatch:
             time.sleep(POLL_S)
         try:
             import_module("torch")  # waits until the script has imported it to its end
-            from .topology import Topology
+            from ..topology import Topology
             from .watch_thread import WatchThread
 
             watch = WatchThread(Topology.from_environment(), self._exits)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from . import store as stores
-from .ending import Ending
-from .fatal import Fatal
-from .reporter import report
-from .store import RunStore
+from .. import store as stores
+from ..endings.ending import Ending
+from ..endings.fatal import Fatal
+from ..reporter import report
+from ..store import RunStore
 
 if TYPE_CHECKING:
     from .watchdog import Watchdog

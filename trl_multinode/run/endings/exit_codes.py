@@ -6,7 +6,7 @@ into `_multinode/ending-node<k>.json`.
 
 import errno
 
-from ..errors import (
+from ...errors import (
     ConfigurationError,
     DiskError,
     EngineDiedError,

@@ -7,8 +7,8 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar
 
-from ..wire.stop_signals import preempt_signals
-from .exit_codes import PREEMPTED
+from ...wire.stop_signals import preempt_signals
+from ..endings.exit_codes import PREEMPTED
 from .exits import is_good
 
 PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from .topology import Topology
+from ..topology import Topology
 
 SLOT_BYTES = 2048
 TIME, HEADER = struct.Struct("<d"), struct.Struct("<8xII")  # last sign of life; bytes of the text, its checksum

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..topology import Topology
 from .fatal import Fatal
-from .topology import Topology
 
 ALSO_TO = "TRL_MULTINODE_ENDING_FILE"  # variable with the path of a second copy
 

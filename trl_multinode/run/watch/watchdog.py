@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ..endings.ending import Ending
+from ..endings.exit_codes import USER_CODE
+from ..store import when_written
+from ..topology import Topology
 from .early import early_watch
-from .ending import Ending
-from .exit_codes import USER_CODE
 from .signals import ends_well
-from .store import when_written
-from .topology import Topology
 from .watch_thread import POLL_S, WatchThread
 
 if TYPE_CHECKING:
