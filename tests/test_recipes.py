@@ -7,12 +7,14 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from forks import forked
 
 from trl_multinode.testing.faults import HOOK
-from trl_multinode.testing.forking import forked_fake_engine
+from trl_multinode.testing.forking import forked_fake_engine, template_pid
 from trl_multinode.testing.models import save_tiny
+from trl_multinode.testing.waiting import wait_until
 
 import_module("trl.rewards.accuracy_rewards")  # sets a variable of the environment: let that be before the tests
 
@@ -54,6 +56,7 @@ def train(name: str, folder: Path, monkeypatch, *more: str) -> tuple[list[dict],
 
     with forked(body, 1, folder) as (one,):
         assert one.wait(300.0) == 0, one.text
+    wait_until(lambda: not psutil.Process(template_pid()).children(), 30.0)  # the engine ends with its owner
     logs = json.loads((folder / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     return logs, rounds, one.text
