@@ -1,14 +1,19 @@
 """Every command in a bash block of README and docs is parsed by its program: accelerate, this package, make."""
 
+import ast
 import os
 import re
 import shutil
+import textwrap
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from doc_commands import ROOT, SHELL, Command, Refused, blocks, check, commands, split
+
+from trl_multinode import GRPOConfig
 
 PAGES = sorted(
     path
@@ -60,6 +65,38 @@ def test_no_command_stands_outside_a_bash_block():
         for page in pages
     }
     assert not {name: found for name, found in outside.items() if found}
+
+
+# ---- Python blocks
+
+
+def python_problems(text: str) -> list[str]:
+    """Blocks that do not parse, and keywords of `GRPOConfig(...)` that it does not have."""
+    known, found = {each.name for each in fields(GRPOConfig)}, []
+    for line, language, block in blocks(text):
+        if language != "python":
+            continue
+        try:
+            calls = [node for node in ast.walk(ast.parse(textwrap.dedent(block))) if isinstance(node, ast.Call)]
+        except SyntaxError as error:
+            found.append(f"line {line}: {error}")
+            continue
+        names = [word.arg for call in calls if ast.unparse(call.func) == "GRPOConfig" for word in call.keywords]
+        found += [f"line {line}: GRPOConfig has no {name}" for name in names if name not in known]
+    return found
+
+
+def test_python_blocks_parse_and_their_settings_exist():
+    pages = [page for pattern in ("*.md", "docs/*.md") for page in ROOT.glob(pattern)]
+    texts = {page.name: page.read_text() for page in pages}
+    assert sum("GRPOConfig(" in text for text in texts.values()) > 3
+    assert {name: found for name, text in texts.items() if (found := python_problems(text))} == {}
+
+
+def test_a_python_block_with_a_mistake_is_found():
+    text = "```python\nGRPOConfig(..., max_stalenes=1)\n```\n```python\nf(\n```\n"
+    first, second = python_problems(text)
+    assert first == "line 2: GRPOConfig has no max_stalenes" and second.startswith("line 5: '(' was never closed")
 
 
 # ---- the parsers refuse
