@@ -1,65 +1,19 @@
-"""The scripts in examples/recipes/: each trains some steps with the fake engine, as a user would start it."""
+"""What the scripts in examples/recipes/ compute; tests/e2e/test_recipe_launches.py runs them."""
 
-import json
 import runpy
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
-from forks import forked
-
-from trl_multinode.testing.faults import HOOK
-from trl_multinode.testing.forking import forked_fake_engine, template_pid
-from trl_multinode.testing.models import save_tiny
-from trl_multinode.testing.waiting import wait_until
 
 import_module("trl.rewards.accuracy_rewards")  # sets a variable of the environment: let that be before the tests
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-REWARD = """
-import json
-
-def letters(completions, completion_ids, trainer_state=None, **_):
-    with open("rounds.jsonl", "a") as file:
-        file.write(json.dumps(completion_ids) + "\\n")
-    return [float(len(set(completion[0]["content"]))) for completion in completions]
-"""
 
 
 def recipe(name: str) -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(RECIPES / f"{name}.py")))
-
-
-def train(name: str, folder: Path, monkeypatch, *more: str) -> tuple[list[dict], list[list[list[int]]], str]:
-    """Run a recipe in one process. Returns its logs, the completions of each round, and its output."""
-    save_tiny(folder / "model")
-    (folder / "model" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    (folder / "questions.jsonl").write_text("\n".join(json.dumps({"question": f"{i} + {i} ="}) for i in range(32)))
-    (folder / "my_rewards.py").write_text(REWARD)
-    words = f"""
-        --model_name_or_path {folder}/model --dataset_name {folder}/questions.jsonl --prompt_column question
-        --reward_funcs my_rewards:letters --output_dir {folder}/run --use_cpu true --bf16 false --report_to none
-        --gradient_checkpointing false --disable_tqdm true --max_steps 4 --save_steps 4 --logging_steps 1
-        --per_device_train_batch_size 8 --num_generations 4 --rollout_seed 1
-    """.split()
-    monkeypatch.setenv(HOOK, forked_fake_engine())
-    monkeypatch.chdir(folder)
-
-    def body(rank: int) -> bool:
-        sys.argv = [name, *words, *more]
-        runpy.run_path(str(RECIPES / f"{name}.py"), run_name="__main__")
-        return True
-
-    with forked(body, 1, folder) as (one,):
-        assert one.wait(300.0) == 0, one.text
-    wait_until(lambda: not psutil.Process(template_pid()).children(), 30.0)  # the engine ends with its owner
-    logs = json.loads((folder / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-    rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
-    return logs, rounds, one.text
 
 
 # ---- adaptive length
@@ -91,23 +45,6 @@ def test_the_limit_is_a_function_of_the_logs(logs, length):
 
 def test_a_first_limit_above_the_longest_is_the_longest():
     assert recipe("adaptive_length").length_after([], adaptive(), longest=50) == 50
-
-
-def test_completions_grow_while_they_are_cut(tmp_path, monkeypatch):
-    logs, rounds, text = train(
-        "adaptive_length",
-        tmp_path,
-        monkeypatch,
-        "--first_length",
-        "4",
-        "--growth",
-        "2",
-        "--max_completion_length",
-        "32",
-    )
-    assert [max(map(len, ids)) for ids in rounds] == [4, 8, 8, 16]
-    assert [entry["completions/max_length"] for entry in logs[:4]] == [4, 8, 8, 16]
-    assert "Completions may now have 8 tokens (before: 4)." in text and "16 tokens (before: 8)" in text
 
 
 # ---- drafts
@@ -163,12 +100,3 @@ def test_only_kept_drafts_without_an_end_are_finished():
     trainer.model.training = False  # plain samples, in two calls
     assert len(recipe("two_stage").two_stages(arguments, ["1"], trainer)["completion_ids"]) == 1
     assert [len(asked) for asked, _ in generation.calls[2:]] == [1, 1]
-
-
-def test_two_stages_train(tmp_path, monkeypatch):
-    logs, rounds, _ = train(
-        "two_stage", tmp_path, monkeypatch, "--drafts", "2", "--draft_tokens", "3", "--max_completion_length", "7"
-    )
-    assert [len(ids) for ids in rounds] == [8] * 4 and {max(map(len, ids)) for ids in rounds} == {7}
-    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs[:4])
-    assert all(entry["perf/generate_s"] > 0 for entry in logs[:4])
