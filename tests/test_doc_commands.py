@@ -1,5 +1,6 @@
 """Every command in a bash block of README and docs is parsed by its program: accelerate, this package, make."""
 
+import argparse
 import ast
 import os
 import re
@@ -11,7 +12,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from doc_commands import ROOT, SHELL, Command, Refused, blocks, check, commands, split
+from command_parsers import SHELL, check, parsed_only
+from doc_commands import ROOT, Command, Refused, blocks, commands, split
 
 from trl_multinode import GRPOConfig
 
@@ -45,9 +47,6 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_is_parsed(page, folder):
     found = list(commands(page))
-    if any(each.words[1:2] == ("config",) for each in found):  # it writes the files that other pages assume
-        for path in folder.glob("*.yaml"):
-            path.unlink()
     for each in found:
         check(each)
     assert any(each.words[0] not in SHELL for each in found)
@@ -129,6 +128,23 @@ def test_a_python_block_with_a_mistake_is_found():
 def test_a_command_with_a_mistake_is_refused(line, folder):
     with pytest.raises(Refused):
         [check(each) for each in commands(ROOT / "README.md", f"```bash\n{line}\n```\n")]
+
+
+def test_a_parser_ends_what_it_parses_for():
+    def command(words, known):
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        parser.add_subparsers().add_parser("go").add_argument("--fast", action="store_true")
+        parser.parse_known_args(words) if known else parser.parse_args(words)
+        raise AssertionError("it went on")
+
+    for words, known in ((["go", "--fast"], False), (["go", "--num_machines", "2"], True)):
+        with parsed_only():
+            command(words, known)
+    for words, known in ((["go", "--fats"], False), (["go", "--fats"], True), (["go", "--num_machines", "2"], False)):
+        with pytest.raises(SystemExit), parsed_only():
+            command(words, known)
+    with pytest.raises(Refused, match="it parses no command line"), parsed_only():
+        pass
 
 
 def test_lines_quotes_comments_and_pipes_are_those_of_a_shell():
