@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE, PAGES = ROOT / "trl_multinode", ROOT / "docs" / "api"
 HEADER = "<!-- Written by docs/write_api.py from docstrings. Change those, and run it again. -->\n"
+WIDTH = 100  # of a line in a block of code
 SECTION = re.compile(r"(Args|Parameters|Attributes|Returns|Yields|Raises):")
 TITLES = {"Args": "Parameters"}
 TWO_NAMES = "Each class has TRL's name, and the same with `MultiNode` before it."
@@ -114,16 +115,39 @@ def pages() -> list[Page]:
 
 
 def signature(entry: Entry) -> str:
+    """The call of a function or class; one line per argument if it is long."""
     node = entry.node
-    if isinstance(node, ast.FunctionDef):
-        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-        arguments = re.sub(r"^self(, )?", "", ast.unparse(node.args))
-        return f"{entry.name}({arguments}){returns}"
-    bases = ", ".join(map(ast.unparse, node.bases))
-    init = next((part for part in node.body if getattr(part, "name", "") == "__init__"), None)
-    arguments = re.sub(r"^self(, )?", "", ast.unparse(init.args)) if init else ""
-    call = f"({arguments})" if arguments else ""
-    return f"class {entry.name}{call}" + (f"  # a subclass of {bases}" if bases else "")
+    of = node if isinstance(node, ast.FunctionDef) else next(filter(is_init, node.body), None)
+    words = [word for word in arguments(of.args) if word != "self"] if of else []
+    returns = f" -> {ast.unparse(node.returns)}" if getattr(node, "returns", None) else ""
+    head = f"class {entry.name}" if is_class(entry) else entry.name
+    bases = f"  # a subclass of {', '.join(map(ast.unparse, node.bases))}" if getattr(node, "bases", None) else ""
+    if is_class(entry) and not words:
+        return head + bases
+    line = f"{head}({', '.join(words)}){returns}"
+    if len(line + bases) > WIDTH:
+        line = "\n".join([f"{head}(", *(f"    {word}," for word in words), f"){returns}"])
+    return line + bases
+
+
+def is_init(node: ast.AST) -> bool:
+    return getattr(node, "name", "") == "__init__"
+
+
+def arguments(of: ast.arguments) -> list[str]:
+    """Each argument as in the code, with `*` before those that are given by name only."""
+    plain = [*of.posonlyargs, *of.args]
+    defaults = [None] * (len(plain) - len(of.defaults)) + of.defaults
+    words = [argument(one, default) for one, default in zip(plain, defaults, strict=True)]
+    words += [f"*{ast.unparse(of.vararg)}"] if of.vararg else ["*"] if of.kwonlyargs else []
+    words += [argument(one, default) for one, default in zip(of.kwonlyargs, of.kw_defaults, strict=True)]
+    return words + ([f"**{ast.unparse(of.kwarg)}"] if of.kwarg else [])
+
+
+def argument(one: ast.arg, default: ast.expr | None) -> str:
+    if default is None:
+        return ast.unparse(one)
+    return f"{ast.unparse(one)}{' = ' if one.annotation else '='}{ast.unparse(default)}"
 
 
 def markdown(document: str) -> str:

@@ -15,10 +15,10 @@ from unittest import mock
 
 from doc_commands import ROOT, Command, Refused
 
-SHELL = {"cd", "exec", "export", "set", "source", "trap"}  # the shell's own
+SHELL = {"cd", "exec", "exit", "export", "set", "source", "trap"}  # the shell's own
 # Programs of others, which are not parsed. A command of ours among their arguments is.
-OTHERS = {"docker", "enroot", "getent", "git", "head", "hf", "ip", "kubectl", "sbatch", "scancel", "scontrol", "scp",
-          "sky", "squeue", "srun", "ssh", "sinfo", "trackio"}  # fmt: skip
+OTHERS = {"docker", "enroot", "getent", "git", "head", "hf", "hostname", "ip", "kubectl", "sbatch", "scancel",
+          "scontrol", "scp", "sinfo", "sky", "squeue", "srun", "ssh", "trackio"}  # fmt: skip
 PLACEHOLDERS = {"K": "0", "HOST0": "10.0.0.1"}  # words of the pages for a node's number and for node 0's address
 
 

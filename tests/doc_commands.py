@@ -8,8 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OURS = ("accelerate", "trl-multinode", "python", "python3", "make", "pip")
-SUBSTITUTION = re.compile(r"\$\(([^()]*)\)")  # of the shell: `$(trl-multinode flags)`
-FLAGS = "--machine_rank 0 --main_process_ip HOST0"  # what that command prints
+SUBSTITUTION = re.compile(r"\$\(([^()]*)\)")  # of the shell
+ASSIGNED_FLAGS = re.compile(r'(\w+)="?\$\((trl-multinode flags[^()]*)\)"?')
+FLAGS = "--machine_rank 0 --main_process_ip HOST0"  # what `trl-multinode flags` prints
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,20 @@ def commands(page: Path, text: str | None = None) -> Iterator[Command]:
     """The commands of all bash blocks of a page, and those that they pass to another program as one word."""
     for start, language, block in blocks(page.read_text() if text is None else text):
         if language == "bash":
+            block = with_flags(block)
             found = [(block[: inner.start()].count("\n"), inner[1]) for inner in SUBSTITUTION.finditer(block)]
             lines = [(line + more, words) for line, inner in found for more, words in split(inner)]
-            block = SUBSTITUTION.sub(lambda inner: FLAGS if "flags" in inner[1] else "0", block)
+            block = SUBSTITUTION.sub("0", block)
             for line, words in sorted([*lines, *split(block)]):
                 yield from nested(Command(page, start + line, tuple(words)))
+
+
+def with_flags(block: str) -> str:
+    """Put what `trl-multinode flags` prints where a block substitutes it, also through a variable."""
+    for name, _ in ASSIGNED_FLAGS.findall(block):
+        block = re.sub(rf'"?\$\{{?{name}\b\}}?"?', FLAGS, block)
+    block = ASSIGNED_FLAGS.sub(r"\2", block)  # the command without the assignment
+    return re.sub(r'"?\$\(trl-multinode flags[^()]*\)"?', FLAGS, block)
 
 
 def split(block: str) -> Iterator[tuple[int, list[str]]]:

@@ -95,6 +95,13 @@ def test_a_docstring_becomes_markdown(tool):
     )
 
 
+def test_a_signature_is_that_of_the_code(tool):
+    (node,) = tool.ast.parse("def f(a, b: int = 2, *, c=None, **d: str) -> int:\n  pass").body
+    assert tool.signature(tool.Entry("f", node)) == "f(a, b: int = 2, *, c=None, **d: str) -> int"
+    node.args.args[0].arg = "a" * 90
+    assert tool.signature(tool.Entry("f", node)).splitlines()[:3] == ["f(", f"    {'a' * 90},", "    b: int = 2,"]
+
+
 def test_no_line_of_a_docstring_is_lost(tool):
     """Every word of the docstrings stands in the pages."""
     text = " ".join(re.sub(r"[^\w ]", " ", " ".join(tool.render().values())).split())

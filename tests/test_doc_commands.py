@@ -154,6 +154,13 @@ def test_lines_quotes_comments_and_pipes_are_those_of_a_shell():
         list(split("a 'b\n"))
 
 
+@pytest.mark.parametrize("block", ["f=$(trl-multinode flags) || exit\na $f b", 'a "$(trl-multinode flags)" b'])
+def test_flags_that_a_command_prints_are_filled_in(block):
+    found = [each.words for each in commands(ROOT / "README.md", f"```bash\n{block}\n```\n")]
+    assert found[-1] == ("a", "--machine_rank", "0", "--main_process_ip", "HOST0", "b")
+    assert ("f=" in block) == (("trl-multinode", "flags") in found)
+
+
 def test_a_command_knows_its_line():
     (one,) = commands(Path(ROOT / "README.md"), "# T\n\n```bash\nmake test\n```\n")
     assert one == Command(ROOT / "README.md", 4, ("make", "test"))
