@@ -66,9 +66,11 @@ def _launch(words: list[str]) -> None:
     if args.config_file is None:
         return
     at = words.index("--config_file")
-    _, problems = check_launch(args.config_file, [*words[1:at], *words[at + 2 :]], port=False)
+    launch, problems = check_launch(args.config_file, [*words[1:at], *words[at + 2 :]], port=False)
     if problems:
         raise Refused("; ".join(problem.what for problem in problems))
+    if unread := [note for note in launch.script.notes if "are not checked" in note and "examples/" in note]:
+        raise Refused(unread[0])
 
 
 def _own(words: list[str]) -> None:

@@ -108,6 +108,9 @@ def test_a_python_block_with_a_mistake_is_found():
         "accelerate launch --config_file nothing.yaml train.py",
         "accelerate launch --config_file 4node.yaml --machine_rank 0 --main_process_ip H --num_processes 27 t.py",
         "accelerate launch ... train.py",
+        "accelerate launch --config_file 4node.yaml --machine_rank 0 --main_process_ip H examples/grpo.py --beat 1",
+        "accelerate launch --config_file 4node.yaml --machine_rank 0 --main_process_ip H examples/recipes/two_stage.py"
+        " --draft_token 3 --model_name_or_path m --dataset_name d --reward_funcs think_format_reward",
         "trl-multinode config 4x8 --engine_gpu 2",
         "trl-multinode check 4node.yaml --machine_rank 9 --main_process_ip HOST0 train.py",
         "trl-multinode check 4node.yaml --wait --machine_rank K --main_process_ip H -- accelerate launch --nope t.py",

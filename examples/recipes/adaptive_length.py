@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from trl_multinode.examples.grpo import GRPOScriptArguments, main
+from trl_multinode.examples.grpo import GRPOScriptArguments, make_parser, train
 
 
 @dataclass(kw_only=True)
@@ -68,4 +68,5 @@ def build(arguments: AdaptiveArguments, **keywords: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(AdaptiveArguments, build)
+    parser = make_parser(arguments=AdaptiveArguments)
+    train(*parser.parse_args_and_config(), build)

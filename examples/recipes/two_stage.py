@@ -18,7 +18,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from trl_multinode.examples.grpo import GRPOScriptArguments, main
+from trl_multinode.examples.grpo import GRPOScriptArguments, make_parser, train
 
 
 @dataclass(kw_only=True)
@@ -107,4 +107,5 @@ def build(arguments: TwoStageArguments, **keywords: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(TwoStageArguments, build)
+    parser = make_parser(arguments=TwoStageArguments)
+    train(*parser.parse_args_and_config(), build)

@@ -145,20 +145,30 @@ def make_parser(prog: str | None = None, arguments: type = GRPOScriptArguments) 
     return StrictParser((arguments, GRPOConfig, ModelConfig), prog=prog)
 
 
-def main(arguments: type = GRPOScriptArguments, build: Callable[..., Any] | None = None) -> None:
-    """Train with the arguments of the command line. Every rank calls it.
+def main() -> None:
+    """Train with the arguments of the command line. Every rank calls it."""
+    parser = make_parser()
+    train(*parser.parse_args_and_config())
+
+
+def train(
+    script_args: GRPOScriptArguments, training_args: Any, model_args: Any, build: Callable[..., Any] | None = None
+) -> None:
+    """Build the trainer, train from the last checkpoint if there is one, and save the model. Every rank calls it.
 
     Args:
-        arguments (`type`, *optional*, defaults to [`GRPOScriptArguments`]):
-            Class of the script's own arguments, for a script that adds some.
+        script_args ([`GRPOScriptArguments`]):
+            Arguments of the script.
+        training_args ([`GRPOConfig`]):
+            Training arguments.
+        model_args (`trl.ModelConfig`):
+            Model and adapter.
         build (`Callable`, *optional*):
             Function that returns the trainer from the script's arguments and the keywords of [`GRPOTrainer`]. The
             scripts in `examples/recipes/` add a callback or a `rollout_func` there.
     """
-    parser = make_parser(arguments=arguments)
-    script_args, training_args, model_args = parser.parse_args_and_config()
     if model_args.model_name_or_path is None:
-        parser.error("--model_name_or_path is missing")
+        make_parser().error("--model_name_or_path is missing")
     # 5 s: a mistyped argument is an error before that
     from trl_multinode import GRPOTrainer, get_peft_config, get_quantization_config
 
