@@ -15,7 +15,7 @@ PREFIXES = ("perf", "memory", "engine", "node<k>", "sync", "staleness", "logprob
 def _rows(text: str) -> list[list[str]]:
     """The cells of each row of the tables whose first cell is a name."""
     lines = re.findall(r"^\| (`.*) \|$", text, re.MULTILINE)
-    return [[cell.strip() for cell in line.split(" | ")] for line in lines]
+    return [[cell.strip() for cell in f"{line} ".split(" | ")] for line in lines]
 
 
 def _names_section() -> list[str]:
@@ -26,6 +26,11 @@ def _names_section() -> list[str]:
 
 def _names(text: str) -> set[str]:
     return {name for row in _rows(text) for name in re.findall(r"`([\w<>/]+)`", row[0])}
+
+
+def without_reading() -> list[str]:
+    """The rows that do not say how to read a metric."""
+    return [row[0] for part in _names_section() for row in _rows(part) if len(row) != 3 or not row[2]]
 
 
 def documented() -> set[str]:

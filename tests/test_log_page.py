@@ -4,7 +4,7 @@ import inspect
 import re
 
 import transformers
-from metric_names import PAGE, documented, documented_of_trl, general, of_transformers, of_trl
+from metric_names import PAGE, documented, documented_of_trl, general, of_transformers, of_trl, without_reading
 from trl import GRPOTrainer
 
 LOG_HISTORY = {"epoch"}  # transformers adds it to every log, outside the method that collects the others
@@ -24,6 +24,10 @@ def test_a_name_of_trls_code_is_found():
         "c",
         "rewards/<name>/mean",
     }
+
+
+def test_every_metric_has_a_reading():
+    assert without_reading() == []
 
 
 def test_no_metric_has_two_rows():
