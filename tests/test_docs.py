@@ -19,9 +19,9 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "SECURITY.md",
-    *sorted(DOCS.glob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
 ]
-SOURCES = ("trl_multinode", "tests", "benchmarks", "examples", "requirements")
+SOURCES = ("trl_multinode", "tests", "benchmarks", "docs", "examples", "requirements")
 ERRORS_PAGE = DOCS / "errors.md"
 FEWEST_WORDS = 3  # a literal with fewer words is put together from others, which the page quotes
 README_LINES = 80

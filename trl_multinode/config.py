@@ -116,7 +116,7 @@ class NodeFields(_Arguments):
             Ranks between which this regrouping may move rows: `"node"`, those of one node, or `"world"`, all ranks,
             over the network too.
         node_table_steps (`int`, *optional*, defaults to `10`):
-            Optimizer steps between two tables of the nodes in the log of rank 0; `0` for none. See docs/metrics.md.
+            Optimizer steps between two tables of the nodes in the log of rank 0; `0` for none. See docs/log.md.
         device_tflops (`float`, *optional*):
             Peak TFLOPS of one training device, for `perf/mfu`. Default: the data sheet's dense bfloat16 rate if the
             device is known and training computes in bfloat16 or float16, else `perf/mfu` is not logged.

@@ -140,17 +140,35 @@ def with_prompts(dataset: Any, column: str | None) -> Any:
     return dataset.map(lambda row: {"prompt": [{"role": "user", "content": row[column]}]})
 
 
-def make_parser(prog: str | None = None) -> StrictParser:
+def make_parser(prog: str | None = None, arguments: type = GRPOScriptArguments) -> StrictParser:
     """Return the parser of the script's arguments."""
-    return StrictParser((GRPOScriptArguments, GRPOConfig, ModelConfig), prog=prog)
+    return StrictParser((arguments, GRPOConfig, ModelConfig), prog=prog)
 
 
 def main() -> None:
     """Train with the arguments of the command line. Every rank calls it."""
     parser = make_parser()
-    script_args, training_args, model_args = parser.parse_args_and_config()
+    train(*parser.parse_args_and_config())
+
+
+def train(
+    script_args: GRPOScriptArguments, training_args: Any, model_args: Any, build: Callable[..., Any] | None = None
+) -> None:
+    """Build the trainer, train from the last checkpoint if there is one, and save the model. Every rank calls it.
+
+    Args:
+        script_args ([`GRPOScriptArguments`]):
+            Arguments of the script.
+        training_args ([`GRPOConfig`]):
+            Training arguments.
+        model_args (`trl.ModelConfig`):
+            Model and adapter.
+        build (`Callable`, *optional*):
+            Function that returns the trainer from the script's arguments and the keywords of [`GRPOTrainer`]. The
+            scripts in `examples/recipes/` add a callback or a `rollout_func` there.
+    """
     if model_args.model_name_or_path is None:
-        parser.error("--model_name_or_path is missing")
+        make_parser().error("--model_name_or_path is missing")
     # 5 s: a mistyped argument is an error before that
     from trl_multinode import GRPOTrainer, get_peft_config, get_quantization_config
 
@@ -167,15 +185,16 @@ def main() -> None:
     test = None
     if training_args.eval_strategy != "no":
         test = split_of(splits, script_args.dataset_test_split, "--dataset_test_split")
-    trainer = GRPOTrainer(
-        model=model_args.model_name_or_path,
-        reward_funcs=rewards,
-        args=training_args,
-        train_dataset=with_prompts(train, column),
-        eval_dataset=with_prompts(test, column) if test is not None else None,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    keywords = {
+        "model": model_args.model_name_or_path,
+        "reward_funcs": rewards,
+        "args": training_args,
+        "train_dataset": with_prompts(train, column),
+        "eval_dataset": with_prompts(test, column) if test is not None else None,
+        "quantization_config": get_quantization_config(model_args),
+        "peft_config": get_peft_config(model_args),
+    }
+    trainer = build(script_args, **keywords) if build else GRPOTrainer(**keywords)
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint or trainer.last_checkpoint())
     trainer.save_model()  # on every rank, because ZeRO-3 gathers the weights
     if training_args.push_to_hub:

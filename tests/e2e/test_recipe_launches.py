@@ -1,0 +1,72 @@
+"""The scripts in examples/recipes/, launched as a user would, on two nodes with the fake engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.faults import FAKE, HOOK
+from trl_multinode.testing.models import save_tiny
+from trl_multinode.testing.nodes import Nodes
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+REWARD = """
+import json
+import os
+
+def letters(completions, completion_ids, **_):
+    with open(f"{os.environ['ROUNDS']}{os.environ['RANK']}.jsonl", "a") as file:
+        file.write(json.dumps(completion_ids) + "\\n")
+    return [float(len(set(completion[0]["content"]))) for completion in completions]
+"""
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    save_tiny(folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (folder / "questions.jsonl").write_text("\n".join(json.dumps({"question": f"{i} + {i} ="}) for i in range(64)))
+    (folder / "my_rewards.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # the ranks look for `my_rewards` there
+        with Nodes(2, 1, folder=folder, env={HOOK: FAKE}, forked=True) as nodes:
+            yield nodes
+
+
+def train(nodes: Nodes, name: str, *more: str) -> tuple[list[dict], list[list[list[list[int]]]]]:
+    """Launch a recipe. Returns its logs, and for each rank the completions of every round."""
+    folder = nodes.folder
+    words = f"""
+        --model_name_or_path {folder}/model --dataset_name {folder}/questions.jsonl --prompt_column question
+        --reward_funcs my_rewards:letters --output_dir {folder}/{name} --use_cpu true --bf16 false --report_to none
+        --gradient_checkpointing false --disable_tqdm true --max_steps 4 --save_steps 4 --logging_steps 1
+        --per_device_train_batch_size 8 --num_generations 4 --rollout_seed 1
+    """.split()
+    nodes.launch(RECIPES / f"{name}.py", *words, *more, env={"ROUNDS": f"{folder}/{name}-rounds"})
+    assert nodes.wait(timeout_s=300) == [0, 0], nodes.rank_log(0)[-3000:]
+    logs = json.loads((folder / name / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    files = [folder / f"{name}-rounds{rank}.jsonl" for rank in range(2)]
+    return logs, [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def test_completions_grow_on_all_ranks_while_they_are_cut(nodes):
+    limits = ["--first_length", "4", "--growth", "2", "--max_completion_length", "32"]
+    logs, ranks = train(nodes, "adaptive_length", *limits)
+    assert [[max(map(len, ids)) for ids in rounds] for rounds in ranks] == [[4, 8, 8, 16]] * 2
+    assert [entry["completions/max_length"] for entry in logs[:4]] == [4, 8, 8, 16]
+    text = nodes.rank_log(0)
+    assert "Completions may now have 8 tokens (before: 4)." in text and "16 tokens (before: 8)" in text
+    assert "Completions may now" not in nodes.rank_log(1)
+
+
+def test_two_stages_train_rows_whose_log_probs_are_the_engines(nodes):
+    limits = ["--drafts", "2", "--draft_tokens", "3", "--max_completion_length", "7"]
+    logs, ranks = train(nodes, "two_stage", *limits)
+    for rounds in ranks:
+        assert [len(ids) for ids in rounds] == [8] * 4 and {max(map(len, ids)) for ids in rounds} == {7}
+    assert ranks[0] != ranks[1]
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs[:4])
+    assert all(entry["grad_norm"] > 0 and entry["perf/generate_s"] > 0 for entry in logs[:4])
