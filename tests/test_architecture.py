@@ -22,9 +22,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
     "testing": "engine engine_process run trainer transports vllm_worker weights wire",
-    "command": "__init__ check examples render wire",  # each only in its sub-command
+    "command": "__init__ check doctor examples render wire",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
     "render": "node_settings",  # a login node has neither torch nor accelerate
+    "doctor": "check run wire",  # a launch that has not begun, and the machines that it would use
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
@@ -84,6 +85,7 @@ DISTRIBUTED = {
     "rollouts.text_logging",
     "batches.row_exchange", "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
+    "doctor.exchange", "doctor.ring",
 }  # fmt: skip
 COLLECTIVES = {
     "images": {"gather"},  # a flag per round, of models with images and sharded weights
@@ -104,6 +106,7 @@ COLLECTIVES = {
         "all_to_all_single",
         "new_group",
     },  # lengths of all ranks, rows within a node
+    "doctor.ring": {"new_group"},  # one per GPU of a node, before a run
     "batches.local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch
 }
 COLLECTIVE_NAMES = {
@@ -219,6 +222,7 @@ def test_collectives_are_called_where_the_table_says():
 OWN_OUTPUT = {
     "check",
     "command",
+    "doctor",
     "examples",
     "render",
     "testing",

@@ -148,4 +148,5 @@ def _script(name: str, config: Any, values: dict[str, Any]) -> Script:
         node_mode=node_mode,
         use_cpu=bool(getattr(config, "use_cpu", False)),
         ignored=tuple(ignored_settings(config)) if node_mode else (),
+        values=values,
     )

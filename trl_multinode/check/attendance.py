@@ -184,7 +184,8 @@ def conclusion(attendance: Attendance, seconds: float) -> Verdict | None:
         return Verdict(CONFIGURATION, [f"error: {text}" for text in errors])
     if attendance.missing:
         return None
-    lines = [attendance.state(seconds), f"versions on all nodes: {attendance.versions()}"]
+    lines = [attendance.state(seconds)]
+    lines += [f"versions on all nodes: {found}"] if (found := attendance.versions()) else []
     return Verdict(0, [*lines, *(f"warning: {text}" for text in attendance.warnings())])
 
 

@@ -41,7 +41,7 @@ def own_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--wait", action="store_true", help="meet the other nodes; anywhere before COMMAND")
     text = f"seconds to wait for them (default: {DEFAULT_TIMEOUT_S:.0f})"
-    parser.add_argument("--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help=text)
+    parser.add_argument("--timeout", type=seconds, default=DEFAULT_TIMEOUT_S, help=text)
     for entry in (*fields(Batch), *fields(Engines)):
         flag, kind = f"--{entry.name}", _indices if entry.name == "vllm_devices" else _count
         text = f"of the script, if none is named (default: {entry.default})"
@@ -90,14 +90,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Return a limit in seconds, for a parser."""
     try:
-        seconds = float(text)
+        found = float(text)
     except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
+        found = 0.0
+    if not 0.0 < found < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text}, expected seconds, as in 600")
-    return seconds
+    return found
 
 
 def _indices(text: str) -> list[int]:

@@ -59,6 +59,7 @@ class Script:
     use_cpu: bool = False
     ignored: tuple[str, ...] = ()  # arguments that have no effect in node mode
     notes: tuple[str, ...] = ()
+    values: dict[str, Any] = field(default_factory=dict)  # all arguments by name, as the script's parser returns them
 
 
 @dataclass(frozen=True)

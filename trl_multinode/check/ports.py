@@ -16,10 +16,11 @@ def owner_of(port: int) -> str:
     pids = {one.pid for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
     if not pids:
         return ""
-    return " and ".join(_process(pid) for pid in sorted(pids, key=lambda pid: pid or 0))
+    return " and ".join(process_name(pid) for pid in sorted(pids, key=lambda pid: pid or 0))
 
 
-def _process(pid: int | None) -> str:
+def process_name(pid: int | None) -> str:
+    """Return a process with the beginning of its command, as far as this user may see it."""
     if pid is None:
         return "a process of another user"
     with suppress(psutil.Error):

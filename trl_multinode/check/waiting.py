@@ -17,6 +17,7 @@ from .rollcall import call, say
 from .rules_nodes import DEFAULT_PORT
 
 INTERRUPTED = 130  # 128 + SIGINT
+NO_PLACE = "nodes meet only with a static rendezvous (leave `rdzv_backend` out) and torchrun as launcher"
 
 
 def wait_and_run(launch: Launch | None, problems: list[Problem], timeout_s: float, command: Sequence[str]) -> int:
@@ -47,13 +48,19 @@ def wait_and_run(launch: Launch | None, problems: list[Problem], timeout_s: floa
     return run_command(command) if command else 0
 
 
-def _meet(launch: Launch, problems: list[Problem], timeout_s: float) -> int:
+def place_of(launch: Launch, timeout_s: float) -> Place | None:
+    """Return the place of the roll-call of a launch; `None` if its nodes have no address and port in common."""
     address = launch.args.main_process_ip
     if launch.ranks_by_arrival or launch.own_launcher or not (address or "").strip() or launch.port == 0:
+        return None
+    return Place(address.strip("[]"), launch.port or DEFAULT_PORT, timeout_s)
+
+
+def _meet(launch: Launch, problems: list[Problem], timeout_s: float) -> int:
+    if (place := place_of(launch, timeout_s)) is None:
         if not problems:
-            say("error: nodes meet only with a static rendezvous (leave `rdzv_backend` out) and torchrun as launcher")
+            say(f"error: {NO_PLACE}")
         return CONFIGURATION
-    place = Place(address.strip("[]"), launch.port or DEFAULT_PORT, timeout_s)
     try:
         return asyncio.run(call(place, _hello(launch, problems))).code
     except KeyboardInterrupt:

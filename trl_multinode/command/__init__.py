@@ -10,6 +10,7 @@ usage: trl-multinode COMMAND ...
   config   write a config file of `accelerate launch` for a number of nodes and GPUs, as in `trl-multinode config 4x8`
   check    report what a config file would start on a node, and every problem with its cure; starts nothing.
            With --wait it meets the other nodes, names missing ones, and then runs the launch
+  doctor   examine the launch, this node (--level node) or all nodes and the links between them (--level cluster)
   clean    remove what killed runs left on this machine: folders and shared memory
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
   render   write a job file for SLURM, Kubernetes, ssh or SkyPilot; submits nothing
@@ -26,6 +27,12 @@ def _config(argv: list[str]) -> int:
 
 def _check(argv: list[str]) -> int:
     from ..check.report import main
+
+    return main(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from ..doctor.report import main
 
     return main(argv)
 
@@ -58,6 +65,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "config": _config,
     "check": _check,
     "clean": _clean,
+    "doctor": _doctor,
     "grpo": _grpo,
     "render": _render,
     "flags": _flags,

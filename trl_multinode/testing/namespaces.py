@@ -101,7 +101,12 @@ class Namespaces:
 
         A queue of 64 MiB is long enough to drop nothing; a short one drops the packets that do not fit.
         """
-        for namespace, device in (end for node in range(self.num_nodes) for end in self._ends(node)):
+        for node in range(self.num_nodes):
+            self.limit_link(node, mbit_per_s, queue_bytes)
+
+    def limit_link(self, node: int, mbit_per_s: int | None, queue_bytes: int = 64 << 20) -> None:
+        """Limit the link of one node as [`limit_links`] does."""
+        for namespace, device in self._ends(node):
             if mbit_per_s is None:
                 subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
             else:

@@ -1,0 +1,49 @@
+"""A launch for the tests of the doctor, and its facts and findings."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from trl_multinode.check.launch import Engines, Launch, Script
+from trl_multinode.doctor.case import Case
+from trl_multinode.doctor.facts import Fact, Finding
+
+
+def case(environ: dict[str, str] | None = None, **changes: Any) -> Case:
+    """Two nodes of 7 training GPUs and one engine; `changes` are arguments of the script, or known fields."""
+    nodes, gpus = changes.pop("nodes", 2), changes.pop("gpus", 8)
+    script = Script(
+        name="train.py",
+        engines=changes.pop("engines", Engines()),
+        model=changes.pop("model", None),
+        values=changes.pop("values", {}),
+    )
+    args = argparse.Namespace(
+        machine_rank=changes.pop("rank", 0),
+        main_process_ip=changes.pop("address", "127.0.0.1"),
+        main_process_port=29500,
+        use_deepspeed=True,
+        nondefault=[],
+    )
+    ranks = changes.pop("ranks", 7)
+    launch = Launch(
+        args=args,
+        file={"distributed_type": "DEEPSPEED"},
+        launcher="deepspeed_launcher",
+        num_nodes=nodes,
+        ranks_per_node=ranks,
+        started=ranks,
+        visible=[str(gpu) for gpu in range(gpus)] if gpus else None,
+        gpus_per_node=gpus,
+        port=29500,
+        script=script,
+    )
+    assert not changes, changes
+    return Case(launch, environ or {})
+
+
+def results(examination: Callable, of: Case) -> tuple[dict[str, str], list[Finding]]:
+    """Facts by name, and findings."""
+    found = list(examination(of))
+    facts = {one.name: one.value for one in found if isinstance(one, Fact)}
+    return facts, [one for one in found if isinstance(one, Finding)]

@@ -1,0 +1,165 @@
+"""The command: its levels, its forms, its exit status, and what it hides."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trl_multinode.command import main as command
+from trl_multinode.doctor.command_line import parse_line
+from trl_multinode.doctor.redaction import hide_names, hide_secrets
+from trl_multinode.doctor.report import main
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("PET_", "SLURM_", "GLOO_", "NCCL_"))]:
+        monkeypatch.delenv(name)
+
+
+def config_in(folder: Path, **changes) -> str:
+    """One node without a GPU, which has no problem."""
+    path = folder / "config.yaml"
+    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
+    keys = {"num_machines": 1, "num_processes": 1, "distributed_type": "DEEPSPEED", "use_cpu": True}
+    path.write_text(yaml.safe_dump(keys | {"mixed_precision": "no", "deepspeed_config": zero} | changes))
+    return str(path)
+
+
+@pytest.mark.parametrize("level", ["static", "node", "cluster"])
+def test_a_launch_without_problems_ends_with_0_at_every_level(tmp_path, capsys, level):
+    assert command(["doctor", config_in(tmp_path), "--level", level]) == 0
+    text = capsys.readouterr().out
+    assert "processes per node" in text and "ok: 0 errors" in text
+    assert ("/dev/shm" in text) == (level != "static")
+    assert ("no neighbours to measure" in text) == (level == "cluster")
+
+
+def test_problems_of_the_check_are_errors_of_the_doctor(tmp_path, capsys):
+    config = config_in(tmp_path, num_machines=2, num_processes=3)
+    assert main([config]) == 1
+    text = capsys.readouterr().out
+    assert "error: `num_processes`, the total, is not divisible by 2 nodes" in text and "cure: write `num_proc" in text
+    assert "error: `machine_rank` is missing" in text and "not ready: 3 errors, 0 warnings" in text
+
+
+def test_a_file_that_cannot_be_read_is_an_error_without_further_levels(tmp_path, capsys):
+    assert main([str(tmp_path / "none.yaml"), "--level", "node", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False and "cannot read" in found["problems"][0]["what"] and "nodes" not in found
+
+
+def test_json_is_the_only_output_and_has_facts_and_findings(tmp_path, capsys):
+    assert main([config_in(tmp_path), "--level", "node", "--json", "--machine_rank", "0"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (node,) = found["nodes"]
+    assert found["ok"] is True and found["level"] == "node" and found["problems"] == []
+    assert "cores" in {fact["name"] for fact in node["facts"]} and node["versions"]["torch"]
+
+
+def test_the_scripts_arguments_reach_the_examinations(tmp_path, capsys):
+    words = [str(SCRIPT), "--model_name_or_path", "org/none", "--dataset_name", "org/rows", "--use_cpu", "true"]
+    words += ["--reward_funcs", "think_format_reward", "--bf16", "false", "--output_dir", str(tmp_path / "out")]
+    words += ["--sync_bucket_mb", "1024", "--report_to", "tensorboard"]
+    main([config_in(tmp_path), "--level", "node", "--json", *words])
+    found = json.loads(capsys.readouterr().out)
+    facts = {fact["name"]: fact["value"] for fact in found["nodes"][0]["facts"]}
+    assert facts["model"] == "org/none: not here" and facts["dataset"] == "org/rows: not here"
+    assert "2.16 GiB needed" in facts["/dev/shm"] and str(tmp_path / "out") in facts["disk of `output_dir`"]
+    assert facts["tracker"] == "tensorboard" and facts["script"].startswith(str(SCRIPT))
+
+
+# ---- the command line
+
+
+def test_a_switch_of_the_script_is_not_the_doctors():
+    line = parse_line(["f.yaml", "--level", "node", "--machine_rank", "1", "train.py", "--json", "--level", "3"])
+    assert line.level == "node" and not line.as_json
+    assert line.check.flags == ["--machine_rank", "1", "train.py", "--json", "--level", "3"]
+    line = parse_line(["f.yaml", "--json", "--gpus-per-node", "4", "--timeout", "5"])
+    assert line.as_json and line.gpus_given and line.check.gpus_per_node == 4 and line.timeout_s == 5.0
+    assert line.level == "static" and line.check.flags == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["f.yaml", "--level", "all"], "invalid choice: 'all'"),
+        (["f.yaml", "--json", "--paste"], "give one of them"),
+        (["--level", "node"], "the following arguments are required: file"),
+        (["--level", "node", "f.yaml"], "give the config file before any flag"),
+        (["f.yaml", "--timeout", "soon"], "got soon, expected seconds"),
+        ([], "the following arguments are required: file"),
+    ],
+)
+def test_an_invalid_command_line_ends_with_2(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_line(words)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_the_help_lists_the_levels(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command(["doctor", "--help"])
+    assert stopped.value.code == 0 and "{static,node,cluster}" in capsys.readouterr().out
+
+
+# ---- secrets
+
+
+def test_secrets_are_hidden_by_variable_by_form_and_by_flag():
+    environ = {
+        "MY_TOKEN": "correct-horse",
+        "WANDB_API_KEY": "abcdef",
+        "TOKENIZERS_PARALLELISM": "false1",
+        "A_TOKEN": "yes",
+    }
+    text = "`python train.py --hub_token hf_abcdefghijklmn --x correct-horse` https://me:pw@host/a "
+    text += f"MASTER_PASSWORD=hunter22 key abcdef {'0a' * 20} --api-key=zzzz9 yes false1"
+    hidden = hide_secrets(text, environ)
+    for secret in ("hf_abc", "correct-horse", "me:pw", "hunter22", "abcdef", "0a0a", "zzzz9"):
+        assert secret not in hidden, hidden
+    assert hidden.endswith("--api-key=(hidden) yes false1") and "--hub_token (hidden)" in hidden
+
+
+@pytest.mark.parametrize(
+    "text", ["`max_tokens` 4096", "--micro_batch_tokens 8192", "a token is set", "no token, offline"]
+)
+def test_what_is_no_secret_stays(text):
+    assert hide_secrets(text, {}) == text
+
+
+def test_names_are_replaced_each_always_by_the_same(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    text = "gpu-1 10.0.0.1, gpu-12 10.0.0.2:29500, /home/ann/x, ann, planned, 10.0.0.1, torch 2.13.0, 127.0.0.1"
+    text += ", login.lab"
+    assert hide_names(text, ["gpu-1", "gpu-12", "login.lab"]) == (
+        "host0 address0, host1 address1:29500, ~/x, user, planned, address0, torch 2.13.0, 127.0.0.1, host2"
+    )
+
+
+def test_the_block_for_an_issue_has_the_report_without_names_and_secrets(tmp_path, capsys, monkeypatch):
+    """A secret that NCCL's variables show, in the only output of the command."""
+    monkeypatch.setenv("NCCL_MY_TOKEN", "correct-horse")
+    assert main([config_in(tmp_path), "--level", "node", "--paste"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("<details><summary>trl-multinode doctor --level node</summary>\n\n```text\n")
+    assert text.endswith("```\n\n</details>\n") and "NCCL_MY_TOKEN=(hidden)" in text
+    assert os.uname().nodename not in re.findall(r"[\w-]+", text) and "host0" in text and "correct-horse" not in text
+
+
+def test_the_streamed_report_hides_secrets_too(tmp_path):
+    """It is also printed where the terminal knows ASCII only."""
+    environ = {**os.environ, "NCCL_MY_TOKEN": "correct-horse", "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "trl_multinode.doctor", config_in(tmp_path), "--level", "node"]
+    run = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.isascii() and "NCCL_MY_TOKEN=(hidden)" in run.stdout
+    assert "correct-horse" not in run.stdout + run.stderr

@@ -1,0 +1,173 @@
+"""Network of this node: the address of node 0, the interface towards it, and the variables of NCCL and gloo."""
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .case import Case
+from .facts import Fact, Finding
+
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "FI_", "UCX_")
+SLOW_MBIT = 1000  # a NIC of an office
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Nic:
+    """Network interface of this node, with one of its addresses."""
+
+    name: str
+    address: str
+    mbit_per_s: int = 0  # 0: unknown
+    mtu: int = 0
+
+    @property
+    def network(self) -> str:
+        """Return the speed, if it is known, and the MTU. Nodes with another MTU than the others lose long packets."""
+        return f"{self.mbit_per_s / 1000:g} Gbit/s, MTU {self.mtu}" if self.mbit_per_s else f"MTU {self.mtu}"
+
+
+def nics() -> list[Nic]:
+    """Return the interfaces of this node that are up, one entry per address, IPv4 first."""
+    found, states = [], psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        state = states.get(name)
+        for one in addresses:
+            if state is not None and state.isup and one.family in (socket.AF_INET, socket.AF_INET6):
+                speed = state.speed if 0 < state.speed < 10_000_000 else 0  # virtual ones report nonsense
+                found.append((one.family != socket.AF_INET, Nic(name, one.address.split("%")[0], speed, state.mtu)))
+    return [nic for _, nic in sorted(found, key=lambda entry: entry[0])]
+
+
+def chosen_interfaces(value: str, names: Sequence[str]) -> list[str]:
+    """Return the interfaces that a value of NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME chooses.
+
+    NCCL takes prefixes, exact names after `=`, and the exclusion of both after `^`.
+    """
+    excluded, exact = value.startswith("^"), value.startswith(("=", "^="))
+    words = [word.strip() for word in value.lstrip("^=").split(",") if word.strip()]
+    hit = [name for name in names if any(name == word if exact else name.startswith(word) for word in words)]
+    return [name for name in names if name not in hit and name != "lo"] if excluded else hit
+
+
+def route_to(address: str) -> str | None:
+    """Return this node's own address on the way to another one; nothing is sent."""
+    with suppress(OSError):
+        for family, kind, _, _, target in socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as probe, suppress(OSError):
+                probe.connect(target)
+                return probe.getsockname()[0]
+    return None
+
+
+def nic_towards(case: Case) -> Nic | None:
+    """Return the interface for traffic between nodes: the one that a variable chooses, or the one of the route."""
+    found = nics()
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if case.on_gpus else ("GLOO_SOCKET_IFNAME",):
+        names = chosen_interfaces(case.environ.get(variable, ""), [nic.name for nic in found])
+        if case.environ.get(variable) and names:
+            return next(nic for nic in found if nic.name == names[0])
+    own = route_to(case.address) if case.address else None
+    return next((nic for nic in found if nic.address == own), None)
+
+
+def examine_address(case: Case) -> Iterator[Fact | Finding]:
+    """Yield the address of node 0 and this node's interface towards it, and errors if there is no way."""
+    if not case.many_nodes or not case.address:
+        yield Fact("address of node 0", case.address or "none")
+        return
+    yield Fact("address of node 0", _resolved(case.address) or f"{case.address}: unknown")
+    if _resolved(case.address) is None:
+        what = f"this node cannot resolve `main_process_ip` {case.address}"
+        yield Finding("error", "address of node 0", what, "pass an address, or a name that all nodes know")
+        return
+    yield from _misplaced(case, _resolved(case.address) or "")
+    nic = nic_towards(case)
+    yield Fact("NIC", f"{nic.name} {nic.address}" if nic else "none")
+    if nic is not None:
+        yield Fact("network", nic.network, same=True)
+    if nic is None:
+        what = f"no interface of this node leads to `main_process_ip` {case.address}"
+        yield Finding("error", "NIC", what, "look at `ip route`; the nodes need a network in common")
+    elif 0 < nic.mbit_per_s <= SLOW_MBIT:
+        what = (
+            f"{nic.name} has {nic.mbit_per_s / 1000:g} Gbit/s (expected 10 or more): weights are gathered through it"
+        )
+        cure = "pass the address of node 0 in the fast network as `--main_process_ip`, and set NCCL_SOCKET_IFNAME"
+        yield Finding("warning", "NIC", what, cure)
+
+
+def _misplaced(case: Case, address: str) -> Iterator[Finding]:
+    """Yield a finding if the address of node 0 belongs to another rank. A service of Kubernetes belongs to none."""
+    own = address.rpartition(" ")[2] in {nic.address for nic in nics() if not nic.address.startswith("127.")}
+    if own and case.rank != 0:
+        what = f"`main_process_ip` {address} is an address of this node, which has machine_rank {case.rank}, not 0"
+        yield Finding("error", "address of node 0", what, "give this node rank 0, or pass the address of node 0")
+    elif not own and case.rank == 0 and not address.rpartition(" ")[2].startswith("127."):
+        what = f"`main_process_ip` {address} is not an address of this node, which has machine_rank 0"
+        cure = "pass an address of this node; one of a service that leads here, as in Kubernetes, is right too"
+        yield Finding("warning", "address of node 0", what, cure)
+
+
+def _resolved(address: str) -> str | None:
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return None
+    return address if found == address else f"{address} = {found}"
+
+
+def examine_variables(case: Case) -> Iterator[Fact | Finding]:
+    """Yield the variables of NCCL and gloo, and errors for interfaces that do not exist."""
+    given = {name: value for name, value in sorted(case.environ.items()) if name.startswith(PREFIXES)}
+    text = " ".join(f"{name}={value}" for name, value in given.items())
+    yield Fact("NCCL and gloo", text or "no variables", same=True)
+    names = sorted({nic.name for nic in nics()})
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = given.get(variable)
+        if value and not chosen_interfaces(value, names):
+            what = f"{variable}={value} chooses no interface of this node (expected one of {', '.join(names)})"
+            yield Finding("error", "NCCL and gloo", what, f"set {variable} on this node to one of them, or unset it")
+    yield from _loopback(case, given)
+    if devices := infiniband():
+        yield Fact("InfiniBand", devices, same=True)
+        if given.get("NCCL_IB_DISABLE") == "1":
+            what = "NCCL_IB_DISABLE=1 keeps NCCL from this node's InfiniBand, so it uses the slower sockets"
+            yield Finding("warning", "InfiniBand", what, "unset NCCL_IB_DISABLE")
+
+
+def _loopback(case: Case, given: dict[str, str]) -> Iterator[Finding]:
+    """Yield a finding if gloo would listen where other nodes cannot reach it: it takes the host name's address."""
+    if not needs_interface(case) or "GLOO_SOCKET_IFNAME" in given:
+        return
+    nic = nic_towards(case)
+    what = f"the name of this host, {socket.gethostname()}, leads to loopback or nowhere, and gloo listens there"
+    cure = f"export GLOO_SOCKET_IFNAME={nic.name if nic else 'eth0'} on this node, or mend /etc/hosts"
+    severity = "warning" if case.on_gpus else "error"
+    yield Finding(severity, "NCCL and gloo", f"{what}, where no other node can connect", cure)
+
+
+def needs_interface(case: Case) -> bool:
+    """Return whether gloo must be given its interface for a connection between nodes."""
+    if not case.many_nodes or not case.address or (route_to(case.address) or "127.").startswith("127."):
+        return False
+    try:
+        own = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return True
+    return own.startswith("127.") or own not in {nic.address for nic in nics()}
+
+
+def infiniband() -> str:
+    """Return the InfiniBand and RoCE devices of this node, counted by state and rate."""
+    ports: dict[str, int] = {}
+    for port in sorted(INFINIBAND.glob("*/ports/*")):
+        with suppress(OSError):
+            state = (port / "state").read_text().partition(":")[2].strip()
+            text = f"{(port / 'rate').read_text().strip()} {state}"
+            ports[text] = ports.get(text, 0) + 1
+    return ", ".join(f"{count} x {text}" for text, count in ports.items())

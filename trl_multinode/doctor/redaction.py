@@ -1,0 +1,45 @@
+"""Removal of secrets from a report, and of names from a block that is meant for an issue."""
+
+import getpass
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+HIDDEN = "(hidden)"
+SECRET_VARIABLE = re.compile(r"TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
+SHORTEST = 6  # characters of a variable that is hidden wherever it occurs; "true" is no secret
+# Tokens by their form, and what follows a flag or a variable with the name of a secret in a command line
+FORMS = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|xox[bp]-|AKIA)[A-Za-z0-9_-]{8,}|\b[0-9a-f]{40}\b")
+NAME = r"[\w-]*(?:token(?!s|iz)|secret|passw(?:or)?d|api[_-]?key)[\w-]*"
+NAMED = re.compile(rf"(--{NAME}[=\s]|\b{NAME}=)(?!\()[^\s`'\",;]{{4,}}", re.IGNORECASE)
+IN_URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+IPV4 = re.compile(r"(?<![\d.])(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
+
+
+def hide_secrets(text: str, environ: Mapping[str, str]) -> str:
+    """Return a text without tokens: neither values of secret variables, nor what looks or is named like one."""
+    values = {value for name, value in environ.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST}
+    for value in sorted(values, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    text = FORMS.sub(HIDDEN, IN_URL.sub(HIDDEN, text))
+    return NAMED.sub(lambda found: f"{found[1]}{HIDDEN}", text)
+
+
+def hide_secrets_in(value: Any, environ: Mapping[str, str]) -> Any:
+    """Return a document of lists and dictionaries without tokens in its texts."""
+    if isinstance(value, dict):
+        return {key: hide_secrets_in(one, environ) for key, one in value.items()}
+    if isinstance(value, list):
+        return [hide_secrets_in(one, environ) for one in value]
+    return hide_secrets(value, environ) if isinstance(value, str) else value
+
+
+def hide_names(text: str, hosts: Iterable[str]) -> str:
+    """Return a text in which hosts, addresses, the home folder and the user have other names, each always the same."""
+    addresses: dict[str, str] = {}
+    text = IPV4.sub(lambda found: addresses.setdefault(found[0], f"address{len(addresses)}"), text)
+    for number, host in enumerate(dict.fromkeys(filter(None, hosts))):
+        text = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", f"host{number}", text)
+    text = text.replace(str(Path.home()), "~")
+    return re.sub(rf"(?<![\w-]){re.escape(getpass.getuser())}(?![\w-])", "user", text)
