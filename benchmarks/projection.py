@@ -52,10 +52,7 @@ def check(cells: list[dict]) -> list[dict]:
 def extrapolate() -> list[dict]:
     return [
         {"model": model, "nodes": nodes}
-        | {
-            link: round(projected(size, nodes, rate), 2)
-            for link, rate in LINKS.items()
-        }
+        | {link: round(projected(size, nodes, rate), 2) for link, rate in LINKS.items()}
         for model, size in MODELS.items()
         for nodes in NODES
     ]

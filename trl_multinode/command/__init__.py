@@ -11,6 +11,7 @@ usage: trl-multinode COMMAND ...
   check    report what a config file would start on a node, and every problem with its cure; starts nothing.
            With --wait it meets the other nodes, names missing ones, and then runs the launch
   clean    remove what killed runs left on this machine: folders and shared memory
+  plan     report from a model's config which split of a node's GPUs fits and is fastest; starts nothing
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
 
 `trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""
@@ -34,6 +35,12 @@ def _grpo(argv: list[str]) -> int:
     return main(argv)
 
 
+def _plan(argv: list[str]) -> int:
+    from ..plan.command_line import main
+
+    return main(argv)
+
+
 def _clean(argv: list[str]) -> int:
     from .clean import main
 
@@ -44,6 +51,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "config": _config,
     "check": _check,
     "clean": _clean,
+    "plan": _plan,
     "grpo": _grpo,
 }
 

@@ -3,10 +3,13 @@
 from collections.abc import Iterator
 
 from .engine_memory import engine_memory
-from .layouts import OPEN_ROUNDS, Layout, Task, fastest
+from .layouts import OPEN_ROUNDS, Layout, Task, fastest, split_layouts
 from .training import FREE_SHARE, training_memory
 
+LARGE = 20e9  # parameters from which the answers look at three GPUs of tensor parallelism per data-parallel one
 LONG_TAIL = 0.05  # of a step; as in the advice of a run
+CLOSE = 1.05  # seconds that are as good as the fastest
+FEW_ROWS = 0.1  # share of the rows of a round below which the cache is named as the bound
 WAYS = {
     "after": "with `max_staleness=0`",
     "beside": "with `max_staleness=1`",
@@ -19,6 +22,8 @@ def answers(task: Task, splits: list[Layout], colocated: list[Layout]) -> Iterat
     yield _fit(task, splits)
     if any(each.fits for each in splits):
         yield from _split(task, [each for each in splits if each.fits])
+    if task.model.parameters > LARGE:
+        yield from _three_to_one(task, splits)
     yield _colocation(task, splits, colocated)
 
 
@@ -32,8 +37,8 @@ def _fit(task: Task, splits: list[Layout]) -> str:
     reasons = []
     if not trains:
         needed = {each.name: each.nodes_needed for each in splits}
-        from_nodes = ", ".join(f"{name} from {n} nodes" for name, n in needed.items() if n) or "no number of nodes helps"
-        reasons.append(f"training does not fit ({from_nodes})")
+        enough = ", ".join(f"{name} from {n} nodes" for name, n in needed.items() if n)
+        reasons.append(f"training does not fit ({enough or 'no number of nodes helps'})")
     if not serves:
         weights = min(splits, key=lambda each: each.engine.weights).engine
         reasons.append(
@@ -48,25 +53,74 @@ def _split(task: Task, fitting: list[Layout]) -> Iterator[str]:
     if not task.timed:
         yield "Split: no seconds, because the rates of this GPU are unknown; measure a few steps and pass --run."
         return
-    found = [(way, best) for way in WAYS if (best := fastest(fitting, way)) is not None]
-    parts = [f"{best.name} (TP {best.engine.tensor_parallel}) {WAYS[way]}, {_of(best, way):.1f} s" for way, best in found]
-    way, best = min(found, key=lambda pair: _of(pair[1], pair[0]))
+    best = {way: layout for way in WAYS if (layout := fastest(fitting, way)) is not None}
+    parts = [f"{_name(layout)} {WAYS[way]}, {_of(layout, way):.1f} s" for way, layout in best.items()]
     yield f"Split: the fastest are {'; '.join(parts)}."
-    seconds = best.seconds
-    assert seconds is not None  # only timed layouts are the fastest
-    if seconds.tail > LONG_TAIL * seconds.after:
+    limit = CLOSE * min(_of(layout, way) for way, layout in best.items())
+    # the least stale one of those that are about as fast
+    way = next(way for way, layout in best.items() if _of(layout, way) <= limit)
+    chosen = best[way]
+    yield _staleness(chosen, way, best)
+    if chosen.full_rows < FEW_ROWS * task.rows.number:
         yield (
-            f"Staleness: in {seconds.tail:.1f} of {seconds.generate:.1f} s of generation fewer than 10 % of the rows "
-            "run, and no split shortens this; rows of later rounds fill it in flight."
+            f"Cache: {_name(chosen)} holds {chosen.full_rows} of {task.rows.number} rows of the longest length at "
+            "once; the others wait. Reserve more GPUs, or take GPUs with more memory."
         )
-    elif (beside := fastest(fitting, "beside")) and _of(beside, "beside") < 0.95 * _of(fastest(fitting, "after"), "after"):
-        yield "Staleness: there is no long tail, so `max_staleness=1` is enough to hide generation behind training."
-    else:
-        yield "Staleness: overlapping gains less than 5 %, so stay with `max_staleness=0`."
-    smaller = [each for each in fitting if each.name == best.name and each is not best and each.seconds]
-    if smaller:
-        others = ", ".join(f"TP {each.engine.tensor_parallel} {_of(each, way):.1f} s" for each in smaller)
-        yield f"Tensor parallelism: TP {best.engine.tensor_parallel} on {best.name} {_of(best, way):.1f} s; {others}."
+    others = [each for each in fitting if each.name == chosen.name and each is not chosen and each.seconds]
+    if others and task.run is None:
+        times = ", ".join(f"TP {each.engine.tensor_parallel} {_of(each, way):.1f} s" for each in others)
+        yield f"Tensor parallelism: {_name(chosen)} takes {_of(chosen, way):.1f} s; {times}."
+
+
+def _name(layout: Layout) -> str:
+    return f"{layout.name} (TP {layout.engine.tensor_parallel})"
+
+
+def _staleness(chosen: Layout, way: str, best: dict[str, Layout]) -> str:
+    """Recommend the least stale way that is fast, and say why."""
+    seconds = chosen.seconds
+    assert seconds is not None  # only timed layouts are the fastest
+    line = f"Staleness: take {chosen.name} {WAYS[way]}."
+    if way == "after":
+        return f"{line} To overlap generation and training gains less than 5 %."
+    gain = _of(best["after"], "after") / _of(chosen, way)
+    line += f" Its step is {gain:.1f} times as fast as the best one with `max_staleness=0`"
+    if way == "beside":
+        return f"{line}; rows in flight would gain less than 5 % more."
+    if seconds.tail <= LONG_TAIL * seconds.after:
+        return f"{line}, because more rows run at once."
+    return (
+        f"{line}: in {seconds.tail:.1f} of {seconds.generate:.1f} s of generation fewer than 10 % of the rows run, "
+        "and only rows of later rounds fill this time."
+    )
+
+
+def _three_to_one(task: Task, splits: list[Layout]) -> Iterator[str]:
+    """Judge the rule of three tensor-parallel GPUs for each data-parallel one, in both of its readings."""
+    gpus = task.cluster.gpus
+    engine = "divides" if task.model.splits_into(3) else "does not divide"
+    line = f"3:1 TP/DP: as an engine of TP 3, it {engine} the {task.model.heads} attention heads"
+    if gpus % 4:
+        yield f"{line}; {gpus} GPUs have no 3:1 split."
+        return
+    training = gpus // 4
+    ratio = split_layouts(task, training, gpus - training)
+    name = f"{training}+{gpus - training}"
+    fitting, own = [each for each in ratio if each.fits], [each for each in splits if each.fits]
+    if not fitting:
+        side = f"training needs {ratio[0].nodes_needed} nodes" if not ratio[0].micro_rows else "no engine fits"
+        yield f"{line}; as the split {name} {side}. Refuted for this model and cluster."
+        return
+    found = []
+    for way in WAYS:
+        if (theirs := fastest(fitting, way)) and (ours := fastest(own, way)):
+            found.append(
+                (_of(theirs, way), _of(ours, way), f"{WAYS[way]} against {_of(ours, way):.1f} s of {ours.name}")
+            )
+    times = "; ".join(f"{theirs:.1f} s {words}" for theirs, _, words in found) or "its seconds are unknown"
+    right = bool(found) and all(theirs <= ours for theirs, ours, _ in found)
+    verdict = "Accepted" if right else "Refuted" if found else "Undecided"
+    yield f"{line}; the split {name} takes {times}. {verdict} for this model and cluster."
 
 
 def _of(layout: Layout | None, way: str) -> float:
@@ -80,13 +134,13 @@ def _colocation(task: Task, splits: list[Layout], colocated: list[Layout]) -> st
         trains = any(each.micro_rows for each in colocated)
         side = "weights and cache do not fit beside the states of training" if trains else "training does not fit"
         return f"Colocation: it does not fit, not even with engines that sleep while the ranks train: {side}."
-    sleep = "" if awake_rows(task, fitting) else ", and only if the engines sleep while the ranks train"
+    sleep = "" if awake_rows(task, fitting) else " if the engines sleep while the ranks train"
     best = fastest(fitting, "after")
     apart = {way: fastest([each for each in splits if each.fits], way) for way in WAYS}
     if best is None or apart["after"] is None:
         return f"Colocation: it fits{sleep}."
     own = _of(best, "after")
-    line = f"Colocation: it fits (TP {best.engine.tensor_parallel}){sleep}, and takes {own:.1f} s. "
+    line = f"Colocation: it fits{sleep}, and takes {own:.1f} s (TP {best.engine.tensor_parallel}). "
     slower = [WAYS[way] for way, layout in apart.items() if own < 0.95 * _of(layout, way)]
     if len(slower) == len(WAYS):
         return f"{line}It is the better use of these GPUs: every split is slower."

@@ -90,8 +90,8 @@ def split_layouts(task: Task, training: int, reserved: int) -> list[Layout]:
 def colocated_layouts(task: Task) -> list[Layout]:
     """Return the layouts of colocation on all GPUs, with engines that sleep while the ranks train.
 
-    While an engine generates, training keeps its states and what its process needs; gathered parameters and activations
-    are free then.
+    While an engine generates, training keeps its states and what its process needs, but no gathered parameters and
+    no activations.
     """
     gpus, found = task.cluster.gpus, []
     for degree in parallel_degrees(task.model, gpus):
@@ -189,4 +189,4 @@ def _seconds(layout: Layout, sync: float, generate: float, tail: float, train: f
 def fastest(layouts: list[Layout], way: str) -> Layout | None:
     """Return the layout whose step takes the fewest seconds in one of the ways of [`Seconds`]."""
     timed = [each for each in layouts if each.seconds and getattr(each.seconds, way) is not None]
-    return min(timed, key=lambda each: getattr(each.seconds, way), default=None)
+    return min(timed, key=lambda each: (getattr(each.seconds, way), -each.full_rows), default=None)

@@ -27,6 +27,7 @@ class MeasuredRun:
     nodes: int
     steps: int  # that the means are of
     overlapped: bool
+    in_flight: bool
     tail_known: bool
     mean_length: float | None  # tokens of a completion
 
@@ -64,7 +65,8 @@ def _with_logs(path: Path, mean: dict[str, float], nodes: dict[int, set[int]], k
     logs = [log for log in log_history(path) if log.get("step", 0) > min(kept) and "perf/step_s" in log]
     step_s, ranks = mean_of(logs, "perf/step_s") or 0.0, max(map(len, nodes.values()))
     hidden, tail = mean_of(logs, "perf/hidden_share") or 0.0, mean_of(logs, "engine/tail_share")
-    generate = mean.get("generate", 0.0) + hidden * step_s
+    in_flight = any("in_flight/mixed_rows" in log for log in logs)
+    generate = step_s if in_flight else mean.get("generate", 0.0) + hidden * step_s  # in flight engines always work
     devices = [log["perf/tokens_per_s"] / log["perf/tokens_per_s_per_device"] for log in logs if _has_rate(log)]
     return MeasuredRun(
         folder=str(path),
@@ -74,7 +76,8 @@ def _with_logs(path: Path, mean: dict[str, float], nodes: dict[int, set[int]], k
         reserved=round(fmean(devices) / len(nodes)) - ranks if devices else None,
         nodes=len(nodes),
         steps=len(kept),
-        overlapped=hidden > OVERLAPPED,
+        overlapped=in_flight or hidden > OVERLAPPED,
+        in_flight=in_flight,
         tail_known=tail is not None,
         mean_length=mean_of(logs, "completions/mean_length"),
     )
@@ -109,5 +112,5 @@ def log_history(folder: Path) -> list[dict[str, Any]]:
             states.append(json.loads(file.read_text()))
         except (OSError, json.JSONDecodeError):  # no file, or one that is being written
             continue
-    newest = max(states, key=lambda state: state.get("global_step", 0), default={})
+    newest: dict[str, Any] = max(states, key=lambda state: state.get("global_step", 0), default={})
     return list(newest.get("log_history", []))

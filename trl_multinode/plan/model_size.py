@@ -41,7 +41,7 @@ class ModelSize:
         return self.operations / 6
 
     def cache_elements(self, tensor_parallel: int) -> int:
-        """Return the elements of cache per token on one of an engine's GPUs. Key-value heads are split, then copied."""
+        """Return the elements of cache per token on one of an engine's GPUs, which split the key-value heads."""
         if self.latent:
             return self.cached_layers * self.latent
         return 2 * self.cached_layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
@@ -91,7 +91,7 @@ def build(config: Any, name: str, trust_remote_code: bool) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    causal = type(config) in AutoModelForCausalLM._model_mapping.keys()  # noqa: SIM118 - not a dict
+    causal = type(config) in AutoModelForCausalLM._model_mapping.keys()
     kind = AutoModelForCausalLM if causal or trust_remote_code else AutoModelForImageTextToText
     try:
         with torch.device("meta"):
@@ -99,7 +99,7 @@ def build(config: Any, name: str, trust_remote_code: bool) -> Any:
     except (ValueError, ImportError, AttributeError) as error:
         raise ConfigurationError(
             f"no language model can be built from the config of {name!r} (got model_type "
-            f"{getattr(config, 'model_type', None)!r}: {str(error).splitlines()[0]}). Expected a causal language model."
+            f"{getattr(config, 'model_type', None)!r}: {str(error).splitlines()[0]}). Expected a language model."
         ) from error
 
 

@@ -121,5 +121,5 @@ def drained(lengths: list[int], prompt: int, most: int, decoder: Decoder) -> tup
 
 
 def mixed(lengths: list[int]) -> list[int]:
-    """Return the lengths in an order that is not sorted and the same in each run: the fractions of the golden ratio."""
+    """Return the lengths in an order that is not sorted and always the same: by fractions of the golden ratio."""
     return [lengths[i] for i in sorted(range(len(lengths)), key=lambda i: i * 0.6180339887 % 1)]

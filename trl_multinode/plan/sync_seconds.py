@@ -1,10 +1,10 @@
 """Arithmetic of a weight sync's seconds. `benchmarks/projection.py` compares it with measured syncs.
 
-    T = max(link, node) + commit + fill         seconds
-    link = (N-1)/N x B / r                      B bytes of model into a node at r bytes a second
-    node = B x k                                everything inside a node: gathers between its ranks, copy, load
-    fill = min(link, node) / buckets            one bucket of the stage that is hidden behind the other
-    commit = B x c                              the engine's packing of the weights
+T = max(link, node) + commit + fill         seconds
+link = (N-1)/N x B / r                      B bytes of model into a node at r bytes a second
+node = B x k                                everything inside a node: gathers between its ranks, copy, load
+fill = min(link, node) / buckets            one bucket of the stage that is hidden behind the other
+commit = B x c                              the engine's packing of the weights
 """
 
 from dataclasses import dataclass

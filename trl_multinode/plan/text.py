@@ -1,6 +1,7 @@
 """Tables of a plan, and the assumptions behind them."""
 
 from collections.abc import Iterator, Sequence
+from textwrap import fill
 
 from .answers import answers
 from .hardware import GIB
@@ -8,6 +9,7 @@ from .layouts import GATHERS, MODEL_FLOPS_SHARE, Layout, Task
 from .rounds import CACHE_SHARE, MATRIX_SHARE, READ_SHARE, SPREAD
 from .training import FREE_SHARE, OTHER_BYTES
 
+WIDTH = 110  # of a line
 TRAINING_HEAD = ("split", "ranks", "states", "gather", "activations", "other", "sum", "rows fit", "fits", "from nodes")
 ENGINE_HEAD = ("split", "TP", "engines", "weights", "other", "cache", "tokens cached", "longest rows at once", "fits")
 STEP_HEAD = ("split", "TP", "sync", "generate", "tail", "train", "staleness 0", "staleness 1", "in flight")
@@ -19,8 +21,9 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout]) -> str:
     parts = [title(task), training_table(task, every), engine_table(task, every)]
     if any(each.seconds for each in every):
         parts.append(step_table(task, every))
-    parts.append("\n".join(answers(task, splits, colocated)))
-    parts.append("\n".join(["Assumed:", *(f"  - {each}" for each in assumptions(task))]))
+    parts.append("\n".join(fill(each, WIDTH, subsequent_indent="  ") for each in answers(task, splits, colocated)))
+    assumed = (fill(each, WIDTH, initial_indent="  - ", subsequent_indent="    ") for each in assumptions(task))
+    parts.append("\n".join(["Assumed:", *assumed]))
     return "\n\n".join(parts)
 
 
@@ -42,7 +45,8 @@ def title(task: Task) -> str:
 def training_table(task: Task, layouts: Sequence[Layout]) -> str:
     """Return the memory of training, one row per split."""
     rows = []
-    for each in {layout.name: layout for layout in layouts}.values():
+    first = {layout.name: layout for layout in reversed(layouts)}
+    for each in (first[name] for name in names(layouts)):
         memory = each.memory
         parts = (memory.states, memory.gather, memory.activations, memory.other, memory.total)
         needed = str(each.nodes_needed) if each.nodes_needed else "never"
@@ -67,6 +71,10 @@ def engine_table(task: Task, layouts: Sequence[Layout]) -> str:
 def step_table(task: Task, layouts: Sequence[Layout]) -> str:
     """Return the seconds of a step, of the layouts that fit."""
     rows = []
+    if task.run is not None:  # a measured time does not depend on the degree of tensor parallelism
+        layouts = [
+            max((one for one in layouts if one.name == name), key=lambda one: one.full_rows) for name in names(layouts)
+        ]
     for each in layouts:
         if (took := each.seconds) is not None:
             parts = (took.sync, took.generate, took.tail, took.train, took.after, took.beside, took.in_flight)
@@ -74,6 +82,11 @@ def step_table(task: Task, layouts: Sequence[Layout]) -> str:
             rows.append((each.name, str(each.engine.tensor_parallel), *times))
     how = "estimated, not measured" if task.run is None else f"from the means of {task.run.steps} measured steps"
     return f"Seconds of a step, {how}\n{table(STEP_HEAD, rows)}"
+
+
+def names(layouts: Sequence[Layout]) -> list[str]:
+    """Return the splits of the layouts in their order, each once."""
+    return list(dict.fromkeys(each.name for each in layouts))
 
 
 def assumptions(task: Task) -> Iterator[str]:
@@ -92,7 +105,7 @@ def assumptions(task: Task) -> Iterator[str]:
         yield f"No seconds: the tables have no rates of {cluster.gpu.name}."
         return
     yield (
-        f"Lengths are log-normal (spread {SPREAD}) up to the longest; --mean sets the average. All nodes are equally fast."
+        f"Lengths are log-normal (spread {SPREAD}) up to the longest; --mean sets the average. Nodes are equally fast."
     )
     yield (
         f"Engines reach {READ_SHARE:.0%} of the memory rate for weights, {CACHE_SHARE:.0%} for the cache, "
@@ -114,7 +127,9 @@ def _measured_assumptions(task: Task) -> Iterator[str]:
         f"{run.times.generate_s:.1f} s, tail {run.times.tail_s:.1f} s, train {run.times.train_s:.1f} s"
         + (", generation ahead of training." if run.overlapped else ".")
     )
-    yield "Rows per node as in that run. Generation divides by the reserved GPUs, except for the tail; TP changes nothing."
+    yield "Rows per node as in that run. Reserved GPUs divide the generation, except for its tail; TP changes nothing."
+    if run.in_flight:
+        yield "Completions of that run were in flight, so its engines are taken as busy all the time: an upper bound."
     if not run.tail_known:
         yield "The tail is unknown, because no checkpoint of the run has a log with engine/tail_share; it counts as 0."
 
@@ -123,7 +138,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align the columns: the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     aligned = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in (head, *rows)
     ]
     return "\n".join(line.rstrip() for line in aligned)

@@ -66,12 +66,13 @@ def layer_bytes(model: ModelSize) -> float:
 def activation_bytes(model: ModelSize, rows: float, row_tokens: int) -> float:
     """Return the peak of activations of a micro-batch with gradient checkpointing, TRL's default.
 
-    Each layer keeps its input. The backward pass computes one layer again, whose MLP has gradients of three widths at
-    a time; before it the head has its gradient in float32 and in bfloat16 (TRL computes the log-probs in tiles).
+    Each layer keeps its input. The backward pass computes one layer again, and has gradients of three widths of its
+    MLP and of three inputs of its experts at a time. Before it the head has its gradient in float32 and in bfloat16,
+    because TRL computes the log-probs in tiles.
     """
     tokens = rows * row_tokens
     head = 6 * model.vocabulary * model.hidden + 8 * tokens * model.hidden
-    one_layer = tokens * (layer_bytes(model) + 6 * model.mlp_width)
+    one_layer = tokens * (layer_bytes(model) + 6 * model.mlp_width + 6 * model.hidden * model.routed)
     return 2 * tokens * model.hidden * model.layers + max(head, one_layer)
 
 
