@@ -56,10 +56,7 @@ def _split(task: Task, fitting: list[Layout]) -> Iterator[str]:
     best = {way: layout for way in WAYS if (layout := fastest(fitting, way)) is not None}
     parts = [f"{_name(layout)} {WAYS[way]}, {_of(layout, way):.1f} s" for way, layout in best.items()]
     yield f"Split: the fastest are {'; '.join(parts)}."
-    limit = CLOSE * min(_of(layout, way) for way, layout in best.items())
-    # the least stale one of those that are about as fast
-    way = next(way for way, layout in best.items() if _of(layout, way) <= limit)
-    chosen = best[way]
+    way, chosen = choice(fitting)
     yield _staleness(chosen, way, best)
     if chosen.full_rows < FEW_ROWS * task.rows.number:
         yield (
@@ -70,6 +67,13 @@ def _split(task: Task, fitting: list[Layout]) -> Iterator[str]:
     if others and task.run is None:
         times = ", ".join(f"TP {each.engine.tensor_parallel} {_of(each, way):.1f} s" for each in others)
         yield f"Tensor parallelism: {_name(chosen)} takes {_of(chosen, way):.1f} s; {times}."
+
+
+def choice(fitting: list[Layout]) -> tuple[str, Layout]:
+    """Return the least stale one of the ways that are about as fast as the fastest, and its best layout."""
+    best = [(way, layout) for way in WAYS if (layout := fastest(fitting, way)) is not None]
+    limit = CLOSE * min(_of(layout, way) for way, layout in best)
+    return next((way, layout) for way, layout in best if _of(layout, way) <= limit)
 
 
 def _name(layout: Layout) -> str:
@@ -96,31 +100,32 @@ def _staleness(chosen: Layout, way: str, best: dict[str, Layout]) -> str:
 
 
 def _three_to_one(task: Task, splits: list[Layout]) -> Iterator[str]:
-    """Judge the rule of three tensor-parallel GPUs for each data-parallel one, in both of its readings."""
+    """Judge the rule of three tensor-parallel GPUs for each data-parallel one, in its readings."""
     gpus = task.cluster.gpus
     engine = "divides" if task.model.splits_into(3) else "does not divide"
-    line = f"3:1 TP/DP: as an engine of TP 3, it {engine} the {task.model.heads} attention heads"
+    line = f"3:1 TP/DP: an engine of TP 3 {engine} the {task.model.heads} attention heads"
     if gpus % 4:
         yield f"{line}; {gpus} GPUs have no 3:1 split."
         return
     training = gpus // 4
     ratio = split_layouts(task, training, gpus - training)
-    name = f"{training}+{gpus - training}"
+    name, inverse = f"{training}+{gpus - training}", f"{gpus - training}+{training}"
     fitting, own = [each for each in ratio if each.fits], [each for each in splits if each.fits]
     if not fitting:
         side = f"training needs {ratio[0].nodes_needed} nodes" if not ratio[0].micro_rows else "no engine fits"
-        yield f"{line}; as the split {name} {side}. Refuted for this model and cluster."
-        return
-    found = []
-    for way in WAYS:
-        if (theirs := fastest(fitting, way)) and (ours := fastest(own, way)):
-            found.append(
-                (_of(theirs, way), _of(ours, way), f"{WAYS[way]} against {_of(ours, way):.1f} s of {ours.name}")
-            )
-    times = "; ".join(f"{theirs:.1f} s {words}" for theirs, _, words in found) or "its seconds are unknown"
-    right = bool(found) and all(theirs <= ours for theirs, ours, _ in found)
-    verdict = "Accepted" if right else "Refuted" if found else "Undecided"
-    yield f"{line}; the split {name} takes {times}. {verdict} for this model and cluster."
+        line, verdict = f"{line}; with the split {name} {side}", "Refuted"
+    else:
+        found = [(way, a, b) for way in WAYS if (a := fastest(fitting, way)) and (b := fastest(own, way))]
+        times = [f"{_of(a, way):.1f} s {WAYS[way]} ({b.name}: {_of(b, way):.1f} s)" for way, a, b in found]
+        right = bool(found) and all(_of(a, way) <= _of(b, way) for way, a, b in found)
+        verdict = "Accepted" if right else "Refuted" if found else "Undecided"
+        line = f"{line}; the split {name} takes {', '.join(times) or 'unknown seconds'}"
+    line = f"{line}. {verdict} for this model and cluster."
+    if own and task.timed:
+        fast = choice(own)[1].name
+        judged = "is the one to take" if fast == inverse else f"is not the one to take either, but {fast}"
+        line += f" The other way round, three training GPUs for each one of an engine, {inverse} {judged}."
+    yield line
 
 
 def _of(layout: Layout | None, way: str) -> float:

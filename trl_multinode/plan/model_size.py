@@ -65,7 +65,15 @@ def model_size(name: str, trust_remote_code: bool = False) -> ModelSize:
         `ConfigurationError`: if there is no such config, or it is not of a causal language model.
     """
     config = load_config(name, trust_remote_code)
-    return replace(size_of(build(config, name, trust_remote_code)), name=Path(name).stem if "." in name else name)
+    model = build(config, name, trust_remote_code)
+    try:
+        size = size_of(model)
+    except (AttributeError, TypeError) as error:  # no attention, or another number of heads in each layer
+        raise ConfigurationError(
+            f"a model of this kind cannot be planned (got {config.model_type!r}: {error}). Expected a transformer "
+            "with equal layers; layers without attention may be among them."
+        ) from error
+    return replace(size, name=Path(name).stem if Path(name).is_file() else name)
 
 
 def load_config(name: str, trust_remote_code: bool) -> Any:
