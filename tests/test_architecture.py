@@ -24,7 +24,7 @@ ARROWS = {
     "testing": "engine engine_process run trainer transports vllm_worker weights wire",
     "command": "__init__ check examples plan wire",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
-    "plan": "errors node_settings reporting run",  # a command
+    "plan": "node_settings reporting run",  # a command
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",

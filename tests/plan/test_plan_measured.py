@@ -7,7 +7,7 @@ import pytest
 from plan_kit import CONFIGS, layouts, task
 
 from trl_multinode.command import main
-from trl_multinode.errors import ConfigurationError
+from trl_multinode.plan import PlanError
 from trl_multinode.plan.measured import read_run
 
 FLAGS = "--nodes 4x8 --prompt 512 --completion 2048 --rows 256"
@@ -107,10 +107,10 @@ def test_a_run_in_flight_is_said_to_be_an_upper_bound(tmp_path, capsys):
 
 
 def test_a_folder_without_phases_or_with_one_step_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"`--run` is the `output_dir` of a run"):
+    with pytest.raises(PlanError, match=r"`--run` is the `output_dir` of a run"):
         read_run(str(tmp_path))
     phases = tmp_path / "_multinode" / "phases"
     phases.mkdir(parents=True)
     (phases / "rank0.jsonl").write_text(_line("train", 1.0, 0, 0) + "\n")
-    with pytest.raises(ConfigurationError, match="needs two steps at least"):
+    with pytest.raises(PlanError, match="needs two steps at least"):
         read_run(str(tmp_path))

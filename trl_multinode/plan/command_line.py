@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from ..errors import ConfigurationError
+from . import PlanError
 from .hardware import Cluster, parse_gpu, parse_nodes, parse_split
 from .layouts import Layout, Task, colocated_layouts, split_layouts
 from .measured import read_run
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     options = own_parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         task, pairs = task_of(options)
-    except ConfigurationError as error:
+    except PlanError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
     splits = [layout for training, reserved in pairs for layout in split_layouts(task, training, reserved)]
@@ -69,7 +69,7 @@ def task_of(options: argparse.Namespace) -> tuple[Task, list[tuple[int, int]]]:
     """Read the task and the splits; what is fast to check comes before the model.
 
     Raises:
-        `ConfigurationError`: for a value that cannot be planned.
+        `PlanError`: for a value that cannot be planned.
     """
     nodes, gpus = parse_nodes(options.nodes)
     gpu = parse_gpu(options.gpu)
@@ -77,11 +77,11 @@ def task_of(options: argparse.Namespace) -> tuple[Task, list[tuple[int, int]]]:
     run = read_run(options.run) if options.run else None
     mean = options.mean or (run and run.mean_length) or options.completion / MEAN_SHARE
     if mean > options.completion:
-        raise ConfigurationError(f"completions are longer on average than at most: {mean:.0f} > {options.completion}.")
+        raise PlanError(f"completions are longer on average than at most: {mean:.0f} > {options.completion}.")
     model = model_size(options.model, options.trust_remote_code)
     length = options.prompt + options.completion
     if model.max_length is not None and length > model.max_length:
-        raise ConfigurationError(
+        raise PlanError(
             f"prompt and completion are longer than the model's context (got {length} tokens, expected "
             f"{model.max_length} at most): lower --prompt or --completion."
         )
@@ -96,7 +96,7 @@ def splits_of(text: str | None, gpus: int) -> list[tuple[int, int]]:
         return [parse_split(each, gpus) for each in text.split(",")]
     pairs = [(gpus - reserved, reserved) for reserved in DEFAULT_RESERVED if 2 * reserved <= gpus]
     if not pairs:
-        raise ConfigurationError("a node of one GPU has no split: the GPU trains and generates (`--nodes` from Nx2).")
+        raise PlanError("a node of one GPU has no split: the GPU trains and generates (`--nodes` from Nx2).")
     return pairs
 
 

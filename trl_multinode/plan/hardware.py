@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from ..errors import ConfigurationError
+from . import PlanError
 
 GIB = 2**30
 # A GPU sold with 80 GB shows about 79.1 GiB to CUDA, one with 141 GB 139.8
@@ -51,7 +51,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
     """Read nodes x GPUs of a node."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
-        raise ConfigurationError(f"`--nodes` are nodes x GPUs of a node (got {text!r}, expected for example 4x8).")
+        raise PlanError(f"`--nodes` are nodes x GPUs of a node (got {text!r}, expected for example 4x8).")
     return int(match[1]), int(match[2])
 
 
@@ -61,7 +61,7 @@ def parse_gpu(text: str) -> Gpu:
 
     match = re.fullmatch(r"([A-Za-z][\w ]*)-([1-9]\d*)", text)
     if match is None:
-        raise ConfigurationError(f"`--gpu` is a name and the GB of its memory (got {text!r}, expected H100-80).")
+        raise PlanError(f"`--gpu` is a name and the GB of its memory (got {text!r}, expected H100-80).")
     name = match[1].upper()
     rate = next((rate for known, rate in MEMORY_RATES.items() if known in name.split()), None)
     return Gpu(text, int(match[2]) * GIB * USABLE_SHARE, rate, peak_of(name))
@@ -71,7 +71,7 @@ def parse_split(text: str, gpus: int) -> tuple[int, int]:
     """Read a split such as `7+1`."""
     match = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", text)
     if match is None or int(match[1]) + int(match[2]) != gpus:
-        raise ConfigurationError(
+        raise PlanError(
             f"`--splits` are training + reserved GPUs of a node, {gpus} in all (got {text!r}, expected for example "
             f"{gpus - 1}+1)."
         )

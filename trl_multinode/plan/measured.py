@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..errors import ConfigurationError
 from ..run.splits import StepTimes
+from . import PlanError
 
 WARM_UP = 0.2  # share of the steps, at least one, that is left out
 OVERLAPPED = 0.01  # share of the time hidden behind training, above which a run generates ahead
@@ -36,12 +36,12 @@ def read_run(folder: str) -> MeasuredRun:
     """Read the files of phases of the last attempt, and the newest `trainer_state.json`, which has the tail.
 
     Raises:
-        `ConfigurationError`: if the folder has no files of phases, or fewer than two steps in them.
+        `PlanError`: if the folder has no files of phases, or fewer than two steps in them.
     """
     path = Path(folder)
     lines = list(phase_lines(path / "_multinode" / "phases"))
     if not lines:
-        raise ConfigurationError(
+        raise PlanError(
             f"`--run` is the `output_dir` of a run (got {folder!r}, expected _multinode/phases/rank0.jsonl in it)."
         )
     attempt = max(line["attempt"] for line in lines)
@@ -49,7 +49,7 @@ def read_run(folder: str) -> MeasuredRun:
     steps = sorted({line["step"] for line in lines if line["phase"] == "train"})
     kept = set(steps[max(1, int(WARM_UP * len(steps))) :])
     if not kept:
-        raise ConfigurationError(f"`--run` needs two steps at least (got {len(steps)} in {folder!r}): wait for more.")
+        raise PlanError(f"`--run` needs two steps at least (got {len(steps)} in {folder!r}): wait for more.")
     sums: dict[tuple[int, str], float] = defaultdict(float)
     for line in lines:
         if line["step"] in kept:

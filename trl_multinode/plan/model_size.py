@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigurationError
+from . import PlanError
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in the configs of transformers
 NO_CACHE = ("linear", "mamba", "conv", "recurrent")  # parts of the names of layers without a cache that grows
@@ -62,14 +62,14 @@ def model_size(name: str, trust_remote_code: bool = False) -> ModelSize:
             Run the model's own code, if it has some.
 
     Raises:
-        `ConfigurationError`: if there is no such config, or it is not of a causal language model.
+        `PlanError`: if there is no such config, or it is not of a causal language model.
     """
     config = load_config(name, trust_remote_code)
     model = build(config, name, trust_remote_code)
     try:
         size = size_of(model)
     except (AttributeError, TypeError) as error:  # no attention, or another number of heads in each layer
-        raise ConfigurationError(
+        raise PlanError(
             f"a model of this kind cannot be planned (got {config.model_type!r}: {error}). Expected a transformer "
             "with equal layers; layers without attention may be among them."
         ) from error
@@ -88,7 +88,7 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigurationError(
+        raise PlanError(
             f"the config of the model cannot be read (got {name!r}: {first}). Expected a name on the Hub, a folder "
             "with a config.json, or such a file; without a network the Hub's name works only if its config is cached."
         ) from error
@@ -99,16 +99,17 @@ def build(config: Any, name: str, trust_remote_code: bool) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    causal = type(config) in AutoModelForCausalLM._model_mapping.keys()
-    kind = AutoModelForCausalLM if causal or trust_remote_code else AutoModelForImageTextToText
-    try:
-        with torch.device("meta"):
-            return kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ConfigurationError(
-            f"no language model can be built from the config of {name!r} (got model_type "
-            f"{getattr(config, 'model_type', None)!r}: {str(error).splitlines()[0]}). Expected a language model."
-        ) from error
+    reasons = []
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        try:
+            with torch.device("meta"):
+                return kind.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+        except (ValueError, ImportError, AttributeError) as error:
+            reasons.append(str(error).splitlines()[0])
+    raise PlanError(
+        f"no language model can be built from the config of {name!r} (got model_type "
+        f"{getattr(config, 'model_type', None)!r}: {reasons[0]}). Expected a causal language model."
+    )
 
 
 def size_of(model: Any) -> ModelSize:

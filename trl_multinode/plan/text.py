@@ -115,6 +115,8 @@ def assumptions(task: Task) -> Iterator[str]:
         f"Training reaches {MODEL_FLOPS_SHARE:.0%} of the peak, or the link: {GATHERS} passes of the model per "
         "micro-batch, hidden behind the computation; rows packed as with `micro_batch_tokens`."
     )
+    if task.model.routed:
+        yield "Experts train as fast as dense layers with as many operations, which is optimistic."
     yield "Syncs take the seconds of the projection (docs/weight-sync.md, benchmarks/projection.py)."
 
 
