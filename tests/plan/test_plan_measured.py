@@ -24,7 +24,7 @@ def write_run(folder: Path, generate: float, train: float, tail: float | None = 
     phases = folder / "_multinode" / "phases"
     phases.mkdir(parents=True)
     for rank in range(14):
-        lines = [_line("train", 3.0, 0, rank, attempt=1)]  # of an earlier start
+        lines = [_line("train", 3.0, 5, rank, attempt=1)]  # of an earlier start
         for step in range(10):
             warm_up = 60.0 if step == 0 else 0.0
             lines += [_line("sync", 1.0, step, rank), _line("generate", generate + warm_up, step, rank)]
@@ -37,8 +37,8 @@ def write_run(folder: Path, generate: float, train: float, tail: float | None = 
     log |= {"perf/tokens_per_s": 8000.0, "perf/tokens_per_s_per_device": 8000.0 / DEVICES}
     log |= {"completions/mean_length": 700.0} | (more or {})
     for step, old in ((10, 0.0), (5, 1.0)):
-        state = {"global_step": step, "log_history": [log | {"step": i + 1} for i in range(step)]}
-        state["log_history"][0]["engine/tail_share"] += old
+        tails = {"engine/tail_share": log["engine/tail_share"] + old}
+        state = {"global_step": step, "log_history": [log | tails | {"step": i + 1} for i in range(step)]}
         (folder / f"checkpoint-{step}").mkdir()
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
 
