@@ -92,6 +92,12 @@ def test_splits_and_micro_batches_can_be_chosen(capsys):
     assert [row.split()[7] for row in text.splitlines() if row.startswith(("5+3", "2+6"))][:2] == ["4", "4"]
 
 
+def test_half_of_a_large_node_is_one_engine_of_tensor_parallelism_8(capsys):
+    assert plan(str(CONFIGS / "70B.json"), "--nodes", "4x16", "--completion", "4096", "--rows", "512", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    assert {one["engine"]["tensor_parallel"] for one in found if one["name"] == "8+8"} == {1, 2, 4, 8}
+
+
 REFUSED = {
     "--nodes 4": "`--nodes` are nodes x GPUs of a node (got '4', expected for example 4x8)",
     "--nodes 2x1": "a node of one GPU has no split",

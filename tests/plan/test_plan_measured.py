@@ -106,6 +106,12 @@ def test_a_run_in_flight_is_said_to_be_an_upper_bound(tmp_path, capsys):
     assert "in flight, so its engines are taken as busy all the time" in text and "generate 12.0 s" in text
 
 
+def test_a_run_whose_engines_share_gpus_is_refused(tmp_path):
+    write_run(tmp_path, generate=1.0, train=1.0, more={"perf/tokens_per_s_per_device": 8000.0 / 14})
+    with pytest.raises(PlanError, match="needs GPUs that only generate"):
+        read_run(str(tmp_path))
+
+
 def test_a_folder_without_phases_or_with_one_step_is_refused(tmp_path):
     with pytest.raises(PlanError, match=r"`--run` is the `output_dir` of a run"):
         read_run(str(tmp_path))

@@ -112,7 +112,8 @@ def _three_to_one(task: Task, splits: list[Layout]) -> Iterator[str]:
     name, inverse = f"{training}+{gpus - training}", f"{gpus - training}+{training}"
     fitting, own = [each for each in ratio if each.fits], [each for each in splits if each.fits]
     if not fitting:
-        side = f"training needs {ratio[0].nodes_needed} nodes" if not ratio[0].micro_rows else "no engine fits"
+        needed = f"training needs {ratio[0].nodes_needed or 'more than any number of'} nodes"
+        side = "no engine fits" if ratio[0].micro_rows else needed
         line, verdict = f"{line}; with the split {name} {side}", "Refuted"
     else:
         found = [(way, a, b) for way in WAYS if (a := fastest(fitting, way)) and (b := fastest(own, way))]
@@ -148,10 +149,12 @@ def _colocation(task: Task, splits: list[Layout], colocated: list[Layout]) -> st
     line = f"Colocation: it fits{sleep}, and takes {own:.1f} s (TP {best.engine.tensor_parallel}). "
     slower = [WAYS[way] for way, layout in apart.items() if own < 0.95 * _of(layout, way)]
     if len(slower) == len(WAYS):
-        return f"{line}It is the better use of these GPUs: every split is slower."
+        return f"{line}It makes the best use of these GPUs: every split is slower."
     if slower:
-        return f"{line}It is the better use of these GPUs than any split {' or '.join(slower)}, not than the others."
-    return f"{line}It is not the better use of these GPUs: the best splits are as fast or faster."
+        return (
+            f"{line}It makes better use of these GPUs than any split {' or '.join(slower)}, but not than the others."
+        )
+    return f"{line}It is no better use of these GPUs: with every setting a split is as fast."
 
 
 def awake_rows(task: Task, colocated: list[Layout]) -> int:

@@ -15,7 +15,7 @@ from .text import text_of
 from .training import OFFLOADS
 
 PROG = "trl-multinode plan"
-DEFAULT_RESERVED = (1, 2, 4)
+DEFAULT_RESERVED = (1, 2, 4, 8)
 MEAN_SHARE = 4  # the average completion is assumed to be a fourth of the longest
 
 
@@ -36,7 +36,7 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=_count, required=True, help="completions of a round per node")
     text = "rows of a micro-batch, `per_device_train_batch_size` (default: as many as fit)"
     parser.add_argument("--micro_rows", "--micro-rows", type=_count, help=text)
-    text = "training + reserved GPUs of a node (default: 1, 2 and 4 reserved)"
+    text = "training + reserved GPUs of a node (default: 1, 2, 4, 8 reserved, half at most)"
     parser.add_argument("--splits", help=f"{text}, as in 7+1,6+2")
     text = "what is in host memory: nothing, the optimizer, or also the parameters (default: none)"
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help=text)
@@ -91,7 +91,7 @@ def task_of(options: argparse.Namespace) -> tuple[Task, list[tuple[int, int]]]:
 
 
 def splits_of(text: str | None, gpus: int) -> list[tuple[int, int]]:
-    """Return the splits that were named, else those that reserve 1, 2 and 4 GPUs and leave as many for training."""
+    """Return the splits that were named, else those that reserve 1, 2, 4 or 8 GPUs and at most half of them."""
     if text is not None:
         return [parse_split(each, gpus) for each in text.split(",")]
     pairs = [(gpus - reserved, reserved) for reserved in DEFAULT_RESERVED if 2 * reserved <= gpus]

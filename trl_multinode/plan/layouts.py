@@ -1,6 +1,6 @@
 """One layout after the other: what fits on its GPUs, and the seconds of its step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..run.splits import StepTimes
 from .engine_memory import EngineMemory, engine_memory, parallel_degrees
@@ -115,7 +115,7 @@ def _layout(task: Task, name: str, training: int, reserved: int, engine: EngineM
     if not (layout.fits and task.timed):
         return layout
     seconds = _measured(task, layout) if task.run else _estimated(task, layout)
-    return Layout(name, training, reserved, memory, micro, needed, engine, layout.full_rows, seconds)
+    return replace(layout, seconds=seconds)
 
 
 def nodes_needed(task: Task, training: int) -> int | None:

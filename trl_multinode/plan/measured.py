@@ -58,7 +58,13 @@ def read_run(folder: str) -> MeasuredRun:
     for line in lines:
         nodes[line["node"]].add(line["rank"])
     mean = {name: max(s for (_, phase), s in sums.items() if phase == name) for name in {key[1] for key in sums}}
-    return _with_logs(path, mean, nodes, kept)
+    run = _with_logs(path, mean, nodes, kept)
+    if run.reserved == 0:
+        raise PlanError(
+            f"`--run` needs GPUs that only generate (got {folder!r}, whose engines share GPUs with training): its "
+            "seconds cannot be divided between splits. Leave --run out, or run some steps with a split."
+        )
+    return run
 
 
 def _with_logs(path: Path, mean: dict[str, float], nodes: dict[int, set[int]], kept: set[int]) -> MeasuredRun:

@@ -94,7 +94,7 @@ def assumptions(task: Task) -> Iterator[str]:
     cluster = task.cluster
     yield (
         "Training in bfloat16 with Adam, all parameters trained, gradient checkpointing, DeepSpeed's default buckets; "
-        f"{OTHER_BYTES / GIB:.1f} GiB for CUDA and NCCL, and {FREE_SHARE:.0%} of a GPU left free for fragmentation."
+        f"{OTHER_BYTES / GIB:.1f} GiB for CUDA and NCCL, and {_percent(FREE_SHARE)} of a GPU for fragmentation."
     )
     yield "Attention keeps no scores (flash attention). Layers with a window count in full in the cache."
     yield "A reserved GPU gives 90 % to vLLM. With colocation, engines sleep while the ranks train."
@@ -108,11 +108,11 @@ def assumptions(task: Task) -> Iterator[str]:
         f"Lengths are log-normal (spread {SPREAD}) up to the longest; --mean sets the average. Nodes are equally fast."
     )
     yield (
-        f"Engines reach {READ_SHARE:.0%} of the memory rate for weights, {CACHE_SHARE:.0%} for the cache, "
-        f"{MATRIX_SHARE:.0%} of the peak; prompts take no time."
+        f"Engines reach {_percent(READ_SHARE)} of the memory rate for weights, {_percent(CACHE_SHARE)} for the cache, "
+        f"{_percent(MATRIX_SHARE)} of the peak; prompts take no time."
     )
     yield (
-        f"Training reaches {MODEL_FLOPS_SHARE:.0%} of the peak, or the link: {GATHERS} passes of the model per "
+        f"Training reaches {_percent(MODEL_FLOPS_SHARE)} of the peak, or the link: {GATHERS} passes of the model per "
         "micro-batch, hidden behind the computation; rows packed as with `micro_batch_tokens`."
     )
     if task.model.routed:
@@ -146,6 +146,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in (head, *rows)
     ]
     return "\n".join(line.rstrip() for line in aligned)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _gib(num_bytes: float) -> str:
