@@ -211,7 +211,7 @@ def projection(found: dict) -> str:
     rows = [[row["model"], row["nodes"], *(row[link] for link in links)] for row in found["projected"]]
     return (
         "## Projection of the weight sync\n\n**Not measured.** Arithmetic and assumptions are in "
-        "`benchmarks/projection.py`; first what it says of the measured cells (worst error "
+        "`trl_multinode/plan/sync_seconds.py`; first what it says of the measured cells (worst error "
         f"{found['worst_error']:.0%}, limit {found['limit']:.0%}), then seconds of a sync in bfloat16.\n\n"
         + table(["model", "nodes", "link", "", "measured, s", "arithmetic, s", "error"], checked)
         + "\n" + table(["model", "nodes", *links], rows)

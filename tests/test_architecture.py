@@ -22,10 +22,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
     "testing": "engine engine_process run trainer transports vllm_worker weights wire",
-    "command": "__init__ check doctor examples render wire",  # each only in its sub-command
+    "command": "__init__ check doctor examples plan render wire",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
     "render": "node_settings",  # a login node has neither torch nor accelerate
     "doctor": "check run wire",  # a launch that has not begun, and the machines that it would use
+    "plan": "node_settings reporting run",  # a command
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
@@ -71,6 +72,7 @@ LIBRARIES = {
         "batches": "",
         "rehearsal": "",
         "reporting": "",
+        "plan": "lazily",
         "testing": "",
     },
     "accelerate": {"check": "", "command": "lazily", "testing": ""},  # elsewhere it is TRL's accelerator
@@ -225,6 +227,7 @@ OWN_OUTPUT = {
     "doctor",
     "examples",
     "render",
+    "plan",
     "testing",
     "engine_process",
     "vllm_worker",

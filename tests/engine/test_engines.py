@@ -6,7 +6,10 @@ import pytest
 from test_conformance import FEATURE, PROMPTS, SAMPLING, check_log_probs
 
 from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.settings import CPU_ENVIRONMENT
 from trl_multinode.errors import EngineStartError
+from trl_multinode.plan.engine_memory import BLOCK_TOKENS, cache_blocks
+from trl_multinode.plan.model_size import size_of
 from trl_multinode.testing.engines import FORKED, REAL, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
@@ -25,6 +28,14 @@ def kv_use(trainer, send: bool = True) -> float:
     if send:
         trainer.send()
     return trainer.engines[0].ask(Await(min_update=trainer.version.update)).kv_use
+
+
+def check_planned_cache(model, log: str) -> None:
+    """`trl-multinode plan` counts as many blocks of the cache as vLLM, which logs their tokens."""
+    budget = int(CPU_ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"]) << 30  # of each worker
+    (tokens,) = re.findall(r"CPU KV cache size: ([\d,]+) tokens", log)
+    planned = cache_blocks(size_of(model), budget, tensor_parallel=2, element_bytes=4)  # the engine's float32
+    assert planned == pytest.approx(int(tokens.replace(",", "")) / BLOCK_TOKENS, rel=0.02)
 
 
 def generate(engines, num_requests: int = 2):
@@ -58,6 +69,7 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
     ours = "\n".join(line for line in last_words.splitlines() if "[shutdown]" not in line)  # vLLM's, on a slow machine
     assert not re.findall(r"(?im)^.*(?:\bkill|sigkill|terminated|\bended|\berror|traceback).*$", ours)
     assert "Failed to load weights" not in ours  # a harmless line of every update, at a level below ERROR
+    check_planned_cache(model, (tmp_path / "engine0.log").read_text())
     # vLLM's own for two CPU workers under the usage context; without one it is 2048
     assert "max_num_batched_tokens=8192" in (tmp_path / "engine0.log").read_text()
     assert ours.rstrip().endswith("engine 0: shut down in good order"), last_words

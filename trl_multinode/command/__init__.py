@@ -12,6 +12,7 @@ usage: trl-multinode COMMAND ...
            With --wait it meets the other nodes, names missing ones, and then runs the launch
   doctor   examine the launch, this node (--level node) or all nodes and the links between them (--level cluster)
   clean    remove what killed runs left on this machine: folders and shared memory
+  plan     report from a model's config which split of a node's GPUs fits and is fastest; starts nothing
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
   render   write a job file for SLURM, Kubernetes, ssh or SkyPilot; submits nothing
   flags    print --machine_rank and --main_process_ip from the scheduler's variables, inside a job
@@ -43,6 +44,12 @@ def _grpo(argv: list[str]) -> int:
     return main(argv)
 
 
+def _plan(argv: list[str]) -> int:
+    from ..plan.command_line import main
+
+    return main(argv)
+
+
 def _clean(argv: list[str]) -> int:
     from .clean import main
 
@@ -66,6 +73,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "check": _check,
     "clean": _clean,
     "doctor": _doctor,
+    "plan": _plan,
     "grpo": _grpo,
     "render": _render,
     "flags": _flags,

@@ -1,0 +1,153 @@
+"""The command: what it prints of a model, its exit codes and its errors; docs/plan.md holds its output."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from plan_kit import CONFIGS, PARAMETERS, layouts, size, task
+from transformers import AutoConfig
+
+from trl_multinode.command import main
+from trl_multinode.plan.hardware import GIB
+from trl_multinode.plan.training import FREE_SHARE
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+FLAGS = ["--nodes", "4x8", "--completion", "4096", "--rows", "256"]
+
+
+def plan(*words: str) -> int:
+    return main(["plan", *words])
+
+
+# ---- what fits
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_micro_batch_is_the_largest_that_fits(name):
+    every = layouts(task(name))
+    assert {split for split, _ in every} == {"7+1", "6+2", "4+4", "colocated"}
+    for one in every.values():
+        limit = (1 - FREE_SHARE) * task(name).cluster.gpu.total
+        assert (one.memory.total <= limit) == (one.micro_rows > 0), one
+        assert one.engine.weights == 2 * size(name).parameters / one.engine.tensor_parallel
+
+
+def test_the_nodes_that_training_needs_are_the_fewest():
+    needed = layouts(task("70B"))["4+4", 4].nodes_needed
+    fewer, enough = (task("70B", f"--nodes {n}x8 --completion 4096 --rows 256") for n in (needed - 1, needed))
+    assert layouts(fewer)["4+4", 4].micro_rows == 0 < layouts(enough)["4+4", 4].micro_rows
+
+
+def test_weights_that_fill_a_gpu_leave_no_cache():
+    engine = layouts(task("70B"))["7+1", 1].engine
+    assert engine.weights > 78 * GIB and (engine.cache, engine.tokens) == (0, 0)
+
+
+def test_a_rank_that_keeps_its_states_leaves_less_cache_to_a_colocated_engine():
+    alone, beside = (layouts(task("8B", f"--nodes {n}x8 --completion 4096 --rows 256")) for n in (32, 1))
+    assert alone["colocated", 1].engine.cache > beside["colocated", 1].engine.cache + 15 * GIB
+
+
+def test_offloading_moves_states_to_the_hosts(capsys):
+    assert plan(str(CONFIGS / "235B.json"), *FLAGS, "--gpu", "H200-141", "--offload", "optimizer") in (0, 1)
+    text = capsys.readouterr().out
+    (host,) = re.findall(r"GiB per GPU, (\d+) GiB of host memory per node", text)
+    assert int(host) == pytest.approx(16 * 235.09e9 * 1.5 / 4 / GIB, rel=0.01)
+
+
+# ---- the command
+
+
+def test_a_folder_and_its_file_are_the_same_model(tmp_path, capsys):
+    entries = json.loads((CONFIGS / "0.5B.json").read_text())
+    AutoConfig.for_model(entries.pop("model_type"), **entries).save_pretrained(tmp_path)
+    printed = []
+    for name in (str(tmp_path), str(tmp_path / "config.json")):
+        assert plan(name, *FLAGS, "--json") == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    assert printed[0]["layouts"] == printed[1]["layouts"]
+    assert printed[0]["task"]["model"]["parameters"] == size("0.5B").parameters
+    assert {one["name"] for one in printed[0]["layouts"]} == {"7+1", "6+2", "4+4", "colocated"}
+
+
+def test_a_plan_in_which_nothing_fits_says_why_and_ends_with_1(capsys):
+    assert plan(str(CONFIGS / "235B.json"), *FLAGS) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Fit: 235B does not fit on 4 x 8 H100-80: training does not fit (7+1 from 11 nodes" in text
+    assert "Seconds of a step" not in text
+
+
+def test_a_gpu_without_rates_gets_memory_and_no_seconds(capsys):
+    assert plan(str(CONFIGS / "8B.json"), *FLAGS, "--gpu", "X1-96") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Split: no seconds, because the rates of this GPU are unknown" in text and "No seconds: the tables" in text
+
+
+def test_splits_and_micro_batches_can_be_chosen(capsys):
+    assert plan(str(CONFIGS / "8B.json"), *FLAGS, "--splits", "5+3,2+6", "--micro_rows", "4") == 0
+    text = capsys.readouterr().out
+    assert "5+3" in text and "2+6" in text and "7+1" not in text
+    assert [row.split()[7] for row in text.splitlines() if row.startswith(("5+3", "2+6"))][:2] == ["4", "4"]
+
+
+def test_half_of_a_large_node_is_one_engine_of_tensor_parallelism_8(capsys):
+    assert plan(str(CONFIGS / "70B.json"), "--nodes", "4x16", "--completion", "4096", "--rows", "512", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["layouts"]
+    assert {one["engine"]["tensor_parallel"] for one in found if one["name"] == "8+8"} == {1, 2, 4, 8}
+
+
+REFUSED = {
+    "--nodes 4": "`--nodes` are nodes x GPUs of a node (got '4', expected for example 4x8)",
+    "--nodes 2x1": "a node of one GPU has no split",
+    "--gpu 80": "`--gpu` is a name and the GB of its memory (got '80', expected H100-80)",
+    "--splits 7+2": "training + reserved GPUs of a node, 8 in all (got '7+2', expected for example 7+1)",
+    "--mean 5000": "completions are longer on average than at most: 5000 > 4096",
+    "--prompt 40000": "longer than the model's context (got 44096 tokens, expected 40960 at most)",
+    "--run /nowhere": "`--run` is the `output_dir` of a run",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_value_that_cannot_be_planned_is_named_with_its_cure(flags, capsys):
+    assert plan(str(CONFIGS / "8B.json"), *FLAGS, *flags.split()) == 2
+    assert REFUSED[flags] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model_type": "none"}', '{"model_type": "clip"}', "{}"])
+def test_a_model_without_a_config_that_can_be_read_is_named(content, tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    assert plan(str(folder), *FLAGS) == 2
+    error = capsys.readouterr().err
+    assert str(folder) in error and "xpected a" in error and len(error.splitlines()) == 1
+
+
+def test_a_model_without_attention_is_refused(tmp_path, capsys):
+    (tmp_path / "m.json").write_text('{"model_type": "mamba", "num_hidden_layers": 2}')
+    assert plan(str(tmp_path / "m.json"), *FLAGS) == 2
+    assert "a model of this kind cannot be planned (got 'mamba'" in capsys.readouterr().err
+
+
+# ---- the page
+
+
+COMMANDS = re.findall(r"```console\n\$ trl-multinode plan (.*)\n((?:.*\n)*?)```", PAGE)
+
+
+@pytest.mark.parametrize("command", [command for command, _ in COMMANDS])
+def test_the_page_has_what_the_command_prints(command, capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    plan(*shlex.split(command))
+    printed = capsys.readouterr().out
+    for part in dict(COMMANDS)[command].split("...\n"):  # parts that the page leaves out
+        assert part in printed
+
+
+def test_the_page_plans_each_size():
+    assert {name for name in PARAMETERS if any(f"/{name}.json" in command for command, _ in COMMANDS)} >= {
+        "0.5B", "8B", "32B", "70B", "235B",
+    }  # fmt: skip

@@ -1,0 +1,122 @@
+"""`--run`: seconds from the files of a run, and what they decide."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plan_kit import CONFIGS, layouts, task
+
+from trl_multinode.command import main
+from trl_multinode.plan import PlanError
+from trl_multinode.plan.measured import read_run
+
+FLAGS = "--nodes 4x8 --prompt 512 --completion 2048 --rows 256"
+DEVICES = 2 * 8
+
+
+def write_run(folder: Path, generate: float, train: float, tail: float | None = 0.0, hidden: float = 0.0, more=None):
+    """Files of a run of 2 nodes of 7 ranks, 10 steps; the first step takes a minute longer, rank 3 trains longest.
+
+    Args:
+        tail (`float`, *optional*):
+            Seconds per step. `None`: the run has no checkpoint yet.
+    """
+    phases = folder / "_multinode" / "phases"
+    phases.mkdir(parents=True)
+    for rank in range(14):
+        lines = [_line("train", 3.0, 5, rank, attempt=1)]  # of an earlier start
+        for step in range(10):
+            warm_up = 60.0 if step == 0 else 0.0
+            lines += [_line("sync", 1.0, step, rank), _line("generate", generate + warm_up, step, rank)]
+            lines += [_line("train", train - (0.0 if rank == 3 else 0.5), step, rank), _line("wait", 9.0, step, rank)]
+        (phases / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n" + lines[-1][:30])  # killed in a line
+    if tail is None:
+        return
+    wall = 1.0 + generate + train
+    log = {"perf/step_s": wall, "perf/hidden_share": hidden / wall, "engine/tail_share": tail / wall}
+    log |= {"perf/tokens_per_s": 8000.0, "perf/tokens_per_s_per_device": 8000.0 / DEVICES}
+    log |= {"completions/mean_length": 700.0} | (more or {})
+    for step, old in ((10, 0.0), (5, 1.0)):
+        tails = {"engine/tail_share": log["engine/tail_share"] + old}
+        state = {"global_step": step, "log_history": [log | tails | {"step": i + 1} for i in range(step)]}
+        (folder / f"checkpoint-{step}").mkdir()
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+
+
+def _line(phase: str, seconds: float, step: int, rank: int, attempt: int = 2) -> str:
+    return json.dumps({"phase": phase, "seconds": seconds, "step": step, "node": rank // 7, "attempt": attempt})
+
+
+def test_a_run_gives_the_seconds_of_its_slowest_rank_after_the_warm_up(tmp_path):
+    write_run(tmp_path, generate=40.0, train=10.0, tail=30.0)
+    run = read_run(str(tmp_path))
+    assert (run.times.generate_s, run.times.train_s) == (pytest.approx(40.0), pytest.approx(10.0))
+    assert run.times.tail_s == pytest.approx(30.0) and run.sync_s == pytest.approx(1.0)
+    assert (run.training, run.reserved, run.nodes, run.steps) == (7, 1, 2, 8)
+    assert run.mean_length == pytest.approx(700.0) and not run.overlapped
+
+
+def test_generation_that_is_hidden_behind_training_counts(tmp_path):
+    write_run(tmp_path, generate=4.0, train=10.0, hidden=9.0)
+    run = read_run(str(tmp_path))
+    assert run.times.generate_s == pytest.approx(13.0) and run.overlapped
+
+
+def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
+    # g = 40 s on 1 GPU of which 30 are a tail, t = 10 s on 7: 4+4 needs 30 + 10/4 and 70/4; in flight (10 + 3)/4
+    write_run(tmp_path, generate=40.0, train=10.0, tail=30.0)
+    found = layouts(task("0.5B", f"{FLAGS} --run {tmp_path}"))["4+4", 1].seconds
+    assert (found.generate, found.train, found.tail) == (pytest.approx(32.5), pytest.approx(17.5), pytest.approx(30.0))
+    assert found.after == pytest.approx(51.0) and found.beside == pytest.approx(33.5)
+    assert found.in_flight == pytest.approx(1 + 17.5)
+
+
+def printed(tmp_path, capsys, **seconds) -> str:
+    write_run(tmp_path, **seconds)
+    assert main(["plan", str(CONFIGS / "0.5B.json"), *FLAGS.split(), "--run", str(tmp_path)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_long_tail_decides_for_rows_in_flight(tmp_path, capsys):
+    text = printed(tmp_path, capsys, generate=40.0, train=10.0, tail=30.0)
+    # 7+1: max(13, 10); 6+2: max(6.5, 11.7) s, and a second of sync
+    assert 'take 6+2 with `weight_update="in_flight"` and `open_rounds=3`' in text
+    assert "in 30.0 of 35.0 s of generation fewer than 10 % of the rows run" in text
+    assert "Measured with 7+1 on 2 nodes: sync 1.0 s, generate 40.0 s, tail 30.0 s, train 10.0 s." in text
+    assert "700 on average" in text and "from the means of 8 measured steps" in text
+
+
+def test_a_run_without_a_tail_and_with_much_training_keeps_its_split_one_round_ahead(tmp_path, capsys):
+    text = printed(tmp_path, capsys, generate=9.0, train=10.0)
+    assert "take 7+1 with `max_staleness=1`" in text  # 11 s; 6+2 12.7; in flight no faster
+
+
+def test_training_that_dwarfs_generation_needs_no_staleness_and_no_colocation_at_work(tmp_path, capsys):
+    text = printed(tmp_path, capsys, generate=0.2, train=10.0)
+    assert "take 7+1 with `max_staleness=0`. To overlap generation and training gains less than 5 %" in text
+
+
+def test_an_unknown_tail_is_said(tmp_path, capsys):
+    text = printed(tmp_path, capsys, generate=9.0, train=10.0, tail=None)
+    assert "The tail is unknown" in text and "as many reserved as the nodes here have left" in text
+
+
+def test_a_run_in_flight_is_said_to_be_an_upper_bound(tmp_path, capsys):
+    text = printed(tmp_path, capsys, generate=1.0, train=10.0, more={"in_flight/mixed_rows": 0.4})
+    assert "in flight, so its engines are taken as busy all the time" in text and "generate 12.0 s" in text
+
+
+def test_a_run_whose_engines_share_gpus_is_refused(tmp_path):
+    write_run(tmp_path, generate=1.0, train=1.0, more={"perf/tokens_per_s_per_device": 8000.0 / 14})
+    with pytest.raises(PlanError, match="needs GPUs that only generate"):
+        read_run(str(tmp_path))
+
+
+def test_a_folder_without_phases_or_with_one_step_is_refused(tmp_path):
+    with pytest.raises(PlanError, match=r"`--run` is the `output_dir` of a run"):
+        read_run(str(tmp_path))
+    phases = tmp_path / "_multinode" / "phases"
+    phases.mkdir(parents=True)
+    (phases / "rank0.jsonl").write_text(_line("train", 1.0, 0, 0) + "\n")
+    with pytest.raises(PlanError, match="needs two steps at least"):
+        read_run(str(tmp_path))
