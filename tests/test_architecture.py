@@ -34,7 +34,7 @@ ARROWS = {
     "saving": "errors host libraries node_settings rollouts run weights",
     "rehearsal": "errors libraries node_settings run",
     "batches": "errors libraries node_settings run",
-    "reporting": "node_settings rollouts run weights",
+    "reporting": "node_settings rollouts run weights wire",
     "rollouts": "engine errors libraries run weights wire",
     "host": "engine errors node_settings run transports weights wire",
     "weights": "engine errors run transports wire",
