@@ -22,8 +22,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
     "testing": "engine engine_process run trainer transports vllm_worker weights wire",
-    "command": "__init__ check examples wire",  # each only in its sub-command
+    "command": "__init__ check examples timeline wire",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
+    "timeline": "",  # reads files
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
@@ -220,6 +221,7 @@ OWN_OUTPUT = {
     "command",
     "examples",
     "testing",
+    "timeline",
     "engine_process",
     "vllm_worker",
     "transports",

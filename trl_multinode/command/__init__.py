@@ -12,6 +12,7 @@ usage: trl-multinode COMMAND ...
            With --wait it meets the other nodes, names missing ones, and then runs the launch
   clean    remove what killed runs left on this machine: folders and shared memory
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
+  timeline show what each rank and engine of a run did when: a table, a trace, a picture, a page
 
 `trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""
 
@@ -40,11 +41,18 @@ def _clean(argv: list[str]) -> int:
     return main(argv)
 
 
+def _timeline(argv: list[str]) -> int:
+    from ..timeline.command import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "config": _config,
     "check": _check,
     "clean": _clean,
     "grpo": _grpo,
+    "timeline": _timeline,
 }
 
 

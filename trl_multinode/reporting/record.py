@@ -3,7 +3,8 @@
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,9 @@ class RunRecord:
                 "nodes": host.topology.num_nodes,
                 "ranks_per_node": host.topology.ranks_per_node,
                 "engines_per_node": len(host.devices.per_engine),
-                "engine_gpus": [list(gpus) for gpus in host.devices.per_engine],
+                "engine_gpus": [list(gpus) for gpus in host.devices.per_engine if gpus],
                 "versions": local_versions(),
-                "settings": chosen(args),
+                **chosen(args),
             }
         )
         settings.close()
@@ -62,11 +63,15 @@ class RunRecord:
 
 
 def chosen(args: Any) -> dict[str, Any]:
-    """Return the settings of a config that differ from its defaults, and all of node mode; secrets are hidden."""
+    """Return the settings of a config that differ from its defaults, and node mode's others; secrets are hidden."""
     own = {field.name for field in fields(NodeSettings)}
     found = {field.name: getattr(args, field.name) for field in fields(args)}
     defaults = {field.name: default(field) for field in fields(args)}
-    return {name: shown(name, found[name]) for name in sorted(found) if name in own or found[name] != defaults[name]}
+    changed = {name for name, value in found.items() if value != defaults[name] and not is_dataclass(value)}
+    return {
+        "settings": {name: shown(name, found[name]) for name in sorted(changed)},
+        "defaults": {name: shown(name, found[name]) for name in sorted(own & found.keys() - changed)},
+    }
 
 
 def default(field: Field) -> Any:
@@ -80,6 +85,8 @@ def shown(name: str, value: Any) -> Any:
         return {str(key): shown(str(key), inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [shown(name, inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.value
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)
