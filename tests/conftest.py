@@ -15,8 +15,25 @@ import pytest
 import torch
 from compatibility import Compatibility
 from fault_record import FaultRecord, fault_seconds  # noqa: F401
+from store_host import StoreHost
 
+from trl_multinode.run import store as run_store
 from trl_multinode.testing.forking import template_pid
+
+
+@pytest.fixture
+def store():
+    """The store of a run, in a process of its own."""
+    host = StoreHost()
+    yield host
+    host.end()
+
+
+@pytest.fixture
+def short_waits(monkeypatch):
+    """A rank that has failed waits for the others for 3 seconds, and for the store for 5."""
+    monkeypatch.setattr(run_store, "GRACE_S", 3.0)
+    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 5.0)
 
 
 def unused_shared_memory() -> set[str]:

@@ -3,11 +3,14 @@
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 from forks import FORK
 
+from trl_multinode.run.begin import begin_run
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
+from trl_multinode.run.watch import early
 from trl_multinode.run.watch.watchdog import Watchdog
 
 RANKS, PER_NODE = 4, 2
@@ -48,4 +51,31 @@ def enter(rank: int, store: StoreHost, launched: bool = False) -> Watchdog:
     watch = Watchdog(topology, lambda: "reward")
     watch.watch_local_ranks(connect_store(topology, watch.run))
     print("up", flush=True)
+    return watch
+
+
+def launched_variables(rank: int, store: StoreHost) -> dict[str, str]:
+    """What torchrun sets for a rank of 2 nodes of 2 ranks."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": str(rank // 2), "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+
+
+def enter_early(rank: int, store: StoreHost) -> None:
+    """What the import does in a rank of a launch."""
+    os.environ.update(launched_variables(rank, store))
+    early._early = None
+    early.start()
+    assert early._early is not None
+
+
+def begin_early(rank: int, store: StoreHost, output_dir: Path) -> Watchdog:
+    """What the host of a trainer does first."""
+    enter_early(rank, store)
+    watch = Watchdog(topology_of(rank, launched=True), lambda: "set-up")
+    with watch.guard():
+        begin_run(watch, output_dir / "_multinode", lambda: 7, 60.0)
+    print("begun", flush=True)
     return watch

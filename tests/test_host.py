@@ -80,7 +80,7 @@ def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
     host, large = NodeHost.__new__(NodeHost), Large()
     host.watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
     host._closing = threading.Lock()
-    host._heartbeat, host._warn_once = SimpleNamespace(close=lambda: None), SimpleNamespace(restore=lambda: None)
+    host._progress_lines, host._warn_once = SimpleNamespace(close=lambda: None), SimpleNamespace(restore=lambda: None)
     host._fleet, host.ahead_engines = SimpleNamespace(close=lambda engines: None), None
     host.engines = SimpleNamespace(close=lambda: closed.append("engines"))
     host._model = host._base = host._sync = large

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 from forks import forked
-from store_host import RANKS, StoreHost, enter
+from store_host import RANKS, enter
 
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.run import store as run_store
@@ -17,13 +17,6 @@ from trl_multinode.run.endings import exit_codes
 from trl_multinode.run.watch.watchdog import Watchdog
 
 FAILED = "[trl_multinode] the run failed: "
-
-
-@pytest.fixture
-def store():
-    host = StoreHost()
-    yield host
-    host.end()
 
 
 @pytest.fixture(autouse=True)

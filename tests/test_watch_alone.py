@@ -10,7 +10,6 @@ import time
 
 import pytest
 from forks import FORK, forked
-from store_host import StoreHost
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
@@ -201,13 +200,6 @@ def test_after_the_end_signals_work_as_before(tmp_path):
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.result is True
-
-
-@pytest.fixture
-def store():
-    host = StoreHost()
-    yield host
-    host.end()
 
 
 def test_a_closed_watch_leaves_nothing_in_the_process(tmp_path, store):

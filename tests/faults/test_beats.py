@@ -34,13 +34,6 @@ def short_waits(monkeypatch):
 
 
 @pytest.fixture
-def store():
-    host = StoreHost()
-    yield host
-    host.end()
-
-
-@pytest.fixture
 def link(store):
     link = Link(store.port)
     yield link

@@ -36,13 +36,6 @@ LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
 STEPS = 200
 
 
-@pytest.fixture
-def store():
-    host = StoreHost()
-    yield host
-    host.end()
-
-
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(run_store, "GRACE_S", 1.5)

@@ -14,10 +14,11 @@ ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRL_MULTINODE_PREEMPT_SIGNA
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(400)]
 
 RANKS, LAST = 4, 6
-# 4 ranks x 4 rows x 2 micro-steps = 8 prompts a round; a round serves two optimizer steps
+# 4 ranks x 4 rows x 2 micro-steps = 8 prompts a round. A round serves two optimizer steps, and the next one is
+# generated meanwhile, so a checkpoint holds its rows
 RUN = {
     "prompts": 16, "num_train_epochs": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2,
-    "gradient_accumulation_steps": 1, "max_steps": LAST, "max_completion_length": 8, "max_staleness": 0,
+    "gradient_accumulation_steps": 1, "max_steps": LAST, "max_completion_length": 8, "max_staleness": 1,
 }  # fmt: skip
 BROKEN = {"output": "broken", "save_strategy": "no"}  # nothing else saves a checkpoint
 LATE = {"output": "late", "name": "late", "save_strategy": "steps", "save_steps": 1, "preemption_grace": 3.0}

@@ -1,0 +1,178 @@
+"""Exit codes of ranks and ending files of nodes."""
+
+import errno
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forks import forked
+from store_host import RANKS, begin_early
+from torch.distributed import HashStore
+
+from trl_multinode import errors
+from trl_multinode.run import addresses
+from trl_multinode.run import store as run_store
+from trl_multinode.run.begin import begin_run
+from trl_multinode.run.endings import exit_codes
+from trl_multinode.run.endings.ending import Ending
+from trl_multinode.run.endings.fatal import Fatal
+from trl_multinode.run.topology import Topology
+from trl_multinode.run.watch import early
+from trl_multinode.run.watch.watchdog import Watchdog
+from trl_multinode.saving.newest import newest_whole
+
+LIMIT_S = 30.0
+pytestmark = pytest.mark.usefixtures("short_waits")
+
+
+def raised_in(*modules: str, error: BaseException | None = None, functions: tuple[str, ...] = ()) -> BaseException:
+    """An error with a traceback through functions of these modules; `mine` is a file of the user's."""
+    call = "raise error"
+    scope: dict = {"error": error or ValueError("bad")}
+    for module, name in reversed(list(zip(modules, functions or modules, strict=True))):
+        name = name.replace(".", "_")
+        path = "/home/me/train.py" if module in ("mine", "__main__") else f"{sys.prefix}/lib/site-packages/x.py"
+        path = path if module in ("mine", "__main__") else str(Path(os.__file__).parent / "site-packages/x.py")
+        scope = {"__name__": module, **{k: v for k, v in scope.items() if not k.startswith("__")}}
+        exec(compile(f"def {name}():\n    {call}", path, "exec"), scope)  # noqa: S102
+        call = f"{name}()"
+    try:
+        scope[name]()
+    except BaseException as raised:
+        raised.__traceback__ = raised.__traceback__.tb_next  # without this file
+        return raised
+    raise AssertionError
+
+
+TRL, LIB = "trl.trainer.grpo_trainer", "transformers.trainer"
+CODES = [
+    (raised_in("__main__", LIB, TRL, "mine"), True, 6),  # a reward function
+    (raised_in("__main__", LIB, TRL, "mine", "numpy.linalg"), True, 6),  # and what it calls
+    (raised_in("__main__", LIB, TRL, "mine", "transformers.pipelines"), True, 6),
+    (raised_in("__main__", TRL, "judges.math", functions=("main", "_calculate_rewards", "score")), True, 6),
+    (raised_in("__main__", TRL, "trl.rewards.math", functions=("main", "_calculate_rewards", "score")), True, 6),
+    (raised_in("__main__", LIB, TRL, "torch.nn"), True, 1),
+    (raised_in("__main__", "trl_multinode.trainer", LIB, "deepspeed.runtime", "torch.cuda"), True, 1),
+    (raised_in("__main__"), True, 6),  # the script, beside the trainer
+    (raised_in("__main__", LIB), False, 6),
+    (raised_in("__main__", LIB, "torch.serialization", error=OSError(errno.ENOSPC, "full")), True, 7),
+    (raised_in("__main__", "trl_multinode.run", error=OSError(errno.EROFS, "read-only")), False, 7),
+    (raised_in("__main__", LIB, "mine", error=OSError(errno.ENOSPC, "full")), True, 6),
+    (raised_in("__main__", LIB, "torch.distributed", error=RuntimeError("[gloo] Connection closed")), True, 4),
+    (errors.ConfigurationError("x"), False, 3),
+    (errors.PeerFailureError("x"), True, 4),
+    (errors.EngineStalledError("x"), True, 5),
+    (errors.HubPushError("x"), True, 8),
+    (errors.WeightsNotFiniteError("x"), True, 1),
+    (SystemExit(3), True, 6),
+    (KeyboardInterrupt(), True, 1),
+]
+
+
+@pytest.mark.parametrize(("error", "has_trainer", "code"), CODES)
+def test_row_exit_codes_of_errors(error, has_trainer, code):
+    assert exit_codes.code_of(error, has_trainer) == code
+
+
+def test_a_line_names_the_node_of_an_address():
+    client = HashStore()
+    store, topology = run_store.RunStore(node(0), None, client), node(0)
+    for number, found in enumerate((["10.0.0.1", "172.17.0.1"], ["10.0.0.2", "172.17.0.1"])):
+        client.set(f"address/{number}", json.dumps(found))
+    lines = {
+        "[gloo/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4242": "closed by peer node 1 [10.0.0.2]:4242",
+        "socketProgress: Connection closed by remote peer 10.0.0.2<4242>": "remote peer node 1 10.0.0.2<4242>",
+        "connect to [172.17.0.1]:80": "connect to [172.17.0.1]:80",  # a bridge that every node has
+        "vllm 0.26.0.1: 3 rows": "vllm 0.26.0.1: 3 rows",
+    }
+    for line, expected in lines.items():
+        assert addresses.with_nodes(line, store, topology).endswith(expected)
+    addresses.register(store, topology)
+    assert "127.0.0.1" not in json.loads(client.get("address/0"))
+
+
+def node(number: int, local: int = 0) -> Topology:
+    return Topology(2 * number + local, 4, local, 2, number, 2, launched=True)
+
+
+def test_row_ending_files_of_local_main_processes(tmp_path, monkeypatch):
+    folder, copy = tmp_path / "_multinode", tmp_path / "copy.json"
+    monkeypatch.setenv("TRL_MULTINODE_ENDING_FILE", str(copy))
+    whole = tmp_path / "checkpoint-4"
+    for name in ("checkpoint-4", "checkpoint-20", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    (whole / "trainer_state.json").write_text("{}")
+    for topology in (node(1, 1), node(1)):
+        ending = Ending(topology)
+        folder.mkdir(exist_ok=True)
+        ending.begin(folder)
+        ending.phase, ending.step, ending.resumes = lambda: "train", lambda: 5, True
+        ending.checkpoint = lambda: newest_whole(tmp_path)
+        ending.write(Fatal("node 0, rank 0: gone", 4))
+        assert [path.name for path in folder.iterdir()] == ["ending-node1.json"] * topology.is_local_main
+    found = json.loads((folder / "ending-node1.json").read_text())
+    assert found == json.loads(copy.read_text())
+    assert time.strptime(found.pop("time"), "%Y-%m-%dT%H:%M:%SZ")
+    assert found == {
+        "code": 4, "cause": "node 0, rank 0: gone", "phase": "train", "step": 5, "checkpoint": str(whole),
+        "continues": True, "node": 1,
+    }  # fmt: skip
+    ending.write_good()
+    found = json.loads(copy.read_text())
+    assert (found["code"], found["cause"], found["continues"]) == (0, "", False)
+    Ending(node(1)).begin(folder)
+    assert not list(folder.iterdir())  # it would be taken for the end of the new run
+
+
+def test_an_ending_that_cannot_be_written_disturbs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_MULTINODE_ENDING_FILE", str(tmp_path / "no" / "folder" / "file"))
+    (tmp_path / "no").touch()
+    ending = Ending(node(0))
+    ending.begin(tmp_path)
+    ending.step = ending.checkpoint = lambda: 1 / 0
+    ending.write(Fatal("gone", 4))
+    assert json.loads((tmp_path / "ending-node0.json").read_text())["checkpoint"] is None
+
+
+def test_row_every_ending_of_a_run_is_written_good_ones_included(tmp_path, store):
+    def body(rank: int) -> None:
+        watch = begin_early(rank, store, tmp_path / "good")
+        watch.close()
+        early._early._at_exit()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert [rank.wait(LIMIT_S) for rank in ranks] == [0] * RANKS, ranks[0].text
+    assert not (tmp_path / "good/_multinode/owner.json").exists()
+    endings = [json.loads((tmp_path / f"good/_multinode/ending-node{k}.json").read_text()) for k in range(2)]
+    assert [ending["code"] for ending in endings] == [0, 0]
+
+
+def test_a_run_of_one_process_writes_its_ending_too(tmp_path):
+    watch = Watchdog(Topology(0, 1, 0, 1, 0, 1, launched=False))
+    begin_run(watch, tmp_path / "_multinode", lambda: 3, 60.0)
+    try:
+        raise errors.EngineStalledError("no tokens")
+    except errors.EngineStalledError:
+        watch.close()  # as the trainer does after a failure
+    found = json.loads((tmp_path / "_multinode/ending-node0.json").read_text())
+    assert (found["code"], found["step"]) == (5, 3) and "EngineStalledError: no tokens" in found["cause"]
+    assert not (tmp_path / "_multinode/owner.json").exists()
+
+
+def test_a_closed_process_may_end(tmp_path, store):
+    """A rank that has closed its trainer and ends with `os._exit(0)` is no failure of those that still finish."""
+
+    def body(rank: int) -> None:
+        watch = begin_early(rank, store, tmp_path / "run")
+        time.sleep(1.0)  # the pids are known
+        watch.close()
+        if rank == 1:
+            os._exit(0)
+        time.sleep(3.0)
+        early._early._at_exit()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert [rank.wait(LIMIT_S) for rank in ranks] == [0] * RANKS, ranks[0].text

@@ -1,0 +1,165 @@
+"""One run per `output_dir`, which every node can write."""
+
+import ctypes
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from forks import forked
+from store_host import RANKS, begin_early
+
+from trl_multinode import errors
+from trl_multinode.run import owner
+from trl_multinode.run.begin import check_writable
+from trl_multinode.run.endings import exit_codes
+from trl_multinode.testing.namespaces import namespaces_available
+
+LIMIT_S = 30.0
+pytestmark = pytest.mark.usefixtures("short_waits")
+
+
+@pytest.mark.parametrize("how", ["missing", "read-only"])
+def test_row_35_an_output_dir_that_one_node_cannot_write_ends_all(tmp_path, store, how):
+    if how == "read-only" and (reason := namespaces_available()):
+        pytest.skip(reason)
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "a file").touch()
+
+    def body(rank: int) -> None:
+        folder = tmp_path / "mounted" / "run"
+        if rank // 2 == 1 and how == "read-only":
+            mount_read_only(tmp_path / "mounted")
+        if rank // 2 == 1 and how == "missing":
+            folder = tmp_path / "a file" / "run"
+        begin_early(rank, store, folder)
+        time.sleep(60)
+
+    start = time.monotonic()
+    with forked(body, RANKS, tmp_path) as ranks:
+        code = exit_codes.DISK if how == "read-only" else exit_codes.CONFIGURATION
+        assert [rank.wait(LIMIT_S) for rank in ranks] == [code] * RANKS, ranks[2].text
+        print(f"all ended after {time.monotonic() - start:.1f} s")
+        (line,) = {rank.text.splitlines()[-1] for rank in ranks}
+        assert "node 1, rank 2, phase set-up: " in line and "node 1 cannot write to `output_dir`" in line
+
+
+def mount_read_only(folder: Path) -> None:
+    """In this process only."""
+    libc, new_mounts, private, read_only = ctypes.CDLL(None, use_errno=True), 0x20000, (1 << 18) | (1 << 14), 1
+    assert libc.unshare(new_mounts) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"none", b"/", None, private, None) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"tmpfs", bytes(folder), b"tmpfs", read_only, None) == 0, os.strerror(ctypes.get_errno())
+
+
+def test_a_full_disk_at_the_start_ends_no_run_that_may_save_nothing(tmp_path, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(Path, "touch", full)
+    check_writable(tmp_path / "_multinode", 0)
+    assert "node 0 cannot write" in caplog.text and "No space left on device" in caplog.text
+
+
+def own(folder: Path, seconds: float = 60.0) -> owner.OutputOwner:
+    claimed = owner.claim(folder, lambda cause, code: print(code, cause, flush=True))
+    print("claimed", flush=True)
+    time.sleep(seconds)
+    return claimed
+
+
+def test_row_two_runs_one_output_dir_the_second_is_refused_and_a_dead_one_taken_over_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, "DYING_S", 0.5)
+    with forked(lambda rank: own(tmp_path), 1, tmp_path) as (first,):
+        first.wait_for("claimed")
+        start = time.monotonic()
+        host = os.uname().nodename
+        with pytest.raises(errors.ConfigurationError, match=rf"host {host}, pid {first.process.pid}\..*output_dir"):
+            owner.claim(tmp_path, print)
+        print(f"refused after {time.monotonic() - start:.1f} s")
+        first.process.kill()  # its file stays
+        first.process.join()
+        assert json.loads((tmp_path / "owner.json").read_text())["pid"] == first.process.pid
+        start = time.monotonic()
+        claimed = owner.claim(tmp_path, print)
+        assert time.monotonic() - start < 2.0
+        claimed.release()
+
+
+def test_the_trainers_of_a_process_are_one_owner_and_the_last_one_leaves_nothing(tmp_path):
+    first, second = owner.claim(tmp_path, print), owner.claim(tmp_path / "." / "", print)
+    assert first is second
+    first.release()
+    assert (tmp_path / "owner.json").exists()
+    second.release()
+    assert not (tmp_path / "owner.json").exists()
+    third = owner.claim(tmp_path, print)
+    assert third is not first
+    third.release()
+
+
+def of_another_host(folder: Path) -> dict:
+    content = {"host": "node-a", "pid": 4242, "boot": "another", "token": "theirs", "count": 1}
+    (folder / "owner.json").write_text(json.dumps(content))
+    return content
+
+
+def test_row_two_runs_on_two_hosts_a_live_one_refuses_and_a_dead_one_is_taken_over(tmp_path, monkeypatch, capsys):
+    """Between hosts no lock is seen: the file decides, and it must be the host's clock that does not."""
+    monkeypatch.setattr(owner, "TAKEN_OVER_AFTER_S", 2.0)
+    of_another_host(tmp_path)
+    start = time.monotonic()
+    claimed = owner.claim(tmp_path, print)
+    assert time.monotonic() - start >= 2.0
+    assert "belonged to a run on node-a (pid 4242)" in capsys.readouterr().out
+    claimed.release()
+
+    def other(rank: int) -> None:
+        content = of_another_host(tmp_path)
+        print("there", flush=True)
+        while True:
+            time.sleep(0.5)
+            content["count"] += 1
+            owner.write_whole(tmp_path / "owner.json", json.dumps(content))
+
+    with forked(other, 1, tmp_path) as (theirs,):
+        theirs.wait_for("there")
+        with pytest.raises(errors.ConfigurationError, match=r"host node-a, pid 4242\."):
+            owner.claim(tmp_path, print)
+
+
+def test_a_run_that_was_suspended_until_another_took_its_folder_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(owner, "REWRITE_EVERY_S", 0.2)
+    lost: list[str] = []
+    claimed = owner.claim(tmp_path, lambda cause, code: lost.append(f"{code} {cause}"))
+    time.sleep(0.5)
+    assert json.loads((tmp_path / "owner.json").read_text())["count"] > 1
+    of_another_host(tmp_path)
+    deadline = time.monotonic() + LIMIT_S
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert lost[0].startswith("3 ConfigurationError: ") and "host node-a, pid 4242" in lost[0]
+    claimed.release()
+    assert json.loads((tmp_path / "owner.json").read_text())["token"] == "theirs"
+
+
+def test_a_run_whose_disk_is_full_still_owns_its_folder(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(owner, "write_whole", full)
+    monkeypatch.setattr(owner, "DYING_S", 0.3)
+    claimed = owner.claim(tmp_path, print)
+
+    def second(rank: int) -> str:
+        try:
+            owner.OutputOwner(tmp_path, print).claim()
+        except errors.ConfigurationError as error:
+            return str(error)
+        return "claimed"
+
+    with forked(second, 1, tmp_path) as (other,):
+        assert "in use by another run" in other.result
+    claimed.release()

@@ -1,0 +1,49 @@
+"""Versions of libraries that differ between nodes."""
+
+import logging
+import time
+
+import pytest
+from forks import forked
+from store_host import RANKS, begin_early
+
+from trl_multinode.run import node_versions, versions
+from trl_multinode.run.endings import exit_codes
+
+FAILED = "[trl_multinode] the run failed: "
+LIMIT_S = 30.0
+pytestmark = pytest.mark.usefixtures("short_waits")
+
+
+@pytest.mark.parametrize(("package", "other", "ends"), [("vllm", "0.30.0", True), ("transformers", "4.0", False)])
+def test_row_28_versions_that_differ_between_nodes(tmp_path, store, monkeypatch, package, other, ends):
+    monkeypatch.setattr(node_versions, "LOOK_EVERY_S", 0.2)
+
+    def body(rank: int) -> None:
+        logging.getLogger("trl_multinode").addHandler(logging.StreamHandler())  # not pytest's
+        if rank // 2 == 1:
+            found = node_versions.local_versions()
+            monkeypatch.setattr(node_versions, "local_versions", lambda: {**found, package: other})
+        watch = begin_early(rank, store, tmp_path)
+        time.sleep(60 if ends else 3)
+        watch.close()
+
+    start = time.monotonic()
+    with forked(body, RANKS, tmp_path) as ranks:
+        code = exit_codes.CONFIGURATION if ends else 0
+        assert [rank.wait(LIMIT_S) for rank in ranks] == [code] * RANKS, ranks[0].text
+        print(f"all ended after {time.monotonic() - start:.1f} s")
+        told = [rank.text for rank in ranks if f"{package}: " in rank.text]
+        assert len(told) == (RANKS if ends else 1)
+        assert all(f"{other} on node 1" in text and "on node 0" in text for text in told)
+        if ends:
+            assert FAILED + "node 0, rank 0, phase set-up: ConfigurationError: the nodes have different" in told[3]
+
+
+def test_versions_of_many_nodes_are_one_short_line():
+    nodes = [{"trl": "1.16.0", "torch": "2.13.0+cpu"} for _ in range(64)]
+    nodes[7] = {"trl": "1.15.2", "torch": "2.13.0+cu130"}
+    trl, torch = versions.differences(nodes)
+    assert str(trl) == "trl: 1.16.0 on nodes 0, 1, 2, 3, 4, 5, 6, 8 and 55 more, 1.15.2 on node 7"
+    assert (trl.is_error, torch.is_error) == (True, False)
+    assert versions.differences(nodes[:7]) == []
