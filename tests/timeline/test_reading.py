@@ -63,6 +63,7 @@ def test_the_last_attempt_is_shown_and_an_earlier_one_can_be_chosen(tmp_path):
     last, first = read_run([tmp_path]), read_run([tmp_path], attempt=1)
     assert (last.attempt, last.attempts, last.begin) == (2, [1, 2], BEGIN + 480) and len(last.lanes) == 5
     assert first.begin == BEGIN - 20 and len(first.lanes) == 6
+    assert set(last.endings) == {0, 1} and not first.endings
     with pytest.raises(TimelineError, match=r"no attempt 3 .*expected one of \[1, 2\]"):
         read_run([tmp_path], attempt=3)
 

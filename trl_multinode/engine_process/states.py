@@ -35,7 +35,8 @@ class EngineStates:
         """Return the states of the engine with these settings; they are not recorded if it has no file for them."""
         if not spec.state_path:
             return cls()
-        file = LineFile(Path(spec.state_path), lambda error: print(f"engine {spec.index}: {error}", flush=True))
+        missing = f"engine {spec.index}: lines of its states are missing in {spec.state_path}"
+        file = LineFile(Path(spec.state_path), lambda error: print(f"{missing} ({error})", flush=True))
         return cls(file, node=spec.node, engine=spec.index, process=spec.start, attempt=spec.attempt)
 
     def enter(self, phase: str, rows: int = 0) -> None:

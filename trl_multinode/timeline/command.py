@@ -105,7 +105,8 @@ def write(run: Run, options: argparse.Namespace) -> list[str]:
     from .perfetto import trace
 
     path.write_text(json.dumps(trace(shown)))
-    lines = [*run.notes, f"wrote {path}: open it in https://ui.perfetto.dev"]
+    size = f"{path.stat().st_size / 1e6:.1f} MB"
+    lines = [*run.notes, f"wrote {path} ({size}): open it in https://ui.perfetto.dev"]
     if options.png:
         from .picture import draw
 

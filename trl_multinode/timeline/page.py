@@ -49,6 +49,7 @@ def page_data(run: Run, steps: range) -> dict[str, Any]:
         "title": title(run),
         "phases": [[name, COLORS[name]] for name in PHASES],
         "notes": run.notes,
+        "later": run.attempt < run.attempts[-1],
         "endings": [{"node": node, **ending} for node, ending in run.endings.items()],
         "losses": [
             {"node": lane.node, "lane": lane.name, "at": round(mark.at - run.begin, 1), "what": mark.text}

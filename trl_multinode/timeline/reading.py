@@ -116,7 +116,7 @@ def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
         run.notes.append(f"{broken[0]} line(s) could not be read: those of a killed process may end in the middle")
     run.settings = _settings(folders, chosen)
     run.logs = _logs(folders)
-    run.endings = _endings(folders)
+    run.endings = _endings(folders) if chosen == attempts[-1] else {}  # a launch deletes those before it
     return run
 
 

@@ -36,6 +36,7 @@ function fillHead() {
   const verdict = by("verdict");
   verdict.className = failed ? "bad" : data.endings.length ? "good" : "";
   verdict.textContent = failed ? `ended with code ${failed.code}: ${failed.cause}`
+    : data.later ? "a later attempt has replaced the files of this one's ending"
     : data.endings.length ? "ended well" : "no ending file: the run goes on, or all of a node's processes were killed at once";
 }
 
