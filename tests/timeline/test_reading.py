@@ -53,6 +53,17 @@ def test_engines_in_flight_go_on_across_a_sync_and_each_swap_is_marked(tmp_path)
     assert all(one.end == next_.start for one, next_ in zip(spans, spans[1:], strict=False))
 
 
+def test_the_step_in_which_a_run_was_killed_is_shown(tmp_path):
+    """Its outer phase has no line, because a killed rank does not leave it."""
+    write_run(tmp_path)
+    for rank in range(4):
+        lines = [line for line in rank_lines(rank) if line["phase"] != "train" or line["step"] < STEPS - 1]
+        write_lines(tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl", lines)
+    run = read_run([tmp_path])
+    assert run.steps() == [1, 2, 3, 4] and run.starts[4] == BEGIN + 30.5 and run.starts[3] == BEGIN + 20
+    assert run.cut(range(4, 5)).lanes[0].seconds() == {"sync": 1.0, "wait": 1.0, "reward": 2.0, "generate": 3.0}
+
+
 def test_the_last_attempt_is_shown_and_an_earlier_one_can_be_chosen(tmp_path):
     write_run(tmp_path)
     for rank in range(4):

@@ -34,6 +34,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def with_negative_steps(arguments: list[str]) -> list[str]:
+    """Join `--steps -3:` to one word, because argparse takes the second one for a flag."""
+    found: list[str] = []
+    for word in arguments:
+        if found and found[-1] == "--steps" and re.match(r"-\d", word):
+            found[-1] = f"--steps={word}"
+        else:
+            found.append(word)
+    return found
+
+
 def chosen_steps(text: str | None, steps: Sequence[int]) -> range:
     """Return the steps that `--steps` names.
 
@@ -78,10 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         `int`: 0, or 1 if the folder has no run, or no such part of it.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    # argparse takes `-3:` for a flag
-    options = _parser().parse_args([f"--steps={word}" if before == "--steps" else word for before, word in
-                                    zip(["", *arguments], arguments, strict=False) if word != "--steps"])  # fmt: skip
+    options = _parser().parse_args(with_negative_steps(sys.argv[1:] if argv is None else argv))
     try:
         run = of_nodes(read_run(options.run_dir, options.attempt), options.nodes)
         for line in write(run, options):

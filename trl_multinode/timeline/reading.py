@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .lanes import Lane, State, Timed, engine_lane, nested
+from .lanes import STEP_PHASES, Lane, State, Timed, engine_lane, nested
 
 RANK, ENGINE = re.compile(r"rank(\d+)\.jsonl"), re.compile(r"node(\d+)_engine(\d+)\.jsonl")
 ENDING = re.compile(r"ending-node(\d+)\.json")
@@ -205,13 +205,18 @@ def _offsets(ranks: dict[int, list]) -> tuple[dict[int, float], list[str]]:
 
 
 def _starts(lanes: Iterable[Lane]) -> dict[int, float]:
-    """Return the begin of each step: of its first phase of training, on the first rank."""
-    found: dict[int, float] = {}
-    for lane in lanes:
-        for span in lane.spans:
-            if lane.kind == "rank" and span.phase == "train" and not span.evaluation:
-                found[span.step] = min(found.get(span.step, span.start), span.start)
-    return dict(sorted(found.items()))
+    """Return the begin of each step on the first rank.
+
+    The line of `train`, which is around the other phases, is written at its end. So it is missing in the step in which
+    a process was killed, or that goes on: that step begins with its first finished phase.
+    """
+    spans = [span for lane in lanes if lane.kind == "rank" for span in lane.spans if span.step and not span.evaluation]
+    train, others = dict[int, float](), dict[int, float]()
+    for span in spans:
+        if span.phase in STEP_PHASES:
+            found = train if span.phase == "train" else others
+            found[span.step] = min(found.get(span.step, span.start), span.start)
+    return dict(sorted((others | train).items()))
 
 
 # ---- what the run said of itself
