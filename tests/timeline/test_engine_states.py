@@ -62,12 +62,6 @@ class Swapping:
         pass
 
 
-async def update(server: EngineServer, number: int, in_flight: bool) -> None:
-    version = WeightVersion(number, number)
-    for request in (BeginUpdate(version=version, in_flight=in_flight), CommitUpdate()):
-        await server._answer(request, SimpleNamespace(write=lambda _: None, drain=asyncio.Event().set))
-
-
 async def story(server: EngineServer, backend: Swapping, in_flight: bool) -> None:
     writer = SimpleNamespace(write=lambda data: None, drain=lambda: asyncio.sleep(0))
 
