@@ -15,12 +15,14 @@ from statistics import median
 
 import torch
 
+from trl_multinode.engine_process.states import EngineStates
 from trl_multinode.reporting.lines import node_table, rendered, step_line
 from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, step_metrics
 from trl_multinode.reporting.steps import count_tokens
 from trl_multinode.rollouts.staleness import summarize_rounds
 from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.weights.sync import SyncTimings, sync_metrics
+from trl_multinode.wire.line_file import LineFile
 
 REPEATS = 20
 
@@ -54,12 +56,15 @@ def main() -> None:
     masks = {"prompt_mask": torch.ones(8, 512).long(), "completion_mask": torch.ones(8, 4096).long()}
     with tempfile.TemporaryDirectory() as folder:
         file = PhaseFile(Path(folder), rank=0, node=0)
+        states = EngineStates(LineFile(Path(folder) / "engine.jsonl", lambda error: None), node=0, engine=0)
         found = {
             "metrics": milliseconds(metrics),
             "line": milliseconds(lambda: step_line(logs, 1, 2)),
             "table": milliseconds(lambda: rendered(node_table(logs, 1))),
             "tokens of a micro-batch of 8 rows": milliseconds(lambda: count_tokens(masks)),
             "a line of a phase": milliseconds(lambda: file.write("train", 1.0, 1.0, 1.0, 1)),
+            "a line of an engine's state": milliseconds(lambda: states.enter("generate", 8)),
+            "a change of an engine's rows without a line": milliseconds(lambda: states.count(1, 8)),
         }
     print(json.dumps(found | {"series": len(logs)}, indent=1))
 

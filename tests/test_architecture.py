@@ -22,11 +22,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # these stand further down. docs/architecture.md says which process runs a room's code.
 ARROWS = {
     "testing": "engine engine_process run trainer transports vllm_worker weights wire",
-    "command": "__init__ check doctor examples plan render wire",  # each only in its sub-command
+    "command": "__init__ check doctor examples plan render timeline wire",  # each only in its sub-command
     "examples": "__init__",  # as a user's script
     "render": "node_settings",  # a login node has neither torch nor accelerate
     "doctor": "check run wire",  # a launch that has not begun, and the machines that it would use
     "plan": "node_settings reporting run",  # a command
+    "timeline": "",  # reads files
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
@@ -37,7 +38,7 @@ ARROWS = {
     "saving": "errors host libraries node_settings rollouts run weights",
     "rehearsal": "errors libraries node_settings run",
     "batches": "errors libraries node_settings run",
-    "reporting": "node_settings rollouts run weights",
+    "reporting": "node_settings rollouts run weights wire",
     "rollouts": "engine errors libraries run weights wire",
     "host": "engine errors node_settings run transports weights wire",
     "weights": "engine errors run transports wire",
@@ -229,6 +230,7 @@ OWN_OUTPUT = {
     "render",
     "plan",
     "testing",
+    "timeline",
     "engine_process",
     "vllm_worker",
     "transports",

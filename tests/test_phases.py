@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trl_multinode.run import phase_file
 from trl_multinode.run import phases as phases_module
 from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.run.phases import PHASES, Phases
+from trl_multinode.wire import line_file
 
 
 @pytest.fixture
@@ -33,8 +33,10 @@ def test_an_evaluation_is_written_down_and_not_counted_into_the_step(clock, tmp_
         clock.pass_(1)
     with phases.uncounted(), phases("generate"):
         clock.pass_(64)
-    assert sum(phases.take_sums()) == 1
-    assert len((tmp_path / "rank0.jsonl").read_text().splitlines()) == 2
+    with phases("train"):
+        clock.pass_(2)
+    assert sum(phases.take_sums()) == 3
+    assert [line.get("evaluation", False) for line in lines(tmp_path / "rank0.jsonl")] == [False, True, False]
 
 
 def test_nested_phases_count_their_own_time_only(clock, tmp_path):
@@ -97,7 +99,7 @@ def test_a_file_of_an_earlier_version_or_with_half_a_line_is_no_attempt(tmp_path
 
 
 def test_a_file_is_rotated_and_only_the_one_before_it_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(phase_file, "ROTATE_BYTES", 1000)
+    monkeypatch.setattr(line_file, "ROTATE_BYTES", 1000)
     file = PhaseFile(tmp_path, rank=0, node=0)
     write(file, 50)
     paths = sorted(tmp_path.iterdir())
@@ -143,7 +145,7 @@ def test_writing_goes_on_when_the_disk_has_room_again(tmp_path):
 
 def test_a_timeline_finds_the_rank_in_the_name_of_every_current_file(tmp_path, monkeypatch):
     """A reader takes the number from `rank<r>.jsonl`; a rotated file must not match."""
-    monkeypatch.setattr(phase_file, "ROTATE_BYTES", 100)
+    monkeypatch.setattr(line_file, "ROTATE_BYTES", 100)
     write(PhaseFile(tmp_path, rank=12, node=1), 5)
     assert [int(path.stem[4:]) for path in tmp_path.glob("rank*.jsonl")] == [12]
 

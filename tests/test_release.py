@@ -210,7 +210,7 @@ def imported_libraries() -> set[str]:
 
 
 def test_every_imported_library_is_declared():
-    extras = PROJECT["optional-dependencies"]["gpu"]
+    extras = [line for name in ("gpu", "timeline") for line in PROJECT["optional-dependencies"][name]]
     declared = {Requirement(line).name.lower() for line in [*PROJECT["dependencies"], *extras]}
     declared.add("pillow")  # vLLM requires it, and only an engine's process imports it
     homes = importlib.metadata.packages_distributions()

@@ -21,7 +21,7 @@ from .config import NodeFields
 from .host import NodeHost
 from .libraries import replaced
 from .node_settings import is_node_mode
-from .reporting import StepReport, report_choices, report_start, report_steps
+from .reporting import RunRecord, StepReport, report_choices, report_start, report_steps
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.monitor import check_nan
@@ -61,6 +61,7 @@ class NodeTrainer(HubTrainer):
     _builds_in: ClassVar[ModuleType | None] = None
     # every rank calls `generate` exactly once per round, and a collective other than `gather` follows it
     _generates_once: ClassVar[bool] = False
+    _record: RunRecord | None = None  # on rank 0
     _sync_mark: ClassVar[str] = "_last_loaded_step"  # TRL's attribute with the step at which vLLM last got weights
 
     def __init_subclass__(cls) -> None:
@@ -122,6 +123,7 @@ class NodeTrainer(HubTrainer):
         iterations = getattr(self, "num_iterations", 1)
         self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations)
         report_steps(self.callback_handler.callbacks, host.settings.node_table_steps)
+        self._record = RunRecord(host, self.args, self.model) if host.topology.rank == 0 else None
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))
         if (minutes := host.settings.save_minutes) is not None:
@@ -299,6 +301,8 @@ class NodeTrainer(HubTrainer):
             steps_left = self.state.max_steps - self.state.global_step
             logs |= self._report.metrics(self.vllm_generation.last_sync, steps_left)
         super().log(logs, start_time)
+        if self.host is not None and self._record is not None:
+            self._record.add_log(self.state.log_history[-1])
 
 
 class RewardedNodeTrainer(NodeTrainer):

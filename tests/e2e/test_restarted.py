@@ -2,12 +2,16 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from trl_multinode.testing.faults import FAKE, Faults
 from trl_multinode.testing.nodes import Nodes
+from trl_multinode.timeline.lanes import STEP_PHASES
+from trl_multinode.timeline.reading import read_run
+from trl_multinode.timeline.table import phase_seconds
 
 SCRIPT = Path(__file__).parent / "scripts" / "restarted.py"
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(400)]
@@ -45,7 +49,7 @@ def results(tmp_path_factory):
             job["name"]: [json.loads((folder / f"{job['name']}_rank{rank}.json").read_text()) for rank in range(4)]
             for job in JOBS
         }
-        found["log"] = nodes.rank_log(2)
+        found["log"], found["folder"] = nodes.rank_log(2), folder
     return found
 
 
@@ -73,6 +77,38 @@ def test_row_2_no_limit_of_silence_or_progress_trips_while_an_engine_starts_agai
     """One start takes longer than `heartbeat_timeout` and `stuck_timeout` of its job, and the launch goes on."""
     seconds = [float(found) for found in re.findall(r"engine 0 was started again in ([\d.]+) s", results["log"])]
     assert LATE["stuck_timeout"] < LATE_S <= max(seconds)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job["name"])
+def test_the_timeline_of_a_run_has_the_seconds_of_its_log_and_every_death(results, job):
+    run = read_run([results["folder"] / f"run-{job['name']}"])
+    ranks = [lane for lane in run.lanes if lane.kind == "rank"]
+    assert len(ranks) == 4 and len(run.lanes) == 6 and not run.notes
+    for lane in run.lanes:
+        pieces = lane.pieces()
+        assert all(one.end <= next_.start + 1e-6 for one, next_ in pairwise(pieces))
+    logs = [log for log in run.logs if "perf/train_s" in log]
+    assert [log["step"] for log in logs] == [1, 2, 3, 4] == run.steps()
+    for log in logs:
+        step = run.cut(range(log["step"], log["step"] + 1))
+        lanes = [lane for lane in step.lanes if lane.kind == "rank"]
+        found = {phase: phase_seconds(lanes, phase) for phase in STEP_PHASES}
+        assert found == pytest.approx({phase: log[f"perf/{phase}_s"] for phase in STEP_PHASES}, abs=1e-3)
+    marks = [(lane.node, mark.kind) for lane in run.lanes for mark in lane.marks if mark.kind != "swap"]
+    assert marks == [(1, "lost"), (1, "restart")] * len(job["deaths"])
+
+
+def test_the_timeline_shows_generation_beside_training_only_with_rows_ahead(results):
+    """The engine of node 0, which does not die."""
+    beside = {}
+    for name in ("plain", "late ahead", "in_flight"):
+        rank, _, engine, *_ = read_run([results["folder"] / f"run-{name}"]).lanes
+        trains = [piece for piece in rank.pieces() if piece.phase == "train"]
+        beside[name] = sum(
+            max(0.0, min(span.end, piece.end) - max(span.start, piece.start))
+            for span in engine.spans if span.phase == "generate" for piece in trains
+        )  # fmt: skip
+    assert beside["plain"] < 0.1 < min(beside["late ahead"], beside["in_flight"]), beside
 
 
 def test_rows_1_8_with_a_copy_the_weights_come_from_the_node_itself(results):

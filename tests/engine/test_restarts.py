@@ -18,7 +18,12 @@ def test_a_restart_that_raises_ends_the_run_with_the_code_of_an_engine():
         raise OSError(28, "No space left on device")
 
     process = SimpleNamespace(
-        index=0, start=0, name="engine 0 of node 1", why_ended=lambda: "killed", kill=lambda: None
+        index=0,
+        start=0,
+        name="engine 0 of node 1",
+        why_ended=lambda: "killed",
+        kill=lambda: None,
+        record_loss=lambda why: None,
     )
     watch = SimpleNamespace(report=report, add_process=lambda *_: None)
     EngineRestarts([process], start_again, 2, 1.0, watch, lambda text: None)._on_end(process)

@@ -16,6 +16,7 @@ usage: trl-multinode COMMAND ...
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
   render   write a job file for SLURM, Kubernetes, ssh or SkyPilot; submits nothing
   flags    print --machine_rank and --main_process_ip from the scheduler's variables, inside a job
+  timeline show what each rank and engine of a run did when: a table, a trace, a picture, a page
 
 `trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""
 
@@ -68,6 +69,12 @@ def _flags(argv: list[str]) -> int:
     return main(argv)
 
 
+def _timeline(argv: list[str]) -> int:
+    from ..timeline.command import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "config": _config,
     "check": _check,
@@ -77,6 +84,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "grpo": _grpo,
     "render": _render,
     "flags": _flags,
+    "timeline": _timeline,
 }
 
 

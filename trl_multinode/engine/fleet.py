@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineError
 from ..node_settings import NodeSettings
+from ..run.phase_file import PhaseFile
 from ..run.topology import Topology
 from ..run.watch.watchdog import Watchdog
 from ..wire.leftovers import remove_leftovers
@@ -52,6 +53,8 @@ class EngineFleet:
             Folder of this node's engine logs.
         report (`Callable[[str], None]`):
             Function that prints a line of progress; only local main processes call it.
+        phases (`PhaseFile`, *optional*):
+            File of this rank's phases. The engines record their states beside it.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class EngineFleet:
         settings: NodeSettings,
         logs: Path,
         report: Callable[[str], None],
+        phases: PhaseFile | None = None,
     ):
         self._topology = topology
         self._watch = watch
@@ -69,6 +73,7 @@ class EngineFleet:
         self._settings = settings
         self._logs = logs
         self._report = report
+        self._phases = phases
         self._processes: list[EngineProcess] = []
         self._run_folder: RunFolder | None = None
         self.restarts: EngineRestarts | None = None  # on the local main process
@@ -96,15 +101,18 @@ class EngineFleet:
 
     def _start_engine(self, settings: EngineSettings, model_folder: Path, index: int) -> EngineProcess:
         assert self._run_folder is not None
+        node, phases = self._topology.node, self._phases
         return EngineProcess(
             index,
-            self._topology.node,
+            node,
             self._run_folder,
             self._logs / f"engine{index}.log",
             settings.arguments(model_folder, index),
             settings.environment(index),
             module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_process.main"),
             start=self._processes[index].start + 1 if index < len(self._processes) else 0,
+            state_path=None if phases is None else phases.path.with_name(f"node{node}_engine{index}.jsonl"),
+            attempt=1 if phases is None else phases.attempt,
         )
 
     @property

@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import EngineStartError
 from ..wire.connection import reason_of_end
+from ..wire.line_file import LineFile
 from ..wire.messages import EngineSpec
 from ..wire.stop_signals import END_ENGINE, stop_signals_blocked
 from ..wire.supervisor import exit_cause, unlink_shared_memory
@@ -43,6 +44,10 @@ class EngineProcess:
             Module to run, and arguments for it, separated by blanks; the test kit passes engines of its own.
         start (`int`, *optional*, defaults to 0):
             Number of restarts before this process. The files of the process before it are removed.
+        state_path (`Path`, *optional*):
+            File in which the engine records its states, for timelines.
+        attempt (`int`, *optional*, defaults to 1):
+            Number of the start of a trainer with this `output_dir`, for that file.
     """
 
     def __init__(
@@ -55,12 +60,16 @@ class EngineProcess:
         environment: dict[str, str],
         module: str = "trl_multinode.engine_process.main",
         start: int = 0,
+        state_path: Path | None = None,
+        attempt: int = 1,
     ):
         self.index = index
         self.start = start
         self.name = f"engine {index} of node {node}"
         self.socket_path = folder.socket(index)
         self.log_path = log_path
+        self._state_path = state_path
+        self._place = {"node": node, "engine": index, "process": start, "attempt": attempt}
         self._failure = folder.path / f"engine{index}.failure"
         self._shared_memory = folder.path / f"engine{index}.shm"
         for left in (self.socket_path, self._failure, self._shared_memory):
@@ -74,6 +83,9 @@ class EngineProcess:
             owner_pid=os.getpid(),
             engine_args=engine_args,
             start=start,
+            state_path="" if state_path is None else str(state_path.absolute()),
+            node=node,
+            attempt=attempt,
         )
         spec_path = folder.path / f"engine{index}.json"
         spec_path.write_bytes(msgspec.json.encode(spec))
@@ -130,6 +142,14 @@ class EngineProcess:
         if any(words in reason for words in REFERS_TO_ANOTHER):
             reason = self.start_log.cause() or reason
         return f"{reason.rstrip('.')}. Log: {self.log_path}"
+
+    def record_loss(self, why: str) -> None:
+        """Write into the file of the engine's states that its process has ended; a killed engine cannot do it."""
+        if self._state_path is not None:
+            line = {"phase": "lost", "start": round(time.time(), 6), "cause": why}
+            file = LineFile(self._state_path, lambda error: None)
+            file.add(line | self._place)
+            file.close()
 
     def _how_it_ended(self) -> str:
         code = self._process.returncode  # set if another thread has asked for it, which removes the zombie

@@ -103,6 +103,7 @@ class EngineRestarts:
         with self._changed:
             if self._closed or process is not self._processes[index]:
                 return None
+            process.record_loss(why)
             if self._counts[index] >= self._limit:
                 return self._last_end(process, why)
             self._counts[index] += 1
@@ -137,6 +138,7 @@ class EngineRestarts:
                     self._watch.report(f"{type(error).__name__}: {error}", code=ENGINE)
                     return
                 self._counts[index] += 1
+                self._processes[index].record_loss(str(error))
                 self._announce(index, str(error))
         self._report(f"engine {index} was started again in {time.monotonic() - begin:.1f} s and waits for its weights")
         self._watch.add_process(process.pid, partial(self._on_end, process))

@@ -108,6 +108,7 @@ class BusyClock:
         self._most_rows = 0  # since a request arrived at the idle engine
         self._frozen = False
         self._times = EngineTimes()
+        self.on_change: Callable[[int, int], None] = lambda requests, rows: None  # gets both numbers
 
     @contextmanager
     def request(self, rows: int = 1) -> Iterator[Callable[[], None]]:
@@ -136,6 +137,7 @@ class BusyClock:
         self.read()
         self._requests, self._rows = self._requests + requests, self._rows + rows
         self._most_rows = max(self._most_rows, self._rows) if self._requests else 0
+        self.on_change(self._requests, self._rows)
 
     def read(self) -> EngineTimes:
         """Return the seconds up to now."""

@@ -36,6 +36,7 @@ from ..wire.supervisor import (
 from ..wire.tolerant_output import tolerate_full_disk
 from .backend import Backend
 from .server import EngineServer
+from .states import EngineStates
 from .vllm_backend import VllmBackend, vllm_processes
 
 LONGEST_REASON = 600  # characters; all ranks print it
@@ -62,6 +63,7 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
         print(f"engine {spec.index}: {reason}", file=sys.stderr, flush=True)
         with suppress(OSError):
             Path(spec.failure_path).write_text(reason)
+    EngineStates.of(spec).enter("end")
     with suppress(OSError):  # this process must exit even if the record fails
         if not Path(spec.socket_path).exists():  # the engine was still starting
             record_shared_memory(Path(spec.shared_memory_record))
@@ -99,7 +101,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
         first = first_ended(pid, titles)
         leave(spec, f"{titles[first]} (pid {first}) {exit_cause(first)}", 1)
 
-    server = EngineServer(spec, backend)
+    server = EngineServer(spec, backend, EngineStates.of(spec))
     titles: dict[int, str] = {}
     watch = PidWatch(ended)
     watch.add(spec.owner_pid)
@@ -126,6 +128,7 @@ def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
     tolerate_full_disk()
     os.environ[RUN_MARKER] = f"{os.getpid()}:{spec.report_folder}"
     Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
+    EngineStates.of(spec).enter("start")
     try:
         asyncio.run(run(spec, make_backend(spec)))
     except BaseException as error:  # every error must end the tree and reach the owner

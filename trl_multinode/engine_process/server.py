@@ -47,6 +47,7 @@ from ..wire.messages import (
 )
 from .backend import GROWING, Backend, CompletionBuffer, Growing, Refused
 from .gate import BusyClock, WeightGate
+from .states import EngineStates
 
 HELLO_S = 30.0  # for the first request of a connection
 CAUSE_S = 0.1  # an error of vLLM waits so long for the end of the process that may have caused it
@@ -60,7 +61,7 @@ class EngineServer:
             Set by another thread before it ends this process with a reason of its own.
     """
 
-    def __init__(self, spec: EngineSpec, backend: Backend):
+    def __init__(self, spec: EngineSpec, backend: Backend, states: EngineStates | None = None):
         self.leaving = threading.Event()
         self._spec = spec
         self._backend = backend
@@ -71,6 +72,8 @@ class EngineServer:
         self._aborted: set[asyncio.Task] = set()  # those of a failed update in flight
         self._closing = asyncio.Event()
         self._clock = BusyClock()
+        self._states = states or EngineStates()
+        self._clock.on_change = self._states.count
         self._kv_use = 0.0  # greatest between the last two updates
 
     @property
@@ -83,6 +86,7 @@ class EngineServer:
         server = await asyncio.start_unix_server(self._connection, self._spec.socket_path)
         os.umask(old_mask)
         self._clock.slots = self._backend.ready().slots
+        self._states.enter("idle")
         await self._closing.wait()
         server.close()  # not `async with`: from Python 3.12 on that waits until the ranks have disconnected
         await self._backend.stop()
@@ -171,6 +175,7 @@ class EngineServer:
             task.cancel()
         await self._weights.idle()
         self._clock.freeze(False)
+        self._states.end_update()
 
     async def _stop_if_leaving(self) -> None:
         """Return after `CAUSE_S`, or never if this process is ending: the owner then reads why, and not vLLM's error,
@@ -198,6 +203,7 @@ class EngineServer:
             case BeginUpdate():
                 self._update = request  # set before `begin`, which may refuse and so end this update
                 await self._weights.begin(request.first_bucket, request.in_flight)
+                self._states.begin_update(request.version.update)
                 self._clock.freeze(request.in_flight)
                 await self._backend.begin_update(request)
             case LoadBucket():
@@ -227,6 +233,7 @@ class EngineServer:
         self._kv_use = await self._backend.take_kv_use()
         await self._backend.resume(committed[0])
         self._clock.freeze(False)
+        self._states.end_update()
         await self._weights.end(update.version.update, committed[0])
 
     async def _rows(self, request: Generate | Score, start: float) -> Completions:

@@ -98,7 +98,9 @@ class NodeHost(SyncingHost, EndingHost):
         self.activity = RankActivity(self.phases, self._meeting, lambda: self.step(), self._left)
         self._start_beats()
         logs = folder / "logs" / f"node{self.topology.node}"
-        self._fleet = EngineFleet(self.topology, self.watch, store, self.settings, logs, self._report)
+        self._fleet = EngineFleet(
+            self.topology, self.watch, store, self.settings, logs, self._report, self._phase_file
+        )
         self._progress_lines = ProgressLines(self.phases, lambda: self.step(), self._left)
         if self.topology.rank == 0:
             self._progress_lines.start()
@@ -106,6 +108,11 @@ class NodeHost(SyncingHost, EndingHost):
         if self.topology.launched and not self.settings.repeat_warnings:
             self._warn_once.install()
         atexit.register(self._close_at_exit)
+
+    @property
+    def attempt(self) -> int:
+        """Number of this start of a trainer with this `output_dir`, from 1."""
+        return self._phase_file.attempt
 
     @property
     def dtype(self) -> torch.dtype:

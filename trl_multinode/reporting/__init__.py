@@ -1,7 +1,8 @@
 """What a run reports: its set-up, a line per log, a table per node, and metrics for `Trainer.log`."""
 
 from .callbacks import report_steps
+from .record import RunRecord
 from .setup import report_choices, report_start
 from .steps import StepReport
 
-__all__ = ["StepReport", "report_choices", "report_start", "report_steps"]
+__all__ = ["RunRecord", "StepReport", "report_choices", "report_start", "report_steps"]

@@ -2,17 +2,14 @@
 
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
+from ..wire.line_file import LineFile
 from .reporter import warn
 
-ROTATE_BYTES = 4 * 2**20  # about 25,000 lines; a rank keeps the current file and the one before it
 
-
-class PhaseFile:
-    """JSON-lines file of one rank. docs/running.md describes the fields.
+class PhaseFile(LineFile):
+    """JSON-lines file of one rank. docs/timeline.md describes the fields.
 
     Args:
         folder (`Path`):
@@ -22,46 +19,27 @@ class PhaseFile:
     """
 
     def __init__(self, folder: Path, rank: int, node: int):
-        self.path = folder / f"rank{rank}.jsonl"
+        super().__init__(folder / f"rank{rank}.jsonl", self._warn)
         self.clock_offset: float | None = None  # seconds ahead of node 0's clock, once it is measured
         self.attempt = 1 + max(last_attempt(self.path), last_attempt(folder / "rank0.jsonl"))
         self._node = node
         self._rank = rank
-        self._file: IO[str] | None = None
-        self._failed = False
 
-    def write(self, phase: str, start: float, total: float, seconds: float, step: int) -> None:
+    def write(
+        self, phase: str, start: float, total: float, seconds: float, step: int, evaluation: bool = False
+    ) -> None:
         """Write the line of a phase. After an error, warn once, drop the line, and try again with the next one."""
         line = {
-            "phase": phase, "start": round(start, 3), "seconds": round(seconds, 4), "total": round(total, 4),
+            "phase": phase, "start": round(start, 6), "seconds": round(seconds, 6), "total": round(total, 6),
             "step": step, "node": self._node, "attempt": self.attempt, "clock_offset": self.clock_offset,
         }  # fmt: skip
-        try:
-            self._write(json.dumps(line) + "\n")
-        except (OSError, ValueError) as error:  # a full disk, a lost file system; a file that was closed
-            self._drop_file()
-            if not self._failed:
-                self._failed = True
-                warn(
-                    f"node {self._node}, rank {self._rank}: lines of phases are missing in {self.path} ({error}). The "
-                    "run goes on; free some space if the disk is full."
-                )
+        self.add(line | {"evaluation": True} if evaluation else line)
 
-    def _write(self, line: str) -> None:
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a", buffering=1)
-        elif self._file.tell() > ROTATE_BYTES:
-            self._file.close()
-            os.replace(self.path, f"{self.path}.1")
-            self._file = open(self.path, "a", buffering=1)
-        self._file.write(line)
-
-    def _drop_file(self) -> None:
-        file, self._file = self._file, None
-        with suppress(OSError, ValueError):
-            if file is not None:
-                file.close()  # tries once more to write what is left
+    def _warn(self, error: Exception) -> None:
+        warn(
+            f"node {self._node}, rank {self._rank}: lines of phases are missing in {self.path} ({error}). The run "
+            "goes on; free some space if the disk is full."
+        )
 
 
 def last_attempt(path: Path) -> int:

@@ -26,6 +26,7 @@ class Phases:
         self._stack: list[list] = []  # per open phase: name, seconds spent in nested phases
         self._failed: str | None = None  # the phase that raised the current exception
         self._sums: dict[str, float] = defaultdict(float)
+        self._evaluates = False
         self.step = 0
         self.changes = 0  # entries and exits so far
         self.since = time.monotonic()  # of the last one
@@ -71,16 +72,16 @@ class Phases:
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Keep an evaluation out of the sums, because it is not part of a training step; still write its lines."""
-        kept = self._sums.copy()
+        kept, self._evaluates = self._sums.copy(), True
         try:
             yield
         finally:
-            self._sums = kept
+            self._sums, self._evaluates = kept, False
 
     def _record(self, name: str, wall: float, total: float, seconds: float) -> None:
         self._sums[name] += seconds
         if self.file is not None:
-            self.file.write(name, wall, total, seconds, self.step)
+            self.file.write(name, wall, total, seconds, self.step, self._evaluates)
 
     def take_sums(self) -> list[float]:
         """Return the seconds per phase of `PHASES` since the last call."""

@@ -78,6 +78,9 @@ class EngineSpec(msgspec.Struct, frozen=True):
     owner_pid: int
     engine_args: dict  # keywords of vLLM's EngineArgs
     start: int = 0  # number of restarts before this process
+    state_path: str = ""  # the engine records its states here, for timelines; empty: it does not
+    node: int = 0
+    attempt: int = 1  # number of the start of a trainer with this `output_dir`
 
 
 # ---- rank -> engine -------------------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""What is read of a run: clocks of nodes, attempts, folders of several nodes, and files that are broken or old."""
+
+import json
+import shutil
+
+import pytest
+from timeline.runs import AHEAD_S, BEGIN, STEPS, engine_lines, rank_lines, write_lines, write_run
+
+from trl_multinode.timeline.reading import TimelineError, read_run
+
+
+def test_all_lanes_are_on_the_clock_of_node_0(tmp_path):
+    """Both nodes do the same at the same time, and the clock of node 1 is 7.5 s ahead."""
+    run = read_run([write_run(tmp_path)])
+    assert [(lane.node, lane.name) for lane in run.lanes] == [
+        (0, "rank 0"), (0, "rank 1"), (0, "engine 0"), (1, "rank 2"), (1, "rank 3"), (1, "engine 0"),
+    ]  # fmt: skip
+    trains = [
+        [span.start for span in lane.spans if span.phase == "train"] for lane in run.lanes if lane.kind == "rank"
+    ]
+    assert trains == [[BEGIN + 10 * step for step in range(STEPS)]] * 4
+    syncs = [[span.start for span in lane.spans if span.phase == "sync"] for lane in run.lanes]
+    assert syncs[5][:3] == syncs[2][:3] == syncs[0][:3] and not run.notes
+
+
+def test_a_clock_that_was_not_measured_is_a_note(tmp_path):
+    write_run(tmp_path)
+    path = tmp_path / "_multinode" / "phases" / "rank2.jsonl"
+    for rank in (2, 3):
+        path = tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl"
+        write_lines(path, [line | {"clock_offset": None} for line in rank_lines(rank)])
+    run = read_run([tmp_path])
+    assert run.notes == ["the clock of node 1 was not measured (no weight sync): its lanes may be shifted"]
+    assert run.lanes[3].spans[1].start == BEGIN + AHEAD_S
+
+
+def test_with_rounds_ahead_an_engine_generates_while_its_ranks_train(tmp_path):
+    run = read_run([write_run(tmp_path)])
+    rank, engine = run.lanes[0], run.lanes[2]
+    trains = [piece for piece in rank.pieces() if piece.phase == "train"]
+    both = sum(
+        max(0.0, min(piece.end, span.end) - max(piece.start, span.start))
+        for piece in trains for span in engine.spans if span.phase == "generate"
+    )  # fmt: skip
+    assert both == pytest.approx(STEPS * (5.5 - 2.0 - 1.0)) and rank.seconds()["generate"] == 3.0  # the evaluation
+
+
+def test_engines_in_flight_go_on_across_a_sync_and_each_swap_is_marked(tmp_path):
+    engine = read_run([write_run(tmp_path, in_flight=True)]).lanes[2]
+    assert [mark.kind for mark in engine.marks] == ["swap"] * (STEPS - 1)
+    spans = [span for span in engine.spans if span.phase != "start"]
+    assert [span.phase for span in spans] == ["sync", "generate"] * STEPS
+    assert all(one.end == next_.start for one, next_ in zip(spans, spans[1:], strict=False))
+
+
+def test_the_step_in_which_a_run_was_killed_is_shown(tmp_path):
+    """Its outer phase has no line, because a killed rank does not leave it."""
+    write_run(tmp_path)
+    for rank in range(4):
+        lines = [line for line in rank_lines(rank) if line["phase"] != "train" or line["step"] < STEPS - 1]
+        write_lines(tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl", lines)
+    run = read_run([tmp_path])
+    assert run.steps() == [1, 2, 3, 4] and run.starts[4] == BEGIN + 30.5 and run.starts[3] == BEGIN + 20
+    assert run.cut(range(4, 5)).lanes[0].seconds() == {"sync": 1.0, "wait": 1.0, "reward": 2.0, "generate": 3.0}
+
+
+def test_the_last_attempt_is_shown_and_an_earlier_one_can_be_chosen(tmp_path):
+    write_run(tmp_path)
+    for rank in range(4):
+        path = tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl"
+        write_lines(path, rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500))
+    path = tmp_path / "_multinode" / "phases" / "node0_engine0.jsonl"
+    write_lines(path, engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
+    last, first = read_run([tmp_path]), read_run([tmp_path], attempt=1)
+    assert (last.attempt, last.attempts, last.begin) == (2, [1, 2], BEGIN + 480) and len(last.lanes) == 5
+    assert first.begin == BEGIN - 20 and len(first.lanes) == 6
+    assert set(last.endings) == {0, 1} and not first.endings
+    with pytest.raises(TimelineError, match=r"no attempt 3 .*expected one of \[1, 2\]"):
+        read_run([tmp_path], attempt=3)
+
+
+def test_the_folders_of_nodes_are_one_run(tmp_path):
+    whole = read_run([write_run(tmp_path / "all")])
+    for node in range(2):
+        part = tmp_path / f"node{node}"
+        shutil.copytree(tmp_path / "all", part)
+        for rank in (0, 1) if node else (2, 3):
+            (part / "_multinode" / "phases" / f"rank{rank}.jsonl").unlink()
+        (part / "_multinode" / "phases" / f"node{1 - node}_engine0.jsonl").unlink()
+    parts = read_run([tmp_path / "node0", tmp_path / "node1"])
+    assert parts.lanes == whole.lanes and set(parts.endings) == {0, 1}
+
+
+def test_a_rotated_file_comes_before_the_current_one(tmp_path):
+    whole = read_run([write_run(tmp_path)]).lanes
+    path = tmp_path / "_multinode" / "phases" / "rank0.jsonl"
+    lines = rank_lines(0)
+    write_lines(path.with_name("rank0.jsonl.1"), lines[:7])
+    write_lines(path, lines[7:])
+    assert read_run([tmp_path]).lanes == whole
+
+
+def test_half_a_line_is_a_note_and_nothing_else_is_lost(tmp_path):
+    write_run(tmp_path)
+    with open(tmp_path / "_multinode" / "phases" / "rank1.jsonl", "a") as file:
+        file.write('{"phase": "tra')
+    run = read_run([tmp_path])
+    assert len(run.lanes) == 6 and run.notes[0].startswith("1 line(s) could not be read")
+
+
+def test_a_run_of_an_earlier_version_has_no_engines_and_its_nodes_and_totals_are_guessed(tmp_path):
+    old = [{name: line[name] for name in ("phase", "start", "seconds", "step")} for line in rank_lines(0)]
+    write_lines(tmp_path / "_multinode" / "phases" / "rank0.jsonl", [line for line in old if line["phase"] == "sync"])
+    run = read_run([tmp_path])
+    assert run.lanes[0].seconds() == {"sync": 4.0} and run.notes[0].startswith("no lane of an engine")
+
+
+def test_logs_come_from_the_trainers_state_if_the_run_has_no_file_of_its_own(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "_multinode" / "log.jsonl").unlink()
+    assert read_run([tmp_path]).logs == []
+    state = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state.parent.mkdir()
+    state.write_text(json.dumps({"log_history": [{"step": 1, "reward": 0.5}]}))
+    assert read_run([tmp_path]).logs == [{"step": 1, "reward": 0.5}]
+
+
+def test_a_folder_without_a_run_is_an_error_with_the_cure(tmp_path):
+    with pytest.raises(TimelineError, match=r"has no files of a run .*Pass the `output_dir`"):
+        read_run([tmp_path])

@@ -1,0 +1,185 @@
+"""`trl-multinode timeline`: its table, the trace, the picture, and its errors."""
+
+import builtins
+import json
+import re
+
+import pytest
+from timeline.runs import STEPS, write_run
+
+from trl_multinode.command import main
+from trl_multinode.timeline import picture
+from trl_multinode.timeline.command import chosen_steps
+from trl_multinode.timeline.lanes import Lane, Span
+from trl_multinode.timeline.reading import Run, TimelineError, read_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_run(tmp_path)
+
+
+def test_the_table_has_the_seconds_of_a_step_by_node(folder, capsys):
+    assert main(["timeline", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 nodes, 4 ranks, 2 engines, steps 1 to 4")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    # the evaluation at the end is not of a step, as in the log; the engines generate 5.5 s of a step
+    assert rows[0] == ["0", "1.00", "0.00", "2.00", "5.00", "1.00", "51 %", "0", "0"]
+    assert rows[1][:6] == ["1", "1.00", "0.00", "2.00", "6.00", "0.00"] and rows[1][-1] == "1"
+    assert (folder / "_multinode" / "timeline" / "timeline.json").exists()
+
+
+# ---- the trace
+
+
+def events(folder, *arguments) -> list[dict]:
+    assert main(["timeline", str(folder), *arguments]) == 0
+    return json.loads((folder / "_multinode" / "timeline" / "timeline.json").read_text())["traceEvents"]
+
+
+def by_thread(found: list[dict]) -> dict[tuple[int, int], list[dict]]:
+    threads: dict[tuple[int, int], list[dict]] = {}
+    for event in found:
+        if event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    return threads
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_spans_of_a_trace_nest_and_never_overlap(tmp_path, in_flight):
+    """Perfetto drops a span that begins inside another one and ends after it."""
+    threads = by_thread(events(write_run(tmp_path, in_flight=in_flight)))
+    assert len(threads) == 4 + 2 + 1
+    for spans in threads.values():
+        ends: list[int] = []
+        for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
+            while ends and ends[-1] <= span["ts"]:
+                ends.pop()
+            assert not ends or span["ts"] + span["dur"] <= ends[-1]
+            ends.append(span["ts"] + span["dur"])
+
+
+def test_a_trace_has_the_sums_of_the_files(folder):
+    threads = by_thread(events(folder))
+    total = sum(event["dur"] for event in threads[1, 2] if event["name"] == "train")
+    assert total == STEPS * 9_000_000 and [event["name"] for event in threads[1_000_000, 0]] == [
+        "step 1", "step 2", "step 3", "step 4",
+    ]  # fmt: skip
+
+
+def test_a_trace_names_lanes_and_marks_and_counts_rows(folder):
+    found = events(folder)
+    names = {event["args"]["name"] for event in found if event["name"] in ("process_name", "thread_name")}
+    assert names == {"node 0", "node 1", "optimizer steps", *(f"rank {i}" for i in range(4)), "engine 0"}
+    assert [(event["name"], event["args"]["what"]) for event in found if event["ph"] == "i"] == [
+        ("lost", "killed by SIGKILL"), ("restart", "restart 1"),
+    ]  # fmt: skip
+    rows = [event["args"]["rows"] for event in found if event["ph"] == "C" and event["pid"] == 0]
+    assert rows == [0, *[0, 8, 2, 0] * STEPS, 0]
+
+
+def test_a_trace_of_some_steps_and_nodes(folder):
+    found = events(folder, "--steps", "2:3", "--nodes", "1")
+    assert {event["pid"] for event in found if event["ph"] == "X"} == {1, 1_000_000}
+    assert {event["args"]["step"] for event in found if "step" in event.get("args", {})} == {2, 3}
+    assert {event["name"] for event in found if event["pid"] == 1_000_000 and event["ph"] == "X"} == {
+        "step 2",
+        "step 3",
+    }
+
+
+# ---- steps
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, range(5, 21)), ("7:9", range(7, 10)), ("7", range(7, 8)), ("18:", range(18, 21)), (":6", range(5, 7)),
+        ("-3:", range(18, 21)), ("1:6", range(5, 7)), ("-1", range(20, 21)), (":-15", range(5, 7)),
+    ],
+)  # fmt: skip
+def test_steps_are_those_of_the_log(text, expected):
+    assert chosen_steps(text, range(5, 21)) == expected
+
+
+@pytest.mark.parametrize("text", ["x", "", "1:2:3", "3-5", "30:40", "9:7"])
+def test_steps_that_are_no_range_or_not_there_are_refused(text):
+    with pytest.raises(TimelineError, match="expected"):
+        chosen_steps(text, range(5, 21))
+
+
+def test_a_negative_first_step_is_no_flag(folder, capsys):
+    assert main(["timeline", str(folder), "--steps", "-2:"]) == 0
+    assert "steps 3 to 4" in capsys.readouterr().out
+
+
+def test_steps_without_a_value_are_a_wrong_command_line(folder, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["timeline", str(folder), "--steps"])
+    assert "expected one argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none"], r"none has no files of a run \(expected none/_multinode/phases/rank<r>.jsonl\)"),
+        (["RUN", "--attempt", "7"], r"got --attempt 7, expected one of \[1\]"),
+        (["RUN", "--nodes", "5"], r"got --nodes 5, expected some of \[0, 1\]"),
+        (["RUN", "--nodes", "a"], "--nodes is not a list"),
+        (["RUN", "--steps", "9"], "got --steps 9, expected numbers from 1 to 4"),
+    ],
+)
+def test_errors_are_one_line_with_what_was_expected(folder, capsys, arguments, message):
+    assert main(["timeline", *(str(folder) if word == "RUN" else word for word in arguments)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trl-multinode timeline: ") and re.search(message, line)
+
+
+# ---- the picture
+
+
+def test_a_picture_has_every_piece_in_its_lane_at_its_time(folder, tmp_path, monkeypatch):
+    """Bars of a lane do not overlap, and their widths are the seconds of the phases."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    run = read_run([folder]).cut(range(2, 4))
+    assert picture.draw(run, tmp_path / "a.png", "title") == []
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = figures[0].axes
+    bars = [path.get_extents() for each in axes.collections for path in each.get_paths()]
+    rank = sorted((box.x0, box.x1) for box in bars if box.y0 == -0.4)
+    assert all(one[1] <= next_[0] + 1e-9 for one, next_ in zip(rank, rank[1:], strict=False))
+    assert sum(end - start for start, end in rank) == pytest.approx(sum(run.lanes[0].seconds().values()))
+    assert [text.get_text() for text in axes.get_yticklabels()][:3] == [
+        f"node 0  {n}" for n in ("rank 0", "rank 1", "engine 0")
+    ]
+    assert {text.get_text() for text in axes.texts} == {"step 2", "step 3"}
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["train", "generate", "sync", "reward", "wait", "start", "engine lost", "engine started again"]
+
+
+def test_a_picture_of_many_ranks_has_the_slowest_one_of_each_node():
+    lanes = [
+        Lane(node, "rank", node * 7 + rank, [Span("wait", 0, 1 if rank == node % 7 else 2), Span("train", 2, 3)])
+        for node in range(9) for rank in range(7)
+    ]  # fmt: skip
+    lanes += [Lane(node, "engine", 0, []) for node in range(9)]
+    lanes.sort(key=lambda lane: lane.node)
+    found, notes = picture.chosen(Run(lanes, 1, [1]))
+    assert [lane.name for lane in found[:4]] == ["rank 0", "engine 0", "rank 8", "engine 0"] and len(found) == 18
+    assert notes == ["the picture has of the ranks only the one of each node that waits least"]
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(folder, monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without(name, *arguments):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main(["timeline", str(folder), "--png"]) == 1
+    assert "pip install 'trl-multinode[timeline]'" in capsys.readouterr().err

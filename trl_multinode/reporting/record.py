@@ -1,0 +1,95 @@
+"""Files of rank 0 with a run's settings and its logs, for `trl-multinode timeline`: a tracker may be elsewhere."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from ..node_settings import NodeSettings
+from ..run.reporter import warn
+from ..run.versions import local_versions
+from ..wire.line_file import LineFile
+
+SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|api_?key|key)$", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"\bhf_\w{8,}|\bsk-\w{8,}|://[^/\s:@]+:[^/\s@]+@")  # tokens, and a password in an address
+HIDDEN = "(hidden)"
+LONGEST = 200  # characters of a value; a chat template has thousands
+NODE_METRIC = re.compile(r"node\d+/")
+
+
+class RunRecord:
+    """`_multinode/settings.jsonl` with a line per start of a trainer, and `_multinode/log.jsonl` with a line per log.
+
+    Args:
+        host ([`~trl_multinode.host.NodeHost`]):
+            Host of rank 0.
+        args ([`~trl.GRPOConfig`]):
+            Config of the trainer.
+        model (`torch.nn.Module`):
+            Trained model.
+    """
+
+    def __init__(self, host: Any, args: Any, model: Any):
+        folder = Path(args.output_dir).absolute() / "_multinode"
+        self._log = LineFile(folder / "log.jsonl", self._warn)
+        self._attempt = host.attempt
+        settings = LineFile(folder / "settings.jsonl", self._warn)
+        settings.add(
+            {
+                "attempt": host.attempt,
+                "time": time.time(),
+                "model": getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
+                "nodes": host.topology.num_nodes,
+                "ranks_per_node": host.topology.ranks_per_node,
+                "engines_per_node": len(host.devices.per_engine),
+                "engine_gpus": [list(gpus) for gpus in host.devices.per_engine if gpus],
+                "versions": local_versions(),
+                **chosen(args),
+            }
+        )
+        settings.close()
+
+    def add_log(self, logs: Mapping[str, Any]) -> None:
+        """Write the line of a log. Metrics of single nodes are left out: the files of the phases have their seconds,
+        and at 64 nodes they are five sixths of all metrics."""
+        kept = {name: value for name, value in logs.items() if not NODE_METRIC.match(name)}
+        self._log.add({"attempt": self._attempt, "time": round(time.time(), 3)} | kept)
+
+    def _warn(self, error: Exception) -> None:
+        warn(f"the record of this run in `_multinode` lacks lines ({error}). The run goes on.")
+
+
+def chosen(args: Any) -> dict[str, Any]:
+    """Return the settings of a config that differ from its defaults, and node mode's others; secrets are hidden."""
+    own = {field.name for field in fields(NodeSettings)}
+    found = {field.name: getattr(args, field.name) for field in fields(args)}
+    defaults = {field.name: default(field) for field in fields(args)}
+    changed = {name for name, value in found.items() if value != defaults[name] and not is_dataclass(value)}
+    return {
+        "settings": {name: shown(name, found[name]) for name in sorted(changed)},
+        "defaults": {name: shown(name, found[name]) for name in sorted(own & found.keys() - changed)},
+    }
+
+
+def default(field: Field) -> Any:
+    """Return the default of a field."""
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def shown(name: str, value: Any) -> Any:
+    """Return a value as JSON may have it, without secrets."""
+    if isinstance(value, Mapping):
+        return {str(key): shown(str(key), inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [shown(name, inner) for inner in value]
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    if SECRET.search(name) or SECRET_VALUE.search(text):
+        return HIDDEN
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -1,0 +1,128 @@
+"""`trl-multinode timeline RUN_DIR`: read a run's files, print a table of its nodes, write trace, picture and page."""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .reading import Run, TimelineError, read_run
+from .table import print_table, title
+
+PROG = "trl-multinode timeline"
+DESCRIPTION = """\
+Show what every rank and every engine of a run did when, from the files that the run wrote into its output_dir.
+It starts nothing and needs no GPU, and a run that still goes on may be read too."""
+PICTURED = 3  # steps of a picture, unless --steps chooses others
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(PROG, description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("run_dir", type=Path, nargs="+", metavar="RUN_DIR",
+                        help="output_dir of the run; if the nodes do not share it, that of each node")  # fmt: skip
+    parser.add_argument("--steps", metavar="a:b", help="optimizer steps a to b, as the log counts them; also a, a:, "
+                        ":b, and -3: for the last three (default: all; of a picture the last three)")  # fmt: skip
+    parser.add_argument("--nodes", metavar="a,b-c", help="only these nodes (default: all)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="number of the start of a run that was launched "
+                        "again with the same output_dir (default: the last one)")  # fmt: skip
+    parser.add_argument("--png", action="store_true", help="write a picture too; needs matplotlib")
+    parser.add_argument("--html", action="store_true", help="write a page of the run too, which needs no network")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the files (default: "
+                        "RUN_DIR/_multinode/timeline)")  # fmt: skip
+    return parser
+
+
+def with_negative_steps(arguments: list[str]) -> list[str]:
+    """Join `--steps -3:` to one word, because argparse takes the second one for a flag."""
+    found: list[str] = []
+    for word in arguments:
+        if found and found[-1] == "--steps" and re.match(r"-\d", word):
+            found[-1] = f"--steps={word}"
+        else:
+            found.append(word)
+    return found
+
+
+def chosen_steps(text: str | None, steps: Sequence[int]) -> range:
+    """Return the steps that `--steps` names.
+
+    Raises:
+        `TimelineError`: if the text is no range, or if the run has none of these steps.
+    """
+    first, last = steps[0], steps[-1]
+    if text is None:
+        return range(first, last + 1)
+    found = re.fullmatch(r"(-?\d+)?(:)?(-?\d+)?", text)
+    if not text or found is None or (found[3] and not found[2]):
+        raise TimelineError(f"--steps is not a range (got {text!r}, expected for example 10:12, 10, 10: or -3:)")
+    begin, end = (int(number) if number else None for number in (found[1], found[3]))
+    begin, end = (last + 1 + number if number is not None and number < 0 else number for number in (begin, end))
+    begin = first if begin is None else begin
+    end = last if end is None and found[2] else begin if end is None else end
+    if not any(begin <= step <= end for step in steps):
+        raise TimelineError(f"the run has no such steps (got --steps {text}, expected numbers from {first} to {last})")
+    return range(max(begin, first), min(end, last) + 1)
+
+
+def of_nodes(run: Run, text: str | None) -> Run:
+    """Return the lanes of the nodes that `--nodes` names.
+
+    Raises:
+        `TimelineError`: if the text is no list, or if the run has none of these nodes.
+    """
+    if text is None:
+        return run
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        raise TimelineError(f"--nodes is not a list (got {text!r}, expected for example 0,4-7)")
+    bounds = [(part.partition("-")[0], part.partition("-")[2] or part) for part in text.split(",")]
+    lanes = [lane for lane in run.lanes if any(int(low) <= lane.node <= int(high) for low, high in bounds)]
+    if not lanes:
+        raise TimelineError(f"the run has no such nodes (got --nodes {text}, expected some of {run.nodes})")
+    return replace(run, lanes=lanes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table and write the files.
+
+    Returns:
+        `int`: 0, or 1 if the folder has no run, or no such part of it.
+    """
+    options = _parser().parse_args(with_negative_steps(sys.argv[1:] if argv is None else argv))
+    try:
+        run = of_nodes(read_run(options.run_dir, options.attempt), options.nodes)
+        for line in write(run, options):
+            print(line)
+    except (TimelineError, OSError) as error:
+        print(f"{PROG}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write(run: Run, options: argparse.Namespace) -> list[str]:
+    """Print the table and write the files; return the lines that name them."""
+    if not run.starts:
+        raise TimelineError("the run has ended before its first step, so there is nothing to show")
+    steps = chosen_steps(options.steps, run.steps())
+    shown = run if options.steps is None else run.cut(steps)
+    print_table(run.cut(steps))
+    folder = options.out or options.run_dir[0] / "_multinode" / "timeline"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "timeline.json"
+    from .perfetto import trace
+
+    path.write_text(json.dumps(trace(shown)))
+    size = f"{path.stat().st_size / 1e6:.1f} MB"
+    lines = [*run.notes, f"wrote {path} ({size}): open it in https://ui.perfetto.dev"]
+    if options.png:
+        from .picture import draw
+
+        pictured = run.cut(steps if options.steps else steps[-PICTURED:])
+        lines += draw(pictured, folder / "timeline.png", title(pictured))
+        lines.append(f"wrote {folder / 'timeline.png'}: {title(pictured)}")
+    if options.html:
+        from .page import write_page
+
+        lines += write_page(run, steps, folder / "run.html")
+    return lines

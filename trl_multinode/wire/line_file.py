@@ -1,0 +1,57 @@
+"""JSON-lines file that rotates, and whose errors never end a process: ranks and engines record timelines with it."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+ROTATE_BYTES = 4 * 2**20  # about 25,000 lines; a process keeps the current file and the one before it
+
+
+class LineFile:
+    """JSON-lines file of one writer.
+
+    Args:
+        path (`Path`):
+            File to append to; its folder is created with the first line.
+        on_error (`Callable[[Exception], None]`):
+            Function that gets the first error. That line is dropped, and the next one tries again.
+    """
+
+    def __init__(self, path: Path, on_error: Callable[[Exception], None]):
+        self.path = path
+        self._on_error = on_error
+        self._file: IO[str] | None = None
+        self._failed = False
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Write a line, or drop it after an error."""
+        try:
+            self._write(json.dumps(line) + "\n")
+        except (OSError, TypeError, ValueError) as error:  # a full disk, a lost file system; a file that was closed
+            self._drop_file()
+            if not self._failed:
+                self._failed = True
+                self._on_error(error)
+
+    def close(self) -> None:
+        """Close the file; another line would open it again."""
+        self._drop_file()
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a", buffering=1)
+        elif self._file.tell() > ROTATE_BYTES:
+            self._file.close()
+            os.replace(self.path, f"{self.path}.1")
+            self._file = open(self.path, "a", buffering=1)
+        self._file.write(line)
+
+    def _drop_file(self) -> None:
+        file, self._file = self._file, None
+        with suppress(OSError, ValueError):
+            if file is not None:
+                file.close()  # tries once more to write what is left
