@@ -36,9 +36,11 @@ def blocks(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def commands(page: Path, text: str | None = None) -> Iterator[Command]:
-    """The commands of all bash blocks of a page, and those that they pass to another program as one word."""
+    """The commands of all bash and console blocks of a page, and those that they pass on as one word."""
     for start, language, block in blocks(page.read_text() if text is None else text):
-        if language == "bash":
+        if language == "console":  # commands after a prompt, among what they print
+            block = "\n".join(line[2:] if line.startswith("$ ") else "" for line in block.splitlines())
+        if language in ("bash", "console"):
             block = with_flags(block)
             found = [(block[: inner.start()].count("\n"), inner[1]) for inner in SUBSTITUTION.finditer(block)]
             lines = [(line + more, words) for line, inner in found for more, words in split(inner)]

@@ -1,4 +1,4 @@
-"""Every command in a bash block of README and docs is parsed by its program: accelerate, this package, make."""
+"""Every command in a bash or console block of the docs is parsed by its program: accelerate, this package, make."""
 
 import argparse
 import ast
@@ -21,7 +21,7 @@ PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md")
     for path in ROOT.glob(pattern)
-    if any(language == "bash" for _, language, _ in blocks(path.read_text()))
+    if any(language in ("bash", "console") for _, language, _ in blocks(path.read_text()))
 )
 COMMAND = re.compile(r"^ *(?:\$ )?(accelerate launch|trl-multinode \w|make \w|python3? [\w/]+\.py)", re.MULTILINE)
 
@@ -57,12 +57,10 @@ def test_the_pages_have_commands_of_every_program():
     assert {"accelerate", "trl-multinode", "make", "python", "srun"} <= programs
 
 
-def test_no_command_stands_outside_a_bash_block():
+def test_no_command_stands_outside_a_bash_or_console_block():
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    outside = {
-        page.name: COMMAND.findall(re.sub(r"^( *)```bash\n.*?^ *```", "", page.read_text(), flags=re.M | re.S))
-        for page in pages
-    }
+    fenced = re.compile(r"^( *)```(?:bash|console)\n.*?^ *```", re.MULTILINE | re.DOTALL)
+    outside = {page.name: COMMAND.findall(fenced.sub("", page.read_text())) for page in pages}
     assert not {name: found for name, found in outside.items() if found}
 
 

@@ -133,7 +133,8 @@ print([name for name in ("torch", "trl", "transformers", "accelerate", "yaml", "
 
 
 @pytest.mark.parametrize(
-    ("typed", "hint"), [("confg", "did you mean config?"), ("train", "one of config, check, clean, doctor, grpo")]
+    ("typed", "hint"),
+    [("confg", "did you mean config?"), ("train", "one of config, check, clean, doctor")],
 )
 def test_an_unknown_command_is_an_error_with_a_hint(typed, hint, capsys):
     assert main([typed]) == 2

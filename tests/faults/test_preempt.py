@@ -99,6 +99,18 @@ def test_row_15_a_step_that_does_not_end_ends_the_run_at_the_deadline(tmp_path, 
         assert "`preemption_grace` (2 s). The last whole checkpoint is /run/checkpoint-3" in line
 
 
+def test_row_16_a_sigterm_after_ctrl_c_preempts_nothing(tmp_path, store):
+    with forked(lambda rank: train(rank, store), RANKS, tmp_path) as ranks:
+        ranks[3].wait_for("step 3 ends")
+        for number in (signal.SIGINT, signal.SIGTERM):  # as torchrun does, within the delay of a symptom
+            os.kill(ranks[1].process.pid, number)
+            time.sleep(0.3)
+        assert [rank.wait(20) for rank in ranks] == [1] * RANKS
+        (line,) = {rank.text.splitlines()[-1] for rank in ranks}
+        assert "node 0, rank 1, phase reward: stopped by SIGINT" in line
+        assert not any("received SIGTERM" in rank.text or saved(rank) for rank in ranks)
+
+
 def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_ignores_it(tmp_path, monkeypatch):
     def body(rank: int) -> list:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited from `trap '' USR1`

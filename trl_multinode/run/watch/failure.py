@@ -28,6 +28,11 @@ class LocalFailure:
                 self._found = fatal, time.monotonic() + delay_s
                 self._only_symptom = delay_s > 0.0
 
+    def is_found(self) -> bool:
+        """Return whether this rank has failed, due or not."""
+        with self._lock:
+            return self._found is not None
+
     def due(self) -> Fatal | None:
         """Return the failure, if its time has come."""
         with self._lock:

@@ -262,7 +262,8 @@ class WatchThread:
             for ended in fired:
                 ended()
             for stop in self.signals.received() if woken else ():
-                if not any(trainer.on_stop(stop) for trainer in self.trainers):
+                # torchrun sends SIGTERM after a second Ctrl-C: a run that ends already is not pre-empted as well
+                if self._failure.is_found() or not any(trainer.on_stop(stop) for trainer in self.trainers):
                     code = OTHER if stop.name == "SIGINT" else PREEMPTED
                     self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
             fatal = self._due() or self.store.fatal()
