@@ -202,7 +202,7 @@ def test_a_cluster_is_gone_after_its_end_whatever_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with SlurmCluster(2, folder=tmp_path / "jobs") as cluster:
         job = cluster.submit("--nodes", "2", "--wrap", "srun setsid sleep 300")
-        cluster.wait_for(job, "RUNNING", 20)
+        cluster.wait_for(job, "RUNNING", 60)
         assert wait_until(lambda: "sleep 300" in cluster.job_processes().values(), 20.0)
         (private,) = tmp_path.glob("tmn-slurm-*")
         assert (private / "munge.key").stat().st_mode & 0o777 == 0o600

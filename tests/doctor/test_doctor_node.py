@@ -33,7 +33,7 @@ def _no_cache():
 # ---- cores and limits
 
 
-def test_one_core_of_a_task_under_slurm_is_an_error_with_both_cures():
+def test_one_core_of_a_task_under_slurm_is_an_error_with_both_cures(monkeypatch):
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
@@ -47,6 +47,7 @@ def test_one_core_of_a_task_under_slurm_is_an_error_with_both_cures():
     assert f"N = {os.cpu_count()}" in finding.cure and "`--ntasks-per-node 1` alone gives one core" in finding.cure
     assert "`srun` does not take `--cpus-per-task` over from `sbatch`" in other.cure
     assert on_cpu.severity == "warning" and "docker: --cpus" in on_cpu.cure
+    monkeypatch.setattr(cores, "cores_of_task", lambda: os.cpu_count())
     (machine,) = results(examine_cores, case(SLURM, ranks=(os.cpu_count() or 1)))[1]
     assert machine.cure.startswith("lower `num_processes`")
 

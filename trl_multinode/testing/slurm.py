@@ -148,6 +148,8 @@ class SlurmCluster:
             what = f"job {job} is {fields['JobState']} (restart {fields['Restarts']}), expected {state}"
             if fields["JobState"] in GONE - {state}:
                 raise RuntimeError(f"{what}\n{self.tails()}")
+            if fields["Reason"] == "launch_failed_requeued_held":  # slurmd could not fork on a loaded machine
+                self.run("scontrol", "release", job)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what} within {timeout_s:.0f} s\n{fields}\n{self.tails()}")
             time.sleep(0.2)
