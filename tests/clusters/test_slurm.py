@@ -74,6 +74,20 @@ def check_nothing_is_left(cluster: SlurmCluster) -> None:
     assert wait_until(lambda: not cluster.job_processes(), 20.0), cluster.job_processes()
 
 
+# First, because a second cluster beside that of `cluster` would have jobs of the same numbers on this machine
+def test_a_cluster_is_gone_after_its_end_whatever_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with SlurmCluster(2, folder=tmp_path / "jobs") as cluster:
+        job = cluster.submit("--nodes", "2", "--wrap", "srun setsid sleep 300")
+        cluster.wait_for(job, "RUNNING", 60)
+        assert wait_until(lambda: "sleep 300" in cluster.job_processes().values(), 60.0)
+        (private,) = tmp_path.glob("tmn-slurm-*")
+        assert (private / "munge.key").stat().st_mode & 0o777 == 0o600
+        pids = cluster.pids()
+    check_cluster_is_gone(tmp_path, private.name)
+    assert [pid for pid in pids if psutil.pid_exists(pid) and command_of(psutil.Process(pid))] == []
+
+
 def test_a_failed_run_ends_all_nodes_with_its_code_and_is_not_queued_again(cluster, folder):
     job = cluster.submit(stand_in(folder, "fail"))
     fields = cluster.wait_for(job, "FAILED", 90)
@@ -196,19 +210,6 @@ def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path, monke
     with pytest.raises(RuntimeError, match=r"waited for all nodes to be idle, without success(.|\n)*fatal:"):
         SlurmCluster(1, folder=tmp_path / "jobs", gpus_per_node=0)
     check_cluster_is_gone(tmp_path)
-
-
-def test_a_cluster_is_gone_after_its_end_whatever_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with SlurmCluster(2, folder=tmp_path / "jobs") as cluster:
-        job = cluster.submit("--nodes", "2", "--wrap", "srun setsid sleep 300")
-        cluster.wait_for(job, "RUNNING", 60)
-        assert wait_until(lambda: "sleep 300" in cluster.job_processes().values(), 20.0)
-        (private,) = tmp_path.glob("tmn-slurm-*")
-        assert (private / "munge.key").stat().st_mode & 0o777 == 0o600
-        pids = cluster.pids()
-    check_cluster_is_gone(tmp_path, private.name)
-    assert [pid for pid in pids if psutil.pid_exists(pid) and command_of(psutil.Process(pid))] == []
 
 
 def command_of(process: psutil.Process) -> str:
