@@ -98,8 +98,10 @@ def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_
         piece.ds_numel, piece.final_location = 8, None
         good = SimpleNamespace(ds_tensor=piece, ds_numel=15, ds_shape=(15,), ds_secondary_tensor=None)
         shared = SimpleNamespace(**{**vars(good), "ds_numel": 8})  # MiCS: every group has all of it
-        secondary = SimpleNamespace(**{**vars(good), "ds_secondary_tensor": piece})  # ZeRO++
-        found = [shard_of(tensor) is not None for tensor in (good, shared, secondary, torch.zeros(3))]
+        small = torch.zeros(8, dtype=torch.int8)
+        small.ds_numel, small.final_location, small.ds_quant_scale = 8, None, torch.ones(1)
+        quantized = SimpleNamespace(**{**vars(good), "ds_tensor": small})  # ZeRO++, frozen weights
+        found = [shard_of(tensor) is not None for tensor in (good, shared, quantized, torch.zeros(3))]
         piece.final_location = SimpleNamespace(name="nvme")
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         hybrid = Small()

@@ -37,8 +37,8 @@ class Shard:
 def shard_of(tensor: torch.Tensor) -> Shard | None:
     """Return this rank's piece if all ranks hold equal pieces of the tensor in rank order, otherwise `None`.
 
-    ZeRO-3 (also with parameters offloaded to host memory) and FSDP2 shard this way. ZeRO++ (pieces are shared within
-    smaller groups or quantized), hybrid sharding, tensor parallelism and parameters offloaded to NVMe do not.
+    ZeRO-3 (also with parameters offloaded to host memory) and FSDP2 shard this way. Frozen weights that ZeRO++ stores
+    quantized, MiCS, hybrid sharding, tensor parallelism and parameters offloaded to NVMe do not.
     """
     if hasattr(tensor, "ds_tensor"):
         return _zero3_shard(tensor)
@@ -48,13 +48,22 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
 
 
 def _zero3_shard(tensor: Any) -> Shard | None:
+    """Return the primary shard of a ZeRO-3 parameter.
+
+    The optimizer writes only to the primary shard. ZeRO++'s secondary one (`zero_hpz_partition_size`) is a copy for
+    forward and backward, which DeepSpeed drops after every optimizer step and makes again in the next forward.
+    """
     piece = tensor.ds_tensor
     equal = piece.ds_numel == math.ceil(tensor.ds_numel / dist.get_world_size())
-    plain = getattr(tensor, "ds_secondary_tensor", None) is None and not hasattr(piece, "ds_quant_scale")
     in_memory = getattr(piece.final_location, "name", None) != "nvme"
-    if not (equal and plain and in_memory):
+    if not equal or not in_memory or is_quantized(tensor):
         return None
     return Shard(piece.detach().view(-1), piece.ds_numel, tuple(tensor.ds_shape))
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Return whether ZeRO++ stores a frozen ZeRO-3 parameter quantized (`zero_quantized_nontrainable_weights`)."""
+    return hasattr(tensor.ds_tensor, "ds_quant_scale")
 
 
 def _fsdp2_shard(tensor: Any) -> Shard | None:
@@ -69,8 +78,8 @@ def _fsdp2_shard(tensor: Any) -> Shard | None:
 def own_part(tensor: Any, sends_whole: bool) -> torch.Tensor:
     """Return the part of a tensor that this rank answers for, without padding; it may be empty.
 
-    ZeRO-3's padding is uninitialized memory. Shards of ZeRO++ and MiCS and parameters on an NVMe are left out, because
-    their padding is not known or they are not in memory.
+    ZeRO-3's padding is uninitialized memory. Quantized shards of ZeRO++, shards of MiCS and parameters on an NVMe are
+    left out, because they are no floats, their padding is not known or they are not in memory.
     """
     if hasattr(tensor, "ds_tensor"):
         shard = shard_of(tensor)
