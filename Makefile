@@ -52,6 +52,7 @@ versions: setup
 bench: setup
 	python benchmarks/exchange.py
 	python benchmarks/sync.py
+	python benchmarks/few_rows.py
 	python benchmarks/projection.py
 	python benchmarks/transports.py
 	python benchmarks/lora.py

@@ -122,7 +122,7 @@ class ModuleSource(WeightSource):
             yield finish
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        return count_collectives(self._gather, self.tensors(bucket))
+        return count_collectives(self._gather, self.tensors(bucket), [meta.dtype for meta in bucket])
 
     def release(self) -> None:
         self._gather.buffers.clear()
@@ -159,10 +159,13 @@ def gather_pieces(
         under_way.close()
 
 
-def count_collectives(gather: ShardGather, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+def count_collectives(
+    gather: ShardGather, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> tuple[int, int]:
     """Count the collectives of one `gather_pieces`: across nodes, within a node."""
-    others = [tensor for tensor in tensors if shard_of(tensor) is None]
-    across, within = gather.num_collectives if len(others) < len(tensors) else (0, 0)
+    shards = {index: shard for index, tensor in enumerate(tensors) if (shard := shard_of(tensor)) is not None}
+    others = [tensor for index, tensor in enumerate(tensors) if index not in shards]
+    across, within = gather.count_collectives(list(shards.values()), [dtypes[index] for index in shards])
     return across + sum(map(_collectives_of_its_library, others)), within
 
 
