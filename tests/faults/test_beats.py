@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from beating import LIMIT_S, LIMITS, Link, enter, until
+from beating import LIMIT_S, LIMITS, STORE_S, Link, enter, until
 from forks import forked
 from store_host import RANKS, StoreHost
 
@@ -42,7 +42,7 @@ def link(store):
 
 def a_step(rank: int, store: StoreHost, limits=LIMITS, port: int | None = None, seconds: float = 60.0) -> None:
     """A rank that waits in a collective of a training step for ranks that never come."""
-    me = enter(rank, port or store.port, limits)
+    me = enter(rank, port or store.port, limits, store_s=STORE_S if port is None else LIMIT_S)
     with me.activity.inside(), me.phases("train"):
         wait_in_a_collective(seconds)
 
