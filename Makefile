@@ -53,7 +53,8 @@ bench: setup
 	python benchmarks/exchange.py
 	python benchmarks/sync.py
 	python benchmarks/few_rows.py
-	python benchmarks/projection.py
+	python benchmarks/loader_calls.py
+	python benchmarks/projection.py --png docs/projection.png
 	python benchmarks/transports.py
 	python benchmarks/lora.py
 	python benchmarks/overlap.py
