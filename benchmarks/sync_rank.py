@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +113,14 @@ class PerParameter:
         """Our commit does it."""
 
 
+class Whole(ModuleSource):
+    """Every tensor in one piece, as TRL's loop yields them."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self._metadata = [replace(meta, divisible=False) for meta in self._metadata]
+
+
 class Arms:
     """Every way to send the weights, on one rank."""
 
@@ -123,7 +132,8 @@ class Arms:
             "ours": WeightSync(ModuleSource(model, torch.float32, node_first), engines, limit),
             "world": WeightSync(ModuleSource(model, torch.float32, world), engines, limit),
         }
-        self.syncs["control"] = self.syncs["trl"] = self.syncs["ours"]
+        self.syncs["control"] = self.syncs["ours"]
+        self.syncs["trl"] = WeightSync(Whole(model, torch.float32, node_first), engines, limit)
         self.check_cpu_s = 0.0
         ours = self.syncs["ours"]._source
         ours.check = partial(self.timed_check, ours.check)
@@ -133,7 +143,7 @@ class Arms:
         self.trl.accelerator = SimpleNamespace(is_main_process=main)
         plugin = SimpleNamespace(zero_stage=3)
         self.trl._dist = DistributedBackend(SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)))
-        self.trl.vllm_client = PerParameter(engines, self.syncs["ours"]) if main else None
+        self.trl.vllm_client = PerParameter(engines, self.syncs["trl"]) if main else None
 
     def timed_check(self, check, *arguments) -> None:
         """Add up the CPU seconds of the check for NaN, which is part of our sync."""
@@ -266,7 +276,7 @@ def main() -> None:
         found = {
             "model_bytes": arms.syncs["ours"].num_bytes,
             "buckets": len(buckets),
-            "tensors": sum(map(len, buckets)),
+            "tensors": len({meta.name for bucket in buckets for meta in bucket}),
             "largest_bucket": slot_bytes(buckets),
             "links": [],
         }

@@ -67,9 +67,10 @@ class NodeFields(_Arguments):
             Whether each local main process keeps a copy of the weights that it sent last, in host memory and in the
             engines' dtype. An engine that was started again gets its weights from it, and other nodes send nothing.
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
-            Size, in MiB, of the buckets in which weights are gathered and sent; a single larger tensor (an embedding,
-            fused experts) is a bucket of its own. Peak extra memory is about two buckets on a local main process, and
-            per node two slots, each as large as the largest bucket.
+            Size, in MiB, of the buckets in which weights are gathered and sent; a larger tensor (an embedding, fused
+            experts) is sent in ranges. Peak extra memory is three buckets at most on a local main process, two slots
+            of this size per node, and two buckets and the largest tensor in each worker of an engine. Only a tensor
+            into which an adapter is merged is sent in one piece.
         weight_transport (`str`, *optional*, defaults to `"auto"`):
             Memory through which weights reach the engines of a node: `"host"` (shared, page-locked with GPUs),
             `"ipc"` (the local main process's GPU, opened by the engines), `"nccl"` (broadcast to the engines' GPUs).

@@ -122,14 +122,6 @@ def test_shared_memory_must_hold_both_slots_and_vllms_queues(monkeypatch):
     assert len(results(examine_shared_memory, two)[1]) == 1
 
 
-def test_a_large_embedding_needs_larger_slots(monkeypatch, tmp_path):
-    """A tensor goes through a slot in one piece: 2 x 2 bytes x 256000 x 8192."""
-    free(monkeypatch, dev=4 << 30)
-    large = case(model=str(model_in(tmp_path, vocab_size=256_000, hidden_size=8192)))
-    facts, (finding,) = results(examine_shared_memory, large)
-    assert "7.97 GiB needed" in facts["/dev/shm"] and "(expected 7.97 GiB" in finding.what
-
-
 def test_what_killed_runs_left_is_named_and_counts_as_free(monkeypatch):
     free(monkeypatch, dev=1 << 30)
     dead = type("Dead", (), {"kept": None, "num_bytes": 1 << 30})()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from received import received
 from swapping import differences_with_a_cached_prefix, generate_while_sending
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -55,10 +56,7 @@ def move_adapter(model: PeftModel, scale: float = 0.2) -> None:
 def test_a_b_and_base_as_they_are_sent_make_the_merged_weights(settings):
     model = adapted(**settings)
     source = AdapterSource(model.get_base_model(), torch.float32)
-    sent = {}
-    for bucket in plan_buckets(source.metadata(), 40_000):
-        with source.gathering(bucket) as finish:
-            sent |= {meta.name: pieces.full().clone() for meta, pieces in zip(bucket, finish(), strict=True)}
+    sent = received(source, 40_000)
     expected = dict(model.merge_and_unload().named_parameters())
     for name, weight in expected.items():
         a, b = (sent.get(name.replace("weight", f"lora_{part}.weight")) for part in "AB")

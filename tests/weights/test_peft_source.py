@@ -3,11 +3,11 @@
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from received import received
 
 from trl_multinode.errors import ConfigurationError, WeightSyncError
 from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
 from trl_multinode.testing.models import renamed_llava, tiny_qwen2
-from trl_multinode.weights.buckets import plan_buckets
 from trl_multinode.weights.building import plan_sync
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.source import ModuleSource
@@ -28,11 +28,7 @@ def adapted(tied=False, targets=("q_proj", "down_proj"), **settings):
 
 
 def all_sent(source):
-    sent = {}
-    for bucket in plan_buckets(source.metadata(), 40_000):
-        with source.gathering(bucket) as finish:
-            sent |= {meta.name: piece.full().clone() for meta, piece in zip(bucket, finish(), strict=True)}
-    return sent
+    return received(source, 40_000)
 
 
 def train(model, steps=2):

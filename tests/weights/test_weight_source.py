@@ -44,7 +44,7 @@ TWO_LAYERS = [float_meta(f"model.layers.{layer}.{part}.weight", 32) for layer in
 def test_parameters_and_persistent_buffers_are_sent_a_tied_one_once():
     metadata = {meta.name: meta for meta in ModuleSource(Router(), torch.bfloat16).metadata()}
     assert set(metadata) == {"embed.weight", "inner.weight", "inner.bias", "score_bias", "steps", "inner.scale"}
-    assert metadata["embed.weight"] == WeightMeta("embed.weight", torch.bfloat16, (6, 4))
+    assert metadata["embed.weight"] == WeightMeta("embed.weight", torch.bfloat16, (6, 4), divisible=True)
     assert metadata["embed.weight"].num_bytes == 48
 
 
@@ -79,7 +79,8 @@ def test_a_sharded_parameter_is_described_by_its_full_shape():
     module = nn.Linear(1, 1, bias=False)
     module.weight.data = torch.empty(0)
     module.weight.ds_shape = torch.Size([8, 4])
-    assert ModuleSource(module, torch.bfloat16).metadata() == [WeightMeta("weight", torch.bfloat16, (8, 4))]
+    (meta,) = ModuleSource(module, torch.bfloat16).metadata()
+    assert meta == WeightMeta("weight", torch.bfloat16, (8, 4), divisible=True)
 
 
 def test_wrappers_of_activation_checkpointing_do_not_show_in_names():

@@ -40,12 +40,6 @@ class Model:
     def _dtype(self) -> str:
         return str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
 
-    @property
-    def largest_tensor(self) -> int:
-        """Return the bytes of the embedding in 2 bytes per number, mostly the largest tensor; 0 if that is unknown."""
-        text = self.config.get("text_config") or self.config
-        return 2 * int(text.get("vocab_size") or 0) * int(text.get("hidden_size") or 0)
-
 
 def find_model(case: Case) -> Model | None:
     """Return the model of the script, or `None` if the script names none or this node does not have it."""

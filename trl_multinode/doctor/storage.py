@@ -47,10 +47,8 @@ def examine_shared_memory(case: Case) -> Iterator[Fact | Finding]:
 
 
 def needed_shared_memory(case: Case) -> int:
-    """Return the bytes of both slots, which hold the largest tensor, and of vLLM's message queues."""
-    model = find_model(case)
-    slots = max(case.slots_bytes, 2 * (model.largest_tensor if model else 0))
-    return slots + MESSAGE_QUEUES * case.engines
+    """Return the bytes of both slots and of vLLM's message queues."""
+    return case.slots_bytes + MESSAGE_QUEUES * case.engines
 
 
 def examine_disks(case: Case) -> Iterator[Fact | Finding]:

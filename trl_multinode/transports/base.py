@@ -17,7 +17,7 @@ import torch
 
 from ..errors import WeightSyncError
 from ..wire.messages import TensorSpec
-from .pieces import Pieces
+from .pieces import GrowingTensor, Pieces
 
 SELF_TEST_S = 30.0  # limit for the first transfer of a transport, connecting included
 
@@ -81,6 +81,7 @@ class OpenedSlots:
     def __init__(self, slots: list[torch.Tensor], device: torch.device):
         self._slots = slots
         self._device = device
+        self._growing = GrowingTensor(device)
 
     @classmethod
     def open(cls, memory: Any, slot_bytes: int, device: torch.device, worker: int) -> Self:
@@ -109,17 +110,22 @@ class OpenedSlots:
         only at the end, so a later bucket would overwrite a view of the slot (log-prob error 7.2 measured). One copy
         of the bucket instead of one per tensor keeps the bus busy: a 0.5B model has 290 tensors, half of them below
         10 KB. The price is memory: a bucket stays allocated as long as a loader holds any of its tensors.
+
+        A range goes straight from the slot into a tensor of its own, which is returned with its last range, because
+        loaders take whole tensors.
         """
         data = self._slots[slot][: specs[-1].offset + specs[-1].num_bytes]
         self.arrive(data)
-        bucket = data.to(self._device, copy=True)
-        if bucket.is_cuda:  # the sender may write the slot again as soon as this returns
-            torch.cuda.current_stream(bucket.device).synchronize()
-        return [
-            (spec.name, bucket[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype))
-             .view(spec.shape))
-            for spec in specs
-        ]  # fmt: skip
+        has_whole = any(spec.range is None for spec in specs)
+        bucket = data.to(self._device, copy=True) if has_whole else data
+        found = []
+        for spec in specs:
+            part = bucket[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype))
+            whole = part.view(spec.shape) if spec.range is None else self._growing.add(spec, spec.range, part)
+            found += [(spec.name, whole)] if whole is not None else []
+        if self._device.type == "cuda":  # the sender may write the slot again as soon as this returns
+            torch.cuda.current_stream(self._device).synchronize()
+        return found
 
     def crc(self, slot: int, num_bytes: int) -> int:
         """Return zlib's CRC-32 of a slot's first bytes, once they have arrived."""
@@ -130,6 +136,7 @@ class OpenedSlots:
     def close(self) -> None:
         """Drop the slots. Tensors that `take` returned stay valid."""
         self._slots = []
+        self._growing.drop()
 
 
 class Reserved(Protocol):
@@ -187,11 +194,8 @@ class Slots(ABC):
             `WeightSyncError`: if a tensor has another shape than its spec.
         """
         for spec, pieces in zip(specs, tensors, strict=True):
-            if pieces.shape != spec.shape:
-                raise WeightSyncError(
-                    f"{spec.name} was gathered with shape {pieces.shape}, expected {spec.shape}: the model changed "
-                    "after the trainer was built. Resize or replace its layers before."
-                )
+            if pieces.shape != spec.shape_in_slot:
+                raise WeightSyncError(wrong_shape(spec.name, pieces.shape, spec.shape_in_slot))
             target = self.memory[slot][spec.offset : spec.offset + spec.num_bytes]
             pieces.copy_to(target.view(getattr(torch, spec.dtype)))
         if self.memory[slot].is_cuda or any(pieces.data.is_cuda for pieces in tensors):
@@ -202,6 +206,14 @@ class Slots(ABC):
 
     def close(self) -> None:
         """Release the memory that other processes could still see. No `write` may follow."""
+
+
+def wrong_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """Return the message of a tensor whose shape is not that of the plan."""
+    return (
+        f"{name} was gathered with shape {got}, expected {expected}: the model changed after the trainer was built. "
+        "Resize or replace its layers before."
+    )
 
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:

@@ -48,12 +48,10 @@ def explained(slot_bytes: int, largest: TensorSpec | None) -> Iterator[None]:
 
 def _cure(slot_bytes: int, largest: TensorSpec | None) -> str:
     enlarge = "ive the container more shared memory (docker: --shm-size)."
-    if largest is None:
+    if largest is None or largest.range is not None or 2 * largest.num_bytes < slot_bytes:
         return f"Lower `sync_bucket_mb`, or g{enlarge}"
-    size = f"The largest tensor, {largest.name}, has {_mib(largest.num_bytes)}"
-    if 2 * largest.num_bytes > slot_bytes:  # smaller buckets would save less than half
-        return f"{size} and goes through a slot in one piece, whatever `sync_bucket_mb` is: g{enlarge}"
-    return f"{size}: lower `sync_bucket_mb` down to that, or g{enlarge}"
+    size = f"{largest.name} alone has {_mib(largest.num_bytes)}"
+    return f"{size}: lower `sync_bucket_mb` (no help if an adapter is merged into that tensor), or g{enlarge}"
 
 
 def _mib(num_bytes: int) -> str:

@@ -1,17 +1,19 @@
-"""A gathered tensor, as the weight source hands it to a slot."""
+"""A gathered tensor or range, as the weight source hands it to a slot, and a tensor as a worker joins its ranges."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 
+from ..wire.messages import TensorRange, TensorSpec
+
 
 @dataclass(frozen=True)
 class Pieces:
-    """A gathered tensor as the pieces of its ranks, or as one piece if it was not sharded."""
+    """A gathered tensor, or a range of one, as the pieces of its ranks, or as one piece if it was not sharded."""
 
     data: torch.Tensor  # (nodes, ranks of a node, elements); empty on ranks that are not local main processes
-    shape: tuple[int, ...]  # shape of the full tensor
+    shape: tuple[int, ...]  # shape of the full tensor, or the length of a range
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> "Pieces":
@@ -44,3 +46,59 @@ class Pieces:
         tensor = torch.empty(math.prod(self.shape), dtype=self.data.dtype, device=self.data.device)
         self.copy_to(tensor)
         return tensor.view(self.shape)
+
+
+class GrowingTensor:
+    """The tensor whose ranges a worker receives now; one at a time, because they follow each other.
+
+    The first range of a tensor drops what an update that failed has left.
+
+    Args:
+        device (`torch.device`):
+            Device of the tensor.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._name, self._next = "", 0
+        self._padded: torch.Tensor | None = None  # (pieces, elements)
+
+    def add(self, spec: TensorSpec, part: TensorRange, data: torch.Tensor) -> torch.Tensor | None:
+        """Copy a range into the tensor; return the whole tensor, of `spec.shape`, with its last range.
+
+        Args:
+            spec (`TensorSpec`), part (`TensorRange`):
+                What `data` is.
+            data (`torch.Tensor` of shape `(part.count(...),)`):
+                Elements of the range, piece by piece, without padding.
+
+        Raises:
+            `RuntimeError`: if it is not the range that was due.
+        """
+        if part.is_first:
+            self.drop()
+            self._padded = torch.empty(part.pieces, part.elements, dtype=data.dtype, device=self._device)
+            self._name, self._next = spec.name, 0
+        if self._padded is None or (self._name, self._next) != (spec.name, part.first):
+            raise RuntimeError(
+                f"The range of {spec.name} from element {part.first} of each piece came, expected that of "
+                f"{self._name or 'no tensor'} from {self._next}."
+            )
+        self._next = part.end
+        self._copy(part, data)
+        if not part.is_last:
+            return None
+        padded, self._padded = self._padded, None
+        return padded.view(-1)[: math.prod(spec.shape)].view(spec.shape)
+
+    def _copy(self, part: TensorRange, data: torch.Tensor) -> None:
+        assert self._padded is not None
+        length = part.end - part.first
+        full, rest = divmod(data.numel(), length)
+        self._padded[:full, part.first : part.end].copy_(data[: full * length].view(full, length))
+        if rest:  # the padding is in the last piece that has elements, and in those after it
+            self._padded[full, part.first : part.first + rest].copy_(data[full * length :])
+
+    def drop(self) -> None:
+        """Forget a tensor that is not complete."""
+        self._padded = None

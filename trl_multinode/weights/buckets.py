@@ -1,28 +1,33 @@
 """Metadata of the tensors to send, their division into buckets, and the layout of a bucket in its slot."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
-from ..wire.messages import TensorSpec
+from ..wire.messages import TensorRange, TensorSpec
 
 ALIGNMENT = 64  # bytes: a cache line, and a multiple of every dtype's size, so that tensors can be views of a slot
+STEP = 32  # elements: a range of a piece begins at a multiple of it, so copies are of whole cache lines
 
 
 @dataclass(frozen=True)
 class WeightMeta:
-    """Metadata of one tensor to send, available without a collective."""
+    """Metadata of one tensor to send, or of a range of it, available without a collective."""
 
     name: str  # name in the checkpoint
     dtype: torch.dtype  # dtype in the slot: the engine's for floating-point parameters, otherwise the tensor's own
     shape: tuple[int, ...]  # full shape, unsharded
     frozen: bool = False  # constant during the run: sent by the first update, and after `send_everything`
+    divisible: bool = False  # whether its source can gather it in ranges
+    range: TensorRange | None = None  # `None`: the whole tensor
 
     @property
     def num_bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        numel = math.prod(self.shape)
+        return self.dtype.itemsize * (numel if self.range is None else self.range.count(numel))
 
 
 Bucket = tuple[WeightMeta, ...]
@@ -37,16 +42,26 @@ def layer_key(name: str) -> str:
     return ""
 
 
-def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int) -> list[Bucket]:
+def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int, world: int = 1) -> list[Bucket]:
     """Cut the model into buckets of one or more whole layers, at most `limit_bytes` each.
 
-    A layer above the limit is split between tensors, and a tensor above it is a bucket of its own. No bucket mixes
-    frozen weights with others. The order is that of `metadata`, so every rank makes the same plan.
+    A layer above the limit is split between tensors, and a tensor above it into ranges; one that is not divisible is a
+    bucket of its own. No bucket mixes frozen weights with others. The order is that of `metadata`, so every rank makes
+    the same plan.
+
+    Args:
+        metadata (`Sequence[WeightMeta]`):
+            All tensors.
+        limit_bytes (`int`):
+            Largest size of a bucket, in bytes.
+        world (`int`):
+            Number of training ranks, which all contribute to each range of a sharded tensor.
     """
     buckets: list[list[WeightMeta]] = [[]]
     for (frozen, _), group in groupby(metadata, key=lambda meta: (meta.frozen, layer_key(meta.name))):
         layer = list(group)
-        pieces = [layer] if _padded_bytes(layer) <= limit_bytes else [[meta] for meta in layer]
+        fits = _padded_bytes(layer) <= limit_bytes
+        pieces = [layer] if fits else [[part] for meta in layer for part in cut_into_ranges(meta, limit_bytes, world)]
         for piece in pieces:
             last = buckets[-1]
             if last and (_padded_bytes(last + piece) > limit_bytes or last[0].frozen != frozen):
@@ -55,12 +70,24 @@ def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int) -> list[Bucke
     return [tuple(bucket) for bucket in buckets if bucket]
 
 
+def cut_into_ranges(meta: WeightMeta, limit_bytes: int, world: int) -> list[WeightMeta]:
+    """Cut a tensor into ranges of about equal size, at most `limit_bytes` each; a smaller one stays whole."""
+    if meta.num_bytes <= limit_bytes or not meta.divisible:
+        return [meta]
+    elements = math.ceil(math.prod(meta.shape) / world)
+    most = max(1, limit_bytes // (world * meta.dtype.itemsize))  # elements of a piece in a range
+    step = math.ceil(elements / math.ceil(elements / most))
+    step = min(most, -(-step // STEP) * STEP) if most >= STEP else step
+    ranges = [TensorRange(world, elements, first, min(first + step, elements)) for first in range(0, elements, step)]
+    return [replace(meta, range=part) for part in ranges]
+
+
 def slot_layout(bucket: Bucket) -> tuple[TensorSpec, ...]:
-    """Return the spec of each tensor in a bucket, with its offset in the slot."""
+    """Return the spec of each tensor or range in a bucket, with its offset in the slot."""
     specs, offset = [], 0
     for meta in bucket:
         dtype = str(meta.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(meta.name, dtype, meta.shape, offset, meta.num_bytes))
+        specs.append(TensorSpec(meta.name, dtype, meta.shape, offset, meta.num_bytes, meta.range))
         offset += _padded(meta.num_bytes)
     return tuple(specs)
 

@@ -8,7 +8,7 @@ from torch import nn
 from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError
 from ..run.topology import Topology
-from .buckets import plan_buckets, slot_layout
+from .buckets import slot_layout
 from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
 from .shards import ShardGather
 from .source import ModuleSource
@@ -76,7 +76,7 @@ def reserve_slots(
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the largest tensor and the cure.
     """
-    buckets = plan_buckets(plan.source(base, dtype, gather).metadata(), bucket_bytes)
+    buckets = plan.source(base, dtype, gather).buckets(bucket_bytes)
     transport.reserve([slot_layout(bucket) for bucket in buckets])
 
 

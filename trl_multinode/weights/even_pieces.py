@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..wire.messages import TensorRange
+
 MIN_PADDING_BYTES = 32 << 20  # 0.7 ms at 400 Gb/s (arithmetic); less would not pay for another collective of all ranks
 MIN_PADDING_SHARE = 0.25  # of the tensor
 
@@ -58,6 +60,30 @@ class Cut:
         first, end = self.interval(rank)
         others = [other.interval(peer) for peer in range(self.world)]
         return [max(0, min(end, their_end) - max(first, their_first)) for their_first, their_end in others]
+
+
+def pass_on_range(data: torch.Tensor, old: Cut, part: TensorRange, into: torch.Tensor) -> None:
+    """Fill `into` with this rank's part of a range of a tensor that is cut otherwise. A collective of all ranks.
+
+    Args:
+        data (`torch.Tensor`):
+            This rank's piece of the old cut, without padding.
+        old (`Cut`):
+            Cut of the tensor.
+        part (`TensorRange`):
+            Range to send, which has a piece per rank.
+        into (`torch.Tensor`):
+            Memory for this rank's part of the range; its padding is left as it is.
+    """
+    rank, intervals = dist.get_rank(), part.intervals(old.numel)
+    first, end = old.interval(rank)
+    sent = [data[max(first, a) - first : max(first, a, min(end, b)) - first] for a, b in intervals]
+    mine, mine_end = intervals[rank]
+    others = [old.interval(peer) for peer in range(old.world)]
+    received = [max(0, min(mine_end, b) - max(mine, a)) * into.itemsize for a, b in others]
+    target = into.view(torch.uint8)[: sum(received)]
+    source = torch.cat(sent).to(into.device, into.dtype).view(torch.uint8)
+    dist.all_to_all_single(target, source, received, [piece.numel() * into.itemsize for piece in sent])
 
 
 def pass_on(data: torch.Tensor, old: Cut, new: Cut, into: torch.Tensor) -> None:

@@ -51,7 +51,9 @@ class HostCopy:
         data = self._buckets[index]
         return [
             Pieces.whole(
-                data[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+                data[spec.offset : spec.offset + spec.num_bytes]
+                .view(getattr(torch, spec.dtype))
+                .view(spec.shape_in_slot)
             )
             for spec in layout
         ]

@@ -17,7 +17,7 @@ from ..wire.messages import ADAPTER_TENSORS
 from .buckets import Bucket, WeightMeta
 from .names import checkpoint_names, is_zero3, shape_of
 from .shards import ShardGather
-from .source import Finish, ModuleSource, count_collectives, full, gather_pieces, gather_zero3
+from .source import Finish, ModuleSource, full, gather_zero3
 from .tying import check_tied_head
 
 LARGEST_RANK = 512  # largest LoRA rank that vLLM serves
@@ -53,7 +53,9 @@ class PeftSource(ModuleSource):
         adapters = {name for name in self._owners if is_adapter(name, active)}
         self._owners = {base_name(name): owner for name, owner in self._owners.items() if name not in adapters}
         self._metadata = [
-            replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters
+            replace(meta, name=name, divisible=name not in self._layers)  # an adapter is merged into a whole weight
+            for meta in self._metadata
+            if meta.name not in adapters and (name := base_name(meta.name))
         ]
         if unknown := sorted(set(self._layers) - set(self._owners)):  # a sync would silently omit their adapters
             raise ConfigurationError(
@@ -64,9 +66,8 @@ class PeftSource(ModuleSource):
 
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
-        tensors = self.tensors(bucket)
-        dtypes = [tensor.dtype for tensor in tensors]  # the trainer's, because the merge precedes any cast
-        with gather_pieces(self._gather, tensors, dtypes) as finish, gather_zero3(self._adapters(bucket)):
+        dtypes = [tensor.dtype for tensor in self.tensors(bucket)]  # the trainer's: the merge precedes any cast
+        with self.gather_pieces(bucket, dtypes) as finish, gather_zero3(self._adapters(bucket)):
             yield lambda: [self._merged(m.name, pieces) for m, pieces in zip(bucket, finish(), strict=True)]
 
     def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
@@ -79,8 +80,7 @@ class PeftSource(ModuleSource):
         ]
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        tensors = self.tensors(bucket)
-        across, within = count_collectives(self._gather, tensors, [tensor.dtype for tensor in tensors])
+        across, within = self.count_collectives(bucket, [tensor.dtype for tensor in self.tensors(bucket)])
         return across + sum(map(is_zero3, self._adapters(bucket))), within
 
     def _adapters(self, bucket: Bucket) -> list[nn.Parameter]:
@@ -121,7 +121,7 @@ class AdapterSource(PeftSource):
         super().__init__(model, dtype, gather)
         self._model = model
         self._frozen = list(self._owners)
-        self._metadata = [replace(meta, frozen=True) for meta in self._metadata]
+        self._metadata = [replace(meta, frozen=True, divisible=True) for meta in self._metadata]
         (self._adapter,) = active_adapters(self._layers.values())
         self._scaled: dict[str, nn.Module] = {}  # layer by the name of its B tensor
         for name, layer in self._layers.items():
@@ -143,7 +143,7 @@ class AdapterSource(PeftSource):
         dtypes = [
             t.dtype if meta.name in self._scaled else meta.dtype for t, meta in zip(tensors, bucket, strict=True)
         ]
-        with gather_pieces(self._gather, tensors, dtypes) as finish:
+        with self.gather_pieces(bucket, dtypes) as finish:
             yield lambda: [self._scale(meta.name, pieces) for meta, pieces in zip(bucket, finish(), strict=True)]
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ..transports.pieces import Pieces
-from .even_pieces import Cut, pass_on
+from ..wire.messages import TensorRange
+from .even_pieces import Cut, pass_on, pass_on_range
 
 PIECE_ALIGNMENT = 16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
 
@@ -34,11 +35,20 @@ class Shard:
 
     data: torch.Tensor  # (elements,) or fewer: the last ranks' pieces may be short or empty
     elements: int  # size of every rank's piece, padding included
-    shape: tuple[int, ...]  # shape of the full tensor
+    shape: tuple[int, ...]  # shape of the full tensor, or the length of a range
+    passed_on: tuple[Cut, TensorRange] | None = None  # of a range of a tensor whose pieces `data` are not those of it
 
     def cut(self, world: int) -> Cut:
-        """Return how the full tensor is cut over `world` ranks."""
+        """Return how the full tensor, or its range, is cut over `world` ranks."""
         return Cut(math.prod(self.shape), self.elements, world)
+
+    def of_range(self, part: TensorRange) -> "Shard":
+        """Return this rank's part of a range. If FSDP2 cuts the tensor otherwise, the ranks pass its rows on."""
+        length, whole = part.end - part.first, self.cut(part.pieces)
+        shape = (part.count(whole.numel),)
+        if self.elements == part.elements:
+            return Shard(self.data[part.first : part.end], length, shape)
+        return Shard(self.data, length, shape, passed_on=(whole, part))
 
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:
@@ -141,11 +151,24 @@ class ShardGather:
         """Number of collectives of one `Gathering` of even pieces: across nodes, within a node."""
         return int(self._nodes > 1), int(self._ranks > 1)
 
+    @property
+    def buckets_at_peak(self) -> float:
+        """Largest memory of a rank, in buckets, while the sync has one under way, gathers one and copies one.
+
+        The last two are whole on the local main process. Of the first two it has the pieces of all ranks with its
+        local rank, which are the whole bucket with one rank per node, and its own, from which the all-gather sends.
+        gloo makes another copy of what it gathers; NCCL does not.
+        """
+        own = 2 / self.world if self._nodes > 1 else 0.0
+        return own + (2 + 2 / self._ranks if self._ranks > 1 else 3)
+
     def count_collectives(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
         """Count the collectives of the `Gathering` of these shards: across nodes, within a node."""
         across, within = self.num_collectives if shards else (0, 0)
         pairs = zip(shards, dtypes, strict=True)
-        passed_on = sum(self.cut(shard, dtype) != shard.cut(self.world) for shard, dtype in pairs)
+        passed_on = sum(
+            shard.passed_on is not None or self.cut(shard, dtype) != shard.cut(self.world) for shard, dtype in pairs
+        )
         return (across + passed_on, within) if self._nodes > 1 else (across, within + passed_on)
 
     @property
@@ -189,10 +212,13 @@ class ShardGather:
         mine = self.buffers.take("mine", size)
         for shard, dtype, cut, offset in zip(shards, dtypes, cuts, offsets, strict=True):
             old = shard.cut(self.world)
-            elements = shard.data.numel() if cut == old else cut.elements
+            stays = cut == old and shard.passed_on is None
+            elements = shard.data.numel() if stays else cut.elements
             part = mine[offset : offset + elements * dtype.itemsize].view(dtype)
-            if cut == old:
+            if stays:
                 part.copy_(shard.data)
+            elif shard.passed_on is not None:
+                pass_on_range(shard.data, *shard.passed_on, part)
             else:
                 pass_on(shard.data.to(self.buffers.device, dtype), old, cut, part)
         return mine
@@ -241,6 +267,7 @@ class Gathering:
         """Return the bucket's tensors: with data on every local main process, empty on the other ranks."""
         if self._work is not None:
             self._work.wait()
+            self._gather.buffers.give_back(*self._taken.pop(0))  # "mine" is in "peers" now
         every = self._gather.collect(self._peers)
         if self._gather.num_collectives[1]:
             self.close()  # `collect` has copied these buffers or sent them on

@@ -11,22 +11,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import WeightSyncError
+from ..transports.base import wrong_shape
 from ..transports.pieces import Pieces
-from .buckets import Bucket, WeightMeta
+from .buckets import Bucket, WeightMeta, plan_buckets
 from .finite import check_finite
 from .names import is_zero3, named_weights, shape_of
-from .shards import ShardGather, is_quantized, shard_of
+from .shards import Shard, ShardGather, is_quantized, shard_of
 from .tying import check_still_tied, tied_weights
 
 Finish = Callable[[], Sequence[Pieces]]
+Held = dict[str, torch.Tensor]  # tensors that DeepSpeed or FSDP2 has gathered whole, while their ranges are sent
 
 
 class WeightSource(ABC):
     """Source of the weights that a sync sends.
 
+    A tensor above the limit of a bucket is gathered in ranges if its metadata say that it is divisible.
+
     ```python
     source.check(source.metadata(), step, frozen=True)      # raises on the rank that has a NaN
-    for bucket in plan_buckets(source.metadata(), limit):   # metadata: the same list on every rank, no collective
+    for bucket in source.buckets(limit):                    # the same list on every rank, no collective
         with source.gathering(bucket) as finish:            # starts the gathering on all ranks
             tensors = finish()                              # a collective; whole tensors on local main processes
     source.release()
@@ -35,6 +40,16 @@ class WeightSource(ABC):
     Every training rank calls it for the same buckets in the same order, on the default stream. Buckets may overlap: at
     most three contexts may be open, one starting, two gathering or in use. Exit them in order of entry.
     """
+
+    world = 1  # training ranks that hold pieces of sharded tensors
+    buckets_at_peak = 3.0  # memory that a sync takes on a rank, in buckets
+
+    def buckets(self, limit_bytes: int) -> list[Bucket]:
+        """Plan buckets of which a sync holds at most three times `limit_bytes` in the memory of any rank.
+
+        Buckets are smaller than the limit only with one or two training ranks per node: by 25 % at most.
+        """
+        return plan_buckets(self.metadata(), int(limit_bytes * min(1.0, 3.0 / self.buckets_at_peak)), self.world)
 
     @abstractmethod
     def metadata(self) -> list[WeightMeta]: ...
@@ -57,7 +72,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def gathering(self, bucket: Bucket) -> AbstractContextManager[Finish]:
-        """Gather the tensors of `bucket`, in its order. Only local main processes may read them."""
+        """Gather the tensors or ranges of `bucket`, in its order. Only local main processes may read them."""
 
     @abstractmethod
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
@@ -85,11 +100,18 @@ class ModuleSource(WeightSource):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         self._gather = gather or ShardGather(1, torch.device("cpu"))
+        self.world, self.buckets_at_peak = self._gather.world, self._gather.buckets_at_peak
+        self._held: Held = {}
         self._module = model
         self._tied = tied_weights(model)
         self._owners = {name: owner for name, owner, _ in named_weights(model)}
         self._metadata = [
-            WeightMeta(name, dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype, shape_of(t))
+            WeightMeta(
+                name,
+                dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype,
+                shape_of(t),
+                divisible=True,
+            )
             for name, _, t in named_weights(model)
         ]
 
@@ -118,55 +140,89 @@ class ModuleSource(WeightSource):
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
         dtypes = [meta.dtype for meta in bucket]
-        with gather_pieces(self._gather, self.tensors(bucket), dtypes) as finish:
+        with self.gather_pieces(bucket, dtypes) as finish:
             yield finish
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        return count_collectives(self._gather, self.tensors(bucket), [meta.dtype for meta in bucket])
+        return self.count_collectives(bucket, [meta.dtype for meta in bucket])
 
     def release(self) -> None:
         self._gather.buffers.clear()
+        self._held.clear()
+
+    @contextmanager
+    def gather_pieces(self, bucket: Bucket, dtypes: Sequence[torch.dtype]) -> Iterator[Finish]:
+        """Gather the sharded tensors; the yielded function returns all that is in the bucket. A collective of all
+        training ranks.
+
+        Args:
+            bucket (`Bucket`):
+                Tensors, or ranges of them.
+            dtypes (`Sequence[torch.dtype]`):
+                Dtype to gather each tensor in.
+        """
+        tensors = self.tensors(bucket)
+        shards = shards_of(bucket, tensors)
+        others = [t for i, t in enumerate(tensors) if i not in shards and is_gathered_with(bucket[i])]
+
+        @torch.no_grad()
+        def finish() -> list[Pieces]:
+            together = dict(zip(shards, under_way.wait(), strict=True)) if under_way else {}
+            return [
+                together.get(index) or self._whole_or_range(meta, tensor)
+                for index, (meta, tensor) in enumerate(zip(bucket, tensors, strict=True))
+            ]
+
+        # `no_grad` must not span the yield: the contexts of two buckets overlap, so gradients would stay off
+        with torch.no_grad():
+            under_way = self._gather.start(list(shards.values()), [dtypes[i] for i in shards]) if shards else None
+        with gather_zero3(others):
+            yield finish
+        if under_way is not None:
+            under_way.close()
+
+    def _whole_or_range(self, meta: WeightMeta, tensor: torch.Tensor) -> Pieces:
+        """Return what is sent of a tensor that this class does not gather itself. A collective under FSDP2."""
+        if meta.range is None:
+            return Pieces.whole(full(tensor))
+        if meta.range.is_first:
+            whole = full(tensor)
+            # DeepSpeed frees its copy before the next range is read
+            self._held[meta.name] = whole.clone() if is_zero3(tensor) and self._gather.is_local_main else whole
+        if not self._gather.is_local_main:
+            return Pieces.whole(torch.empty(0))
+        flat = self._held[meta.name].reshape(-1)
+        if meta.range.is_last:
+            del self._held[meta.name]
+        return Pieces.whole(torch.cat([flat[first:end] for first, end in meta.range.intervals(flat.numel())]))
+
+    def count_collectives(self, bucket: Bucket, dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
+        """Count the collectives of one `gather_pieces`: across nodes, within a node."""
+        tensors = self.tensors(bucket)
+        shards = shards_of(bucket, tensors)
+        others = [t for i, t in enumerate(tensors) if i not in shards and is_gathered_with(bucket[i])]
+        across, within = self._gather.count_collectives(list(shards.values()), [dtypes[index] for index in shards])
+        return across + sum(map(_collectives_of_its_library, others)), within
 
 
-@contextmanager
-def gather_pieces(
-    gather: ShardGather, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
-) -> Iterator[Finish]:
-    """Gather the sharded tensors; the yielded function returns all tensors whole. A collective of all training ranks.
+def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shard]:
+    """Return this rank's part of each sharded tensor or range of a bucket, by its index.
 
-    Args:
-        gather (`ShardGather`):
-            `ShardGather` of this rank.
-        tensors (`Sequence[torch.Tensor]`):
-            Parameters and buffers of any kind.
-        dtypes (`Sequence[torch.dtype]`):
-            Dtype to gather each tensor in.
+    Raises:
+        `WeightSyncError`: if a tensor that is sent in ranges has another shape than when the trainer was built.
     """
-    shards = {index: shard for index, tensor in enumerate(tensors) if (shard := shard_of(tensor)) is not None}
-    others = [tensor for index, tensor in enumerate(tensors) if index not in shards]
-
-    @torch.no_grad()
-    def finish() -> list[Pieces]:
-        together = dict(zip(shards, under_way.wait(), strict=True)) if under_way else {}
-        return [together.get(index) or Pieces.whole(full(tensor)) for index, tensor in enumerate(tensors)]
-
-    # `no_grad` must not span the yield: contexts of two buckets overlap, so the last exit would leave gradients off
-    with torch.no_grad():
-        under_way = gather.start(list(shards.values()), [dtypes[i] for i in shards]) if shards else None
-    with gather_zero3(others):
-        yield finish
-    if under_way is not None:
-        under_way.close()
+    shards = {}
+    for index, (meta, tensor) in enumerate(zip(bucket, tensors, strict=True)):
+        if meta.range is not None and shape_of(tensor) != meta.shape:
+            raise WeightSyncError(wrong_shape(meta.name, shape_of(tensor), meta.shape))
+        if (shard := shard_of(tensor)) is not None:
+            shards[index] = shard if meta.range is None else shard.of_range(meta.range)
+    return shards
 
 
-def count_collectives(
-    gather: ShardGather, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
-) -> tuple[int, int]:
-    """Count the collectives of one `gather_pieces`: across nodes, within a node."""
-    shards = {index: shard for index, tensor in enumerate(tensors) if (shard := shard_of(tensor)) is not None}
-    others = [tensor for index, tensor in enumerate(tensors) if index not in shards]
-    across, within = gather.count_collectives(list(shards.values()), [dtypes[index] for index in shards])
-    return across + sum(map(_collectives_of_its_library, others)), within
+def is_gathered_with(meta: WeightMeta) -> bool:
+    """Return whether DeepSpeed or FSDP2 gathers a tensor for this entry: the first of its ranges serves all others."""
+    return meta.range is None or meta.range.is_first
 
 
 def _collectives_of_its_library(tensor: Any) -> int:
@@ -179,7 +235,7 @@ def _collectives_of_its_library(tensor: Any) -> int:
 def gather_zero3(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
     """Gather ZeRO-3 parameters through DeepSpeed: an all-gather per parameter, whole on every rank.
 
-    `PeftSource` uses it for adapters, `gather_pieces` for shards for which `shard_of` returns `None`.
+    `PeftSource` uses it for adapters, `ModuleSource` for shards for which `shard_of` returns `None`.
     """
     sharded = [tensor for tensor in tensors if is_zero3(tensor)]
     if not sharded:

@@ -15,7 +15,7 @@ from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
 from ..wire.messages import NUM_SLOTS, BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
-from .buckets import Bucket, plan_buckets, slot_bytes, slot_layout
+from .buckets import Bucket, slot_bytes, slot_layout
 from .host_copy import HostCopy
 from .source import Finish, WeightSource
 from .transport import Transport
@@ -86,8 +86,8 @@ class WeightSync:
         engines (`EngineGroup`, *optional*):
             Engines of this node on its local main process, `None` on other ranks. Those that are lost get nothing.
         limit_bytes (`int`):
-            Largest size of a bucket, in bytes; only a single larger tensor exceeds it. A local main process holds at
-            most two buckets and its own part of a third; a node holds two slots.
+            Largest size of a bucket, in bytes. Only a larger tensor that is not divisible exceeds it. A local main
+            process holds at most three buckets; a node holds two slots.
         transport (`Transport`, *optional*):
             Transport that opens the slots, at the first sync. Default: host memory.
         in_flight (`bool`, *optional*, defaults to `False`):
@@ -109,7 +109,7 @@ class WeightSync:
         self.copy: HostCopy | None = None  # of the local main process, for `send_copy`
         self._source = source
         self._engines = engines
-        self.buckets: list[Bucket] = plan_buckets(source.metadata(), limit_bytes)
+        self.buckets: list[Bucket] = source.buckets(limit_bytes)
         self._layouts = [slot_layout(bucket) for bucket in self.buckets]
         self._transport = transport or Transport()
         self._slots: Slots | None = None
@@ -214,7 +214,8 @@ class WeightSync:
         """Check the weights that are sent, and return their numbers."""
         sent = self.buckets[self._first :]
         # before the first message: the other ranks then wait in their first gathering, so no engine loads anything
-        self._source.check([meta for bucket in sent for meta in bucket], version.step, self._check_frozen)
+        tensors = {meta.name: meta for bucket in sent for meta in bucket}  # once, however many ranges they have
+        self._source.check(list(tensors.values()), version.step, self._check_frozen)
         counts = [self._source.collectives(bucket) for bucket in sent]
         timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
         timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))

@@ -4,6 +4,7 @@ Token ids and log-probs are raw int32 and float32 buffers: packed arrays cost 0.
 as JSON 5.7 microseconds and 97 bytes. Nothing is pickled. End of file means that the other process has ended.
 """
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -49,14 +50,52 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int  # index after the last of these tokens; the next span starts there, the first one at 0
 
 
+class TensorRange(msgspec.Struct, frozen=True):
+    """Range of a flattened tensor that is larger than a bucket: the same interval of all its equal pieces.
+
+    So every rank of a sharded model contributes as much to each range, and one all-gather of equal parts makes it. The
+    padding is at the end of the tensor, so a range without its padding is the first `count` elements of it.
+    """
+
+    pieces: int  # into which the tensor is cut, in order: one per training rank
+    elements: int  # of every piece, the padding of the last ones included
+    first: int  # element of every piece at which the range begins
+    end: int  # first element of every piece after the range
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no range of the tensor precedes this one."""
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the tensor is complete with this range."""
+        return self.end == self.elements
+
+    def intervals(self, numel: int) -> list[tuple[int, int]]:
+        """Return where the range of each piece begins and ends in a flattened tensor of `numel` elements."""
+        starts = range(0, self.pieces * self.elements, self.elements)
+        return [(min(start + self.first, numel), min(start + self.end, numel)) for start in starts]
+
+    def count(self, numel: int) -> int:
+        """Return how many elements of a tensor of `numel` elements are in the range."""
+        return sum(end - first for first, end in self.intervals(numel))
+
+
 class TensorSpec(msgspec.Struct, frozen=True):
-    """Name, type and position of one tensor inside a slot."""
+    """Name, type and position of one tensor, or of a range of it, inside a slot."""
 
     name: str  # as in the checkpoint
     dtype: str  # as stored in the slot: torch's name without "torch."
     shape: tuple[int, ...]  # full, unsharded
     offset: int  # bytes from the start of the slot
-    num_bytes: int
+    num_bytes: int  # in the slot
+    range: TensorRange | None = None  # `None`: the whole tensor
+
+    @property
+    def shape_in_slot(self) -> tuple[int, ...]:
+        """Shape of what is in the slot: that of the tensor, or the length of a flat range."""
+        return self.shape if self.range is None else (self.range.count(math.prod(self.shape)),)
 
 
 class Image(msgspec.Struct, frozen=True):

@@ -1,0 +1,255 @@
+"""Tensors above the limit of a bucket are sent in ranges: bit for bit, in little memory, and never half a tensor."""
+
+import ctypes
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from forks import on_gloo_ranks
+from received import received
+from served import Keeper, digest, serving
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from trl_multinode.errors import WeightSyncError
+from trl_multinode.transports.base import OpenedSlots
+from trl_multinode.transports.pieces import GrowingTensor
+from trl_multinode.weights.buckets import WeightMeta, cut_into_ranges, plan_buckets, slot_layout
+from trl_multinode.weights.shards import Buffers, ShardGather
+from trl_multinode.weights.source import ModuleSource
+from trl_multinode.weights.sync import WeightSync
+from trl_multinode.wire.messages import TensorSpec, WeightVersion
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+M_MMAP_THRESHOLD = -3
+
+
+def ranges_of(shape: tuple[int, ...], limit: int, world: int, dtype=torch.float32) -> list[WeightMeta]:
+    return cut_into_ranges(WeightMeta("w", dtype, shape, divisible=True), limit, world)
+
+
+def test_ranges_hold_every_element_once_and_are_below_the_limit():
+    choose = random.Random(0)
+    for _ in range(300):
+        world, numel = choose.randint(1, 9), choose.randint(1, 3000)
+        limit = choose.randint(4 * world, 5000)
+        metas = ranges_of((numel,), limit, world)
+        if metas[0].range is None:
+            assert 4 * numel <= limit and len(metas) == 1
+            continue
+        found = [i for meta in metas for first, end in meta.range.intervals(numel) for i in range(first, end)]
+        assert sorted(found) == list(range(numel))
+        assert all(0 < meta.num_bytes <= limit for meta in metas[:-1]) and metas[-1].num_bytes <= limit
+        assert sum(meta.num_bytes for meta in metas) == 4 * numel
+        assert [meta.range.is_first for meta in metas] == [True] + [False] * (len(metas) - 1)
+        assert [meta.range.is_last for meta in metas] == [False] * (len(metas) - 1) + [True]
+
+
+def test_the_ranges_of_a_large_tensor_are_about_equal_and_aligned():
+    metas = ranges_of((151936, 4096), 512 * MIB, 448, torch.bfloat16)  # Qwen3's embedding on 64 nodes of 7 ranks
+    assert len(metas) == 3 and min(meta.num_bytes for meta in metas) > 0.98 * max(meta.num_bytes for meta in metas)
+    assert all(meta.range.first % 32 == 0 for meta in metas)
+
+
+def test_only_a_divisible_tensor_is_cut_and_small_neighbours_still_share_a_bucket():
+    metadata = [WeightMeta("large", torch.float32, (1000,)), WeightMeta("layers.0.w", torch.float32, (3,))]
+    assert [len(bucket) for bucket in plan_buckets(metadata, 400, world=2)] == [1, 1]
+    metadata[0] = WeightMeta("large", torch.float32, (1000,), divisible=True)
+    buckets = plan_buckets(metadata, 400, world=2)
+    assert len(buckets) == 11 and {meta.name for bucket in buckets[:-1] for meta in bucket} == {"large"}
+    assert slot_layout(buckets[0])[0].shape_in_slot == (buckets[0][0].num_bytes // 4,)
+
+
+# ---- gathered from every kind of model
+
+
+class Model(nn.Module):
+    def __init__(self, rows: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.Parameter(torch.randn(rows, 61))
+        self.norm = nn.Parameter(torch.randn(5))
+        self.register_buffer("table", torch.arange(700))
+
+
+def joined(source: ModuleSource, limit: int) -> dict[str, torch.Tensor]:
+    assert sum(meta.range is not None for bucket in source.buckets(limit) for meta in bucket) > 1
+    found = received(source, limit, source._gather.is_local_main)
+    assert not source._held
+    return found
+
+
+def equal(found: dict[str, torch.Tensor], model: nn.Module) -> bool:
+    expected = {name: t.detach().bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("limit", [24, 100, 5000])
+def test_fsdp2_whose_rows_do_not_divide_and_plain_modules_send_the_same_bits(limit, tmp_path):
+    def body(rank: int) -> list[bool]:
+        gather, mesh = ShardGather(2, CPU), init_device_mesh("cpu", (6,))
+        right = [rank % 2 == 1 or equal(joined(ModuleSource(Model(60), torch.bfloat16, gather), limit), Model(60))]
+        for rows in (1, 4, 5, 6, 7, 60) if limit < 5000 else (60,):
+            model = Model(rows)
+            source = ModuleSource(model, torch.bfloat16, gather)
+            fully_shard(model, mesh=mesh)
+            found = joined(source, min(limit, rows * 30))
+            right.append(rank % 2 == 1 or equal(found, Model(rows)))
+        return right
+
+    assert all(all(found) for found in on_gloo_ranks(body, 6, tmp_path))
+
+
+def test_a_tensor_that_its_own_library_gathers_is_gathered_once_for_all_ranges(tmp_path):
+    def body(rank: int) -> list:
+        model, gathers = Model(40), []
+        source = ModuleSource(model, torch.bfloat16, ShardGather(2, CPU))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+        real = DTensor.full_tensor
+        DTensor.full_tensor = lambda tensor: gathers.append(tensor.shape) or real(tensor)
+        counts = [source.collectives(bucket)[0] for bucket in source.buckets(700)]
+        found = joined(source, 700)
+        DTensor.full_tensor = real
+        return [len(gathers), sum(counts), rank == 1 or equal(found, Model(40))]
+
+    assert on_gloo_ranks(body, 2, tmp_path) == [[2, 2, True]] * 2
+
+
+def test_a_model_that_was_resized_is_refused_before_a_collective_hangs():
+    model = Model(40)
+    source = ModuleSource(model, torch.bfloat16)
+    buckets = plan_buckets(source.metadata(), 700)
+    model.experts = nn.Parameter(torch.randn(41, 61))
+    with pytest.raises(WeightSyncError, match=r"experts was gathered with shape \(41, 61\), expected \(40, 61\)"):
+        source.gathering(buckets[0]).__enter__()
+
+
+# ---- joined in a worker
+
+
+def test_half_a_tensor_of_a_failed_update_does_not_survive_and_gaps_are_errors():
+    first, second, third = slot_layout(tuple(ranges_of((90,), 128, 1)))
+    whole, growing = torch.arange(90.0), GrowingTensor(CPU)
+
+    def add(spec: TensorSpec, data: torch.Tensor) -> torch.Tensor | None:
+        (interval,) = spec.range.intervals(90)
+        return growing.add(spec, spec.range, data[slice(*interval)])
+
+    assert add(first, -whole) is None and add(second, -whole) is None
+    assert add(first, whole) is None  # the next update
+    with pytest.raises(RuntimeError, match="of w from element 64 of each piece came, expected that of w from 32"):
+        add(third, whole)
+    assert add(second, whole) is None
+    assert add(third, whole).tolist() == whole.tolist()
+    with pytest.raises(RuntimeError, match="expected that of"):
+        add(second, whole)
+
+
+# ---- memory
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Bytes of resident memory that `call` needed at most on top of what was there."""
+    ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)  # else glibc keeps freed blocks of up to 32 MiB
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
+
+
+def status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+
+class Large(nn.Module):
+    """A tensor of 24 buckets under ZeRO-3, and small ones."""
+
+    def __init__(self, rank: int, world: int, rows: int):
+        super().__init__()
+        self.embed = nn.Parameter(torch.empty(0))
+        piece = torch.full((rows * MIB // 4 // world,), float(rank))
+        piece.ds_numel, piece.final_location = piece.numel(), None
+        self.embed.ds_tensor, self.embed.ds_numel = piece, rows * MIB // 4
+        self.embed.ds_shape = (rows, MIB // 4)
+        self.norm = nn.Parameter(torch.zeros(16))
+
+
+class Reader(Keeper):
+    """Reads no slot, so all memory is the sender's."""
+
+    async def load_bucket(self, bucket: int, slot: int) -> None:
+        self.loaded.append((self._version.update, bucket))
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1), (1, 4)])
+def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(nodes, per_node, tmp_path):
+    bucket, rows = 4 * MIB, 96
+
+    def body(rank: int) -> float:
+        source = ModuleSource(Large(rank, nodes * per_node, rows), torch.float32, ShardGather(per_node, CPU))
+        if rank % per_node:
+            return second_peak(WeightSync(source, None, bucket))
+        with serving(Reader(), folder=tmp_path / str(rank)) as engines:
+            return second_peak(WeightSync(source, engines, bucket))
+
+    def second_peak(sync: WeightSync) -> tuple[float, float]:
+        assert len(sync.buckets) > 24
+        sync.run(WeightVersion(1, 1))  # the slots' pages
+        taken, real = {}, Buffers.take
+
+        def take(buffers: Buffers, name: str, num_bytes: int) -> torch.Tensor:
+            tensor = real(buffers, name, num_bytes)
+            taken[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        Buffers.take = take
+        resident = peak_bytes(lambda: sync.run(WeightVersion(2, 2)))
+        return sum(taken.values()) / bucket, resident / bucket
+
+    found = on_gloo_ranks(body, nodes * per_node, tmp_path)
+    print(f"our buffers and resident memory, in buckets of {bucket / MIB} MiB: {found}")
+    assert max(ours for ours, _ in found) <= 3.0
+    # gloo copies what it gathers, and two gatherings are under way
+    assert max(resident for _, resident in found) < 3.1 + 2 / per_node * (nodes > 1)
+
+
+def test_a_worker_needs_the_tensor_and_at_most_two_buckets(tmp_path):
+    bucket, rows = 4 * MIB, 96
+
+    def body(rank: int) -> float:
+        layouts = [slot_layout((meta,)) for meta in ranges_of((rows, MIB // 4), bucket, 4)]
+        slots = OpenedSlots([torch.ones(bucket, dtype=torch.uint8) for _ in range(2)], CPU)
+
+        def load() -> None:
+            for index, layout in enumerate(layouts):
+                tensors = slots.take(index % 2, layout)
+                assert bool(tensors) == (index == len(layouts) - 1)
+
+        return peak_bytes(load) / bucket
+
+    (found,) = on_gloo_ranks(body, 1, tmp_path)
+    print(f"buckets: {found}")
+    assert rows / 4 - 1 < found < rows / 4 + 2
+
+
+def test_an_engine_gets_the_large_tensor_whole(tmp_path):
+    def body(rank: int) -> bool:
+        model = Large(rank, 2, 8)
+        source = ModuleSource(model, torch.float32, ShardGather(2, CPU))
+        if rank:
+            WeightSync(source, None, MIB).run(WeightVersion(1, 1))
+            return True
+        engine = Keeper()
+        with serving(engine, folder=tmp_path) as engines:
+            timings = WeightSync(source, engines, MIB).run(WeightVersion(1, 1))
+        expected = {"embed": torch.arange(2.0).repeat_interleave(MIB).view(8, MIB // 4), "norm": torch.zeros(16)}
+        return timings.num_buckets > 8 and digest(engine.tensors) == digest(expected)
+
+    assert on_gloo_ranks(body, 2, tmp_path) == [True, True]
