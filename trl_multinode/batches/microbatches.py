@@ -40,7 +40,7 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
     layers = sorted({*(getattr(config, "layer_types", None) or [])} - KNOWN_LAYERS)
     reasons = {
         f"loss_type={trainer.loss_type!r} is not a sum over rows": (
-            trainer.loss_type not in MEAN_OVER_ROWS + SUM_OVER_TOKENS
+            trainer.loss_type not in SUM_OVER_TOKENS and not trainer.is_mean_over_rows
         ),
         "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
@@ -85,6 +85,8 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
         `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`.
     """
 
+    _mean_over_rows = False  # `True` in a trainer whose own loss is a mean over rows with any `loss_type`
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if NodeSettings.of(self.args).micro_batch_tokens is None:
@@ -94,6 +96,11 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
                 report(f"micro_batch_tokens is off, the micro-batches are TRL's: {reason}")
             return
         self._balance = Balance(self)
+
+    @property
+    def is_mean_over_rows(self) -> bool:
+        """`True` if the loss of a micro-batch is a mean over its rows."""
+        return self._mean_over_rows or self.loss_type in MEAN_OVER_ROWS
 
     def _prepare_inputs(self, generation_batch: Any) -> Tensors:
         if self._balance is not None and self._balance.inside:
@@ -179,7 +186,7 @@ class Balance:
 
     def scale(self, rows: int) -> float:
         """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/balance.md."""
-        return rows / self._slice_rows if self._trainer.loss_type in MEAN_OVER_ROWS else 1.0
+        return rows / self._slice_rows if self._trainer.is_mean_over_rows else 1.0
 
     def train(self, model: torch.nn.Module, micro_step: Callable[[Tensors], torch.Tensor]) -> torch.Tensor:
         """Run all micro-steps of an optimizer step; return this rank's loss, scaled like the sum over TRL's calls."""
@@ -201,7 +208,7 @@ class Balance:
 
     def _blocks(self, slices: list[Tensors]) -> list[list[Tensors]]:
         """Group slices whose rows may mix. A sum over tokens is divided by the tokens of its own generation block."""
-        if self._trainer.loss_type in MEAN_OVER_ROWS:
+        if self._trainer.is_mean_over_rows:
             return [slices]
         blocks: dict[float, list[Tensors]] = {}
         for part in slices:
