@@ -105,10 +105,10 @@ COLLECTIVES = {
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
     "batches.row_exchange": {
-        "all_gather",
+        "all_gather_into_tensor",
         "all_to_all_single",
         "new_group",
-    },  # lengths of all ranks, rows within a node
+    },  # lengths of all ranks; rows between nodes, then within a node
     "doctor.ring": {"new_group"},  # one per GPU of a node, before a run
     "batches.local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch
 }

@@ -77,9 +77,9 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
     TRL's [`~trl.GRPOTrainer`] with `micro_batch_tokens`; without it every method is TRL's.
 
     It works with every `vllm_mode` and without vLLM, with one process and with many. All training ranks take part in
-    its collectives. Each no-grad pass and each optimizer step gathers the lengths once and exchanges rows within a
-    pool once; with a loss that sums over tokens, a step does both for each of its generation blocks. A no-grad pass
-    also sends the log-probs back within the pool, and an optimizer step gathers the metrics once.
+    its collectives. Each no-grad pass and each optimizer step gathers the lengths once and exchanges rows once; with a
+    loss that sums over tokens, a step does both for each of its generation blocks. A no-grad pass also sends the
+    log-probs back, and an optimizer step gathers the metrics once.
 
     Raises:
         `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`.
@@ -169,9 +169,9 @@ class Balance:
         self._moved_bytes, self._crossed_bytes = 0, 0  # sums over all ranks; the second between nodes only
 
     @property
-    def pool_size(self) -> int:
+    def across(self) -> int:
         """Number of ranks between which rows move."""
-        return len(self._exchange.pools[0])
+        return self._exchange.across
 
     @contextlib.contextmanager
     def rehearsing(self, rows: int) -> Iterator[None]:
@@ -246,9 +246,9 @@ class Balance:
             ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
             logps = compact(ids, masks, batch["completion_ids"].shape[1])[0]
             found |= {n: row[: share.sizes[n, 1]] for n, row in zip(rows, logps, strict=True)}
-        guests = [number for number in found if share.plan.owners[number] != self._exchange.rank]
+        guests = [number for number in found if share.owners[number] != self._exchange.rank]
         records = {number: row_to_record({"logps": found[number]}) for number in guests}
-        back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.plan.owners)
+        back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.owners)
         self._count(share.sizes[:, 1], share)
         result = logps.new_zeros(len(input_ids), keep)
         for row, number in zip(result, share.own, strict=True):
@@ -261,8 +261,8 @@ class Balance:
         table = self._exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
         padded = -(-table.sum(2) // self._multiple) * self._multiple
         self._check(padded)
-        cut = plan_micro_steps(padded, self._exchange.pools, self._cap, self._linear)
-        share = Share(cut, table.reshape(-1, 2), self._exchange.rank, inputs[0])
+        plan = plan_micro_steps(padded, self._exchange.across, self._cap, self._linear)
+        share = Share(plan, table.reshape(-1, 2), self._exchange.rank, inputs[0])
         mine = dict(zip(share.own, (row for part in inputs for row in cut_rows(part, self._per_token)), strict=True))
         like = next(iter(mine.values()))
         in_row = [name for name in like if name in self._per_token]
@@ -270,15 +270,15 @@ class Balance:
         record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
         away = {number: row for number, row in mine.items() if share.targets[number] != self._exchange.rank}
         leaving = {number: row_to_record(row) for number, row in away.items()}
-        arrived = self._exchange.move(leaving, record_sizes, cut.owners, share.targets)
+        arrived = self._exchange.move(leaving, record_sizes, share.owners, share.targets)
         self._count(record_sizes, share)
         mine |= {n: record_to_row(record, like, share.sizes[n], self._per_token) for n, record in arrived.items()}
-        share.steps = [{number: mine[number] for number in numbers} for numbers in cut.bins[self._exchange.rank]]
+        share.steps = [{number: mine[number] for number in numbers} for numbers in plan.bins(self._exchange.rank)]
         return share
 
     def _count(self, sizes: np.ndarray, share: "Share") -> None:
         """Add the bytes of all records that left their rank; every rank has the sizes of all."""
-        per_node, owners = self._topology.ranks_per_node, share.plan.owners
+        per_node, owners = self._topology.ranks_per_node, share.owners
         self._moved_bytes += 4 * int(sizes[share.targets != owners].sum())
         self._crossed_bytes += 4 * int(sizes[share.targets // per_node != owners // per_node].sum())
 
@@ -327,7 +327,7 @@ class Share:
 
     def __init__(self, plan: Plan, sizes: np.ndarray, rank: int, inputs: Tensors):
         self.plan, self.sizes = plan, sizes
-        self.own = np.flatnonzero(plan.owners == rank).tolist()  # rows that this rank holds before the exchange
-        self.targets = plan.targets()
+        self.owners, self.targets = plan.owners, plan.targets()
+        self.own = np.flatnonzero(self.owners == rank).tolist()  # rows that this rank holds before the exchange
         self.scalars = {name: value for name, value in inputs.items() if value is not None and value.ndim == 0}
         self.steps: list[dict[int, Row]] = []  # rows that this rank runs, by micro-step
