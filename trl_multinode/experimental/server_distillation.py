@@ -3,8 +3,9 @@
 import time
 from dataclasses import dataclass
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
-import requests
 from trl import DistillationTrainer
 from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 
@@ -55,8 +56,12 @@ def check_teacher(url: str, where: str, wait_s: float = WAIT_S) -> None:
 
 def problem_of(url: str) -> str | None:
     """Return what is wrong with the server at `url`, or `None` if it is healthy."""
+    if not url.startswith(("http://", "https://")):
+        return "a URL begins with http:// or https://"
     try:
-        answer = requests.get(f"{url.rstrip('/')}/health", timeout=ANSWER_S)
-    except requests.exceptions.RequestException as error:
-        return f"{type(error).__name__}: {error}"
-    return None if answer.status_code == 200 else f"it answers /health with HTTP status {answer.status_code}"
+        with urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_S):  # noqa: S310
+            return None
+    except HTTPError as error:
+        return f"it answers /health with HTTP status {error.code}"
+    except OSError as error:  # refused, unknown host, too late
+        return str(error)
