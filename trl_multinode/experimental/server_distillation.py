@@ -16,6 +16,7 @@ from ..trainers import MultiNodeDistillationTrainer
 
 WAIT_S = 60.0  # TRL waits as long for a server that is still starting, but only once the student is loaded
 ANSWER_S = 5.0
+SCHEMES = ("http://", "https://")
 
 
 @dataclass
@@ -43,7 +44,7 @@ class MultiNodeServerDistillationTrainer(MultiNodeDistillationTrainer, ServerDis
 
 def check_teacher(url: str, where: str, wait_s: float = WAIT_S) -> None:
     """Wait for a healthy teacher server; raise `ConfigurationError` if there is none `wait_s` seconds later."""
-    deadline = time.monotonic() + wait_s
+    deadline = time.monotonic() + (wait_s if url.startswith(SCHEMES) else 0.0)
     while (problem := problem_of(url)) is not None:
         if time.monotonic() >= deadline:
             raise ConfigurationError(
@@ -56,7 +57,7 @@ def check_teacher(url: str, where: str, wait_s: float = WAIT_S) -> None:
 
 def problem_of(url: str) -> str | None:
     """Return what is wrong with the server at `url`, or `None` if it is healthy."""
-    if not url.startswith(("http://", "https://")):
+    if not url.startswith(SCHEMES):
         return "a URL begins with http:// or https://"
     try:
         with urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_S):  # noqa: S310
