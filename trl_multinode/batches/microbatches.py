@@ -166,6 +166,7 @@ class Balance:
         self.metrics = LocalMetrics()
         self.inside = False  # true during a micro-step
         self._slice_rows = 0
+        self._planned_lengths = np.empty(0)  # of `_last_plan`
         self._moved_bytes, self._crossed_bytes = 0, 0  # sums over all ranks; the second between nodes only
 
     @property
@@ -261,7 +262,7 @@ class Balance:
         table = self._exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
         padded = -(-table.sum(2) // self._multiple) * self._multiple
         self._check(padded)
-        plan = plan_micro_steps(padded, self._exchange.across, self._cap, self._linear)
+        plan = self._plan(padded)
         share = Share(plan, table.reshape(-1, 2), self._exchange.rank, inputs[0])
         mine = dict(zip(share.own, (row for part in inputs for row in cut_rows(part, self._per_token)), strict=True))
         like = next(iter(mine.values()))
@@ -275,6 +276,13 @@ class Balance:
         mine |= {n: record_to_row(record, like, share.sizes[n], self._per_token) for n, record in arrived.items()}
         share.steps = [{number: mine[number] for number in numbers} for numbers in plan.bins(self._exchange.rank)]
         return share
+
+    def _plan(self, padded: np.ndarray) -> Plan:
+        """Plan rows of these lengths. The passes of the old and the reference log-probs share a plan."""
+        if not np.array_equal(self._planned_lengths, padded):
+            self._last_plan = plan_micro_steps(padded, self._exchange.across, self._cap, self._linear)
+            self._planned_lengths = padded
+        return self._last_plan
 
     def _count(self, sizes: np.ndarray, share: "Share") -> None:
         """Add the bytes of all records that left their rank; every rank has the sizes of all."""
