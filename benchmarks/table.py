@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from projection import tables as projected_tables
+
 FOLDER = Path(__file__).parent
 HEAD = """# Results
 
@@ -237,14 +239,18 @@ def transports(found: dict) -> str:
 def projection(found: dict) -> str:
     checked = [[r["model"], r["nodes"], r["link"], "fitted" if r["fitted"] else "predicted", r["measured_s"],
                 r["predicted_s"], f"{r['error']:+.0%}"] for r in found["cells"]]  # fmt: skip
-    links = [key for key in found["projected"][0] if key not in ("model", "nodes")]
-    rows = [[row["model"], row["nodes"], *(row[link] for link in links)] for row in found["projected"]]
+    sources = [f"- {row['who']}, {row['model']}: {row['way']}; <{row['source']}>" for row in found["published"]] + [
+        f"- {who}, no seconds of one sync: {what}; <{source}>" for who, what, source in found["others"]
+    ]
+    sources += [f"- {who}: {what}. No source was found." for who, what in found["source_not_found"]]
+    rates = [f"- {each['what']}: <{each['source']}>" for each in found["inputs"].values() if each["source"]]
     return (
-        "## Projection of the weight sync\n\n**Not measured.** Arithmetic and assumptions are in "
-        "`trl_multinode/plan/sync_seconds.py`; first what it says of the measured cells (worst error "
-        f"{found['worst_error']:.0%}, limit {found['limit']:.0%}), then seconds of a sync in bfloat16.\n\n"
-        + table(["model", "nodes", "link", "", "measured, s", "arithmetic, s", "error"], checked)
-        + "\n" + table(["model", "nodes", *links], rows)
+        "## Projection of the weight sync\n\n**Not measured on a GPU.** Arithmetic of "
+        "`trl_multinode/plan/sync_seconds.py`, explained in [projection.md](../docs/projection.md); first what it "
+        f"says of the measured cells (worst error {found['worst_error']:.0%}, limit {found['limit']:.0%}).\n\n"
+        + table(["model", "nodes", "link", "", "measured, s", "arithmetic, s", "error"], checked) + "\n"
+        + "\n".join(f"**{title}**\n\n{table(heads, rows)}" for title, heads, rows in projected_tables(found))
+        + "\n" + "\n".join([*sources, *rates]) + "\n"
     )  # fmt: skip
 
 
