@@ -52,6 +52,7 @@ versions: setup
 bench: setup
 	python benchmarks/exchange.py
 	python benchmarks/sync.py
+	python benchmarks/few_rows.py
 	python benchmarks/loader_calls.py
 	python benchmarks/projection.py --png docs/projection.png
 	python benchmarks/transports.py

@@ -306,6 +306,17 @@ seconds of the last two rows are those of processes that compete for 4 cores; 30
 """
 
 
+def few_rows(found: dict) -> str:
+    keys = ["seconds", "received_mib", "sent_mib", "within_mib", "peak_mib"]
+    rows = [[arm, *(value[key] for key in keys)] for arm, value in found["arms"].items()]
+    columns = ["rows", "seconds", "MiB into a node", "MiB out of a node", "MiB within a node", "MiB of a local main"]
+    return (
+        f"## FSDP2 shards of few rows\n\nGathering one tensor of {found['tensor_mib']} MiB from {found['ranks']} "
+        f"forked ranks on {found['nodes']} nodes (`benchmarks/few_rows.py`); nodes are those with the most. With 16 "
+        "rows nothing is padded. All ranks share the machine's cores.\n\n" + table(columns, rows)
+    )
+
+
 def render() -> str:
     sections = [HEAD]
     for name, section in SECTIONS:
@@ -318,6 +329,7 @@ def render() -> str:
 SECTIONS = (
     ("exchange", exchange),
     ("sync", sync),
+    ("few_rows", few_rows),
     ("projection", projection),
     ("transports", transports),
     ("lora", lora),
