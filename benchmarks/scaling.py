@@ -162,7 +162,7 @@ def tables(found: dict) -> dict[str, str]:
         ])  # fmt: skip
     return {
         "fixed_batch": table(
-            ["nodes", "rows a rank", "rows stay on their node", "rows go to any rank (default)", "fullest node's tokens"],
+            ["nodes", "rows a rank", "rows stay on their node", "rows go to any rank (default)", "fullest node"],
             batch,
         ),
         "failures": table(
