@@ -57,8 +57,8 @@ def main() -> None:
         (few, short), (many, long) = (loading(config(layers)) for layers in depths)
         found[kind] = {
             "calls": [few, many],
-            "load_s": [{"low": min(took), "median": median(took)} for took in (short, long)],
-            "call_s": (min(long) - min(short)) / (many - few),  # other work only adds to a time
+            "load_s": [{"low": round(min(took), 4), "median": round(median(took), 4)} for took in (short, long)],
+            "call_s": round((min(long) - min(short)) / (many - few), 6),  # other work only adds to a time
         }
         print(kind, found[kind])
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")

@@ -8,10 +8,11 @@
 The formula is that of `trl_multinode/plan/sync_seconds.py`, which `trl-multinode plan` uses too. docs/projection.md
 explains the tables.
 
-The arithmetic has to predict the measured cells of `sync.json` first: k and c come from the 40 M cells on free links
-alone (one k per number of nodes, because on this machine more nodes share the same two cores), the limited links' rate
-is their setting less 4 % for headers. Cells of the 150 M model and of limited links are then predictions. For GPUs no
-k and c were measured, so the rates of `RATES` stand in for them.
+The arithmetic has to predict the measured cells of `sync.json` first. The seconds per byte of each stage and of the
+commit come from the 40 M cells on free links alone: one set per number of nodes, because on this machine more nodes
+share the same two cores, and scaled so that they add up to that cell's measured seconds, because its stages share the
+cores too. The limited links' rate is their setting less 4 % for headers. Cells of the 150 M model and of limited links
+are then predictions. For GPUs no seconds per byte were measured, so `RATES` stand in for them.
 """
 
 import argparse
@@ -91,25 +92,33 @@ def check(cells: list[dict]) -> list[dict]:
     free = {c["nodes"]: c for c in cells if c["model"] == "40M" and c["link"] == "free"}
     rows = []
     for cell in cells:
-        known = free[cell["nodes"]]
-        known_bytes, num_bytes = known["model_mb"] * 1e6, cell["model_mb"] * 1e6
-        commit = known["commit_s"]["median"] / known_bytes
-        node = known["wall_s"]["ours"]["median"] / known_bytes - commit
+        known = fitted(free[cell["nodes"]])
         rate = float("inf") if cell["link"] == "free" else GBIT * HEADERS
-        predicted = seconds(Cell(num_bytes, cell["nodes"], cell["buckets"], rate, node, commit))
+        sizes = {"num_bytes": cell["model_mb"] * 1e6, "largest": cell["largest_bucket_mb"] * 1e6}
+        predicted = seconds(replace(known, rate=rate, **sizes))
         measured = cell["wall_s"]["ours"]["median"]
         rows.append(
             {
                 "model": cell["model"],
                 "nodes": cell["nodes"],
                 "link": cell["link"],
-                "fitted": cell is known,
+                "fitted": cell is free[cell["nodes"]],
                 "measured_s": measured,
                 "predicted_s": round(predicted, 3),
                 "error": round(predicted / measured - 1, 3),
             }
         )
     return rows
+
+
+def fitted(cell: dict) -> Cell:
+    """Return a measured cell whose seconds per byte reproduce its own seconds."""
+    num_bytes, largest = cell["model_mb"] * 1e6, cell["largest_bucket_mb"] * 1e6
+    stages = [stage["median"] / num_bytes for stage in cell["stage_s"].values()]
+    commit = cell["commit_s"]["median"] / num_bytes
+    raw = Cell(num_bytes, cell["nodes"], largest, float("inf"), tuple(stages), commit)
+    scale = cell["wall_s"]["ours"]["median"] / seconds(raw)
+    return replace(raw, stage_s_per_byte=tuple(scale * each for each in stages), commit_s_per_byte=scale * commit)
 
 
 def extrapolate(rates: Rates, rails: int | None, **locks: bool) -> list[dict]:

@@ -83,6 +83,17 @@ def test_other_hardware_and_other_settings_change_the_tables(run):
     assert took[0] < 3 < took[1] <= took[2]
 
 
+def test_the_fitted_cells_are_reproduced_and_the_others_are_not_used():
+    cells = json.loads((RESULTS / "sync.json").read_text())["cells"]
+    rows = projection.check(cells)
+    assert [row["error"] for row in rows if row["fitted"]] == pytest.approx([0.0, 0.0], abs=1e-3)
+    for cell in cells:
+        if cell["model"] == "150M":
+            cell["wall_s"]["ours"]["median"] *= 2
+    again = projection.check(cells)
+    assert [row["predicted_s"] for row in again] == [row["predicted_s"] for row in rows]
+
+
 def test_a_formula_that_misses_a_measured_cell_ends_in_an_error(run):
     cells = json.loads((run.folder / "sync.json").read_text())
     cells["cells"][-1]["wall_s"]["ours"]["median"] *= 1.5

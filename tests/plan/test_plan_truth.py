@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,8 @@ def test_a_sync_takes_the_seconds_of_the_benchmarks_projection():
             plan = task(name, f"--nodes {nodes}x8 --gpu H200-141 --completion 4096 --rows 256 --link 400")
             layout = layouts(plan)[split, reserved]
             assert sync_seconds(plan, layout) == pytest.approx(took[str(nodes)], abs=0.006)
+            slow = replace(plan, cluster=replace(plan.cluster, link=plan.cluster.link / 10))
+            assert sync_seconds(slow, layout) > 2 * sync_seconds(plan, layout)
             compared += 1
     assert compared == 8
 

@@ -97,6 +97,24 @@ def test_what_no_machine_has_is_refused():
         Sync(80 * GB, 4, transport="rdma")
 
 
-def test_a_measured_cell_has_two_stages():
-    """By hand: a link of 0.5 x 100 MB / 50 MB/s = 1 s hides behind 100 MB x 20 ns = 2 s, and the commit is 0.1 s."""
-    assert seconds(Cell(100e6, 2, 5, 50e6, 20e-9, 1e-9)) == pytest.approx(2 + 1 / 5 + 0.1)
+def test_a_measured_cell_waits_for_its_largest_bucket():
+    """By hand: a link of 0.5 x 100 MB / 50 MB/s = 1 s and a copy of 0.5 s hide behind a load of 2 s, except for the
+    largest bucket, a quarter of the bytes; the commit takes 0.1 s."""
+    assert seconds(Cell(100e6, 2, 25e6, 50e6, (5e-9, 20e-9), 1e-9)) == pytest.approx(2 + 1.5 / 4 + 0.1)
+
+
+def test_a_model_below_one_bucket_goes_through_one_stage_after_the_other():
+    small = replace(SYNC, num_bytes=BUCKET / 10)
+    assert projected(small, RATES) == pytest.approx(sum(stage_seconds(small, RATES).values()))
+
+
+def test_what_does_not_depend_on_bytes_counts_per_bucket_hop_and_call():
+    rates, sync = replace(RATES, hop_s=1e-3, call_s=1e-4), Sync(4 * BUCKET, nodes=11, calls=3000)
+    base, more = stage_seconds(sync, RATES), stage_seconds(sync, rates)
+    assert more["across"] - base["across"] == pytest.approx(4 * 10 * 1e-3)
+    assert more["load"] - base["load"] == pytest.approx(0.3)
+
+
+def test_an_engine_packs_its_part_of_the_weights_on_each_of_its_gpus():
+    one, four = (stage_seconds(replace(SYNC, tensor_parallel=degree), RATES) for degree in (1, 4))
+    assert four["commit"] == pytest.approx(one["commit"] / 4)

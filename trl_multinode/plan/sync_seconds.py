@@ -89,13 +89,13 @@ class Sync:
 
 @dataclass(frozen=True)
 class Cell:
-    """Quantities that determine the seconds of a measured sync, whose stages inside of a node are one."""
+    """Quantities that determine the seconds of a measured sync."""
 
     num_bytes: float
     nodes: int
-    buckets: float
+    largest: float  # bytes of the largest bucket, which a stage that waits for the others waits for
     rate: float  # bytes a second into a node; infinite on a link that is no bound
-    node_s_per_byte: float
+    stage_s_per_byte: tuple[float, ...]  # inside of a node: gathers between its ranks, copy, load
     commit_s_per_byte: float
 
 
@@ -108,8 +108,8 @@ def pipelined(stages: Iterable[float], buckets: float) -> float:
 def seconds(cell: Cell) -> float:
     """Return the seconds of a measured sync."""
     link = (cell.nodes - 1) / cell.nodes * cell.num_bytes / cell.rate
-    node = cell.num_bytes * cell.node_s_per_byte
-    return pipelined((link, node), cell.buckets) + cell.num_bytes * cell.commit_s_per_byte
+    stages = (link, *(cell.num_bytes * each for each in cell.stage_s_per_byte))
+    return pipelined(stages, cell.num_bytes / cell.largest) + cell.num_bytes * cell.commit_s_per_byte
 
 
 def stage_seconds(sync: Sync, rates: Rates = Rates()) -> dict[str, float]:
