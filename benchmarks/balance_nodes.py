@@ -4,9 +4,9 @@
 
 Lengths are log-normal (median 1200 tokens, longest 8192, half of the spread common to a group of 8), the model has a
 hidden size of 4096, and a micro-batch holds four of the longest rows. `node` keeps rows on their node, `world` deals
-them to pools of at most 1024 rows (the default), `one_pool` plans all rows at once, up to 4096 rows. Figures are means
-of three draws. Milliseconds are CPU time of one rank's thread, the lowest of three: for the plan with its sort, and
-for the rest of the rank's own work in one exchange of rows, with a process group that sends nothing.
+them to pools of at most 1024 rows and 64 ranks (the default), `one_pool` plans all rows at once, up to 4096 rows.
+Figures are means of three draws. Milliseconds are CPU time of one rank's thread, the lowest of three: for the plan
+with its sort, and for the rest of the rank's own work in one exchange, with a process group that sends nothing.
 """
 
 import json
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trl_multinode.batches.batching import POOL_ROWS, Plan, cost, plan_micro_steps
+from trl_multinode.batches.batching import POOL_RANKS, POOL_ROWS, Plan, cost, plan_micro_steps
 from trl_multinode.batches.row_exchange import RowExchange
 from trl_multinode.run.topology import Topology
 
@@ -45,19 +45,19 @@ def lengths(ranks: int, rows: int, seed: int) -> np.ndarray:
     return random.permuted(tokens.reshape(ranks, rows), axis=1)
 
 
-def simulate(nodes: int, rows: int, across: str, pool_rows: int = POOL_ROWS) -> dict[str, float]:
+def simulate(nodes: int, rows: int, across: str, **limits: int) -> dict[str, float]:
     """Plan the rows of some steps and return the means of the figures; milliseconds are the lowest."""
     found = []
     for seed in range(SEEDS):
         drawn = lengths(nodes * RANKS, rows, seed)
         reach = nodes * RANKS if across == "world" else RANKS
         start = time.thread_time()
-        plan = plan_micro_steps(drawn, reach, CAP, LINEAR, pool_rows)
+        plan = plan_micro_steps(drawn, reach, CAP, LINEAR, **limits)
         planning = time.thread_time() - start
         times = {"planning_ms": planning * 1e3, "exchange_ms": exchange_seconds(plan, nodes, across) * 1e3}
         found.append(figures(plan, nodes) | times)
     tracemalloc.start()
-    plan_micro_steps(drawn, reach, CAP, LINEAR, pool_rows).targets()
+    plan_micro_steps(drawn, reach, CAP, LINEAR, **limits).targets()
     peak = tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()
     means = {
@@ -111,12 +111,12 @@ def run(output: Path) -> None:
     for rows in ROWS:
         for nodes in NODES:
             arms = {across: simulate(nodes, rows, across) for across in ("node", "world")}
-            if nodes * RANKS * rows <= ONE_POOL_ROWS:
-                arms["one_pool"] = simulate(nodes, rows, "world", nodes * RANKS * rows)
+            if (total := nodes * RANKS * rows) <= ONE_POOL_ROWS:
+                arms["one_pool"] = simulate(nodes, rows, "world", pool_rows=total, pool_ranks=total)
             cells.append({"nodes": nodes, "ranks": RANKS, "rows": rows, "arms": arms})
     found = {
         "lengths": {"median": MEDIAN, "sigma": SIGMA, "longest": LONGEST, "generations": GENERATIONS, "cap": CAP},
-        "pool_rows": POOL_ROWS, "seeds": SEEDS, "row_bytes": ROW_BYTES, "cells": cells,
+        "pool_rows": POOL_ROWS, "pool_ranks": POOL_RANKS, "seeds": SEEDS, "row_bytes": ROW_BYTES, "cells": cells,
         "machine": {"cores": os.cpu_count(), "load": os.getloadavg()[0]},
     }  # fmt: skip
     output.write_text(json.dumps(found, indent=1) + "\n")

@@ -117,8 +117,8 @@ BALANCE_NODES = """## Balance over nodes
 
 Lock-step efficiency on nodes of 7 ranks by rows of a rank, simulated with the real planner on lengths with a median of
 {lengths[median]} and at most {lengths[longest]} tokens (`benchmarks/balance.py --nodes`): `balance_across="node"`;
-`"world"`, with pools of at most {pool_rows} rows; and one pool of all rows. The last three columns are those of
-`"world"` with 32 and 128 rows. See docs/balance.md.
+`"world"`, with pools of at most {pool_rows} rows and {pool_ranks} ranks; and one pool of all rows. The last three
+columns are those of `"world"` with 32 and 128 rows. See docs/balance.md.
 
 """
 

@@ -104,26 +104,30 @@ def test_rows_stay_on_their_node_if_told_so(tmp_path):
 
 
 def test_rows_are_dealt_to_all_nodes_and_the_gradient_is_trls(tmp_path):
-    """Three nodes of two ranks, two pools of three ranks: pools and nodes need not agree. Two generation blocks."""
+    """Three nodes of two ranks, two pools of three ranks: pools and nodes need not agree. Also one row per rank."""
+    blocks = {"loss_type": "dapo", "beta": 0.05, "steps_per_generation": 1, "engine": "token_truncate"}
+    one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "num_generations": 3}
 
-    def body(rank: int) -> dict:
+    def body(rank: int) -> list[dict]:
         pools: list[int] = []
 
         def plan(*args):
-            found = plan_micro_steps(*args, pool_rows=3 * 4)  # each rank has 4 rows of a block
+            found = plan_micro_steps(*args, pool_ranks=3)
             pools.append(found.order.shape[1])
             return found
 
         microbatches.plan_micro_steps = plan
-        settings = {"loss_type": "dapo", "beta": 0.05, "steps_per_generation": 1, "engine": "token_truncate"}
-        return compare_between_nodes(tmp_path, rank, settings) | {"pools": pools}
+        return [compare_between_nodes(tmp_path, rank, settings) | {"pools": pools.copy()}
+                for settings in (blocks, blocks | one_row)]  # fmt: skip
 
-    found = on_ranks(body, 6, tmp_path, ranks_per_node=2)
-    for rank, result in enumerate(found):
-        check(result)
-        assert result["pools"] == [2] * 4  # for each block one of both no-grad passes, and one of the training
-        assert {owner // 2 for owner in result["owners"]} - {rank // 2}, f"rank {rank} got no row of another node"
-        assert 0 < result["crossed"] < result["moved"]
+    ranks = on_ranks(body, 6, tmp_path, ranks_per_node=2)
+    for rank, (found, single) in enumerate(ranks):
+        check(found)
+        assert found["pools"] == [2] * 4  # for each of two blocks one of both no-grad passes, and one of the training
+        assert {owner // 2 for owner in found["owners"]} - {rank // 2}, f"rank {rank} got no row of another node"
+        assert 0 < found["crossed"] < found["moved"]
+        check(single)
+    assert sum(single["owners"] != [rank] for rank, (_, single) in enumerate(ranks)) > 1
 
 
 def test_a_single_process_needs_no_process_group(tmp_path):

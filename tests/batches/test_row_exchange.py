@@ -75,8 +75,10 @@ def test_lengths_of_all_ranks_in_their_order(tmp_path):
 
 def test_unequal_nodes_are_an_error_before_any_collective(tmp_path):
     def body(rank: int) -> str:
+        """Two ranks on the first node, one on the second."""
+        mine = Topology(rank, 3, rank % 2, 2 if rank < 2 else 1, rank // 2, 2, launched=False)
         with pytest.raises(ConfigurationError) as error:
-            RowExchange(Topology(rank, 3, rank % 2, 2, rank // 2, 2, launched=False), "world", CPU)
+            RowExchange(mine, "world", CPU)
         return str(error.value)
 
     assert all("different numbers of processes" in text for text in on_gloo_ranks(body, 3, tmp_path))

@@ -17,20 +17,23 @@ class RowExchange:
 
     Args:
         topology (`Topology`):
-            Topology of this rank. All nodes have the same number of ranks.
+            Topology of this rank.
         across (`str`):
             Ranks between which rows move: `"node"` for those of one node, `"world"` for all ranks.
         device (`torch.device`):
             Device of the rows; the process group's backend must be able to send from it.
+
+    Raises:
+        `ConfigurationError`: if the nodes have different numbers of ranks.
     """
 
     def __init__(self, topology: Topology, across: str, device: torch.device):
         self._distributed = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if self._distributed else 0
         world: int = dist.get_world_size() if self._distributed else 1
+        if self._distributed:
+            topology.check()
         self._per_node = min(topology.ranks_per_node, world)
-        if world % self._per_node:
-            topology.check()  # raises
         self.across = world if across == "world" else self._per_node  # ranks between which rows move
         nodes = np.arange(world).reshape(-1, self._per_node)
         peers = nodes.T if across == "world" else np.arange(world)[:, None]
