@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ConfigurationError
 from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, NodeSettings
+from ..run.gpu_variables import only_visible
 from ..run.topology import EngineDevices, Topology
 
 VLLM_RANGE = ((0, 26), (0, 33))  # 0.26 (the last for torch 2.11) and 0.32 pass the engine tests (docs/versions.md)
@@ -18,7 +19,7 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts
 CPU_KV_CACHE_BYTES = 256 << 20
 MAX_ROWS = 1024  # of an engine at once; vLLM's own default on an H100
 # Engines on a CPU run eagerly, because torch.compile would take 17 s in the first request
-CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **only_visible(())}
 # Share of an engine's rows that ranks keep in flight if there are several; the rest goes to the first free engine
 WINDOW_SHARE = 3 / 4
 
@@ -114,7 +115,7 @@ class EngineSettings:
         """Return the variables on top of the allow-listed environment."""
         gpus = self._devices.seen_by(index, with_sender=self._see_sender)
         if gpus:
-            return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+            return only_visible(gpus)
         return {**CPU_ENVIRONMENT, **cores_per_worker(self._settings.vllm_tensor_parallel_size)}
 
 
