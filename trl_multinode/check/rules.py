@@ -64,7 +64,7 @@ def variable_problems(launch: Launch) -> Iterator[Problem]:
     try:
         check_gpu_variables(rank_variables(launch.args.gpu_ids))
     except ConfigurationError as error:
-        what, _, cure = str(error).rpartition(". ")
+        what, _, cure = str(error).partition(". ")
         yield Problem(what, cure)
 
 

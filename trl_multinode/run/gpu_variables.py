@@ -68,9 +68,9 @@ def check_gpu_variables(environ: Mapping[str, str], where: str = "") -> None:
     names, others = gpu_names(environ.get(name)), gpu_names(environ.get(CUDA))
     if names and others and names != others:
         raise ConfigurationError(
-            f"{HIP} and {CUDA} differ{place} (got {','.join(names)} and {','.join(others)}, expected equal lists or one "
-            f"variable): torch follows the first, and vLLM refuses both. Unset {CUDA}, which `gpu_ids` in the YAML sets "
-            "too: use `gpu_ids: all`."
+            f"{HIP} and {CUDA} differ{place} (got {','.join(names)} and {','.join(others)}, expected equal lists or "
+            f"one variable): torch follows the first, and vLLM refuses both. Unset {CUDA}. In the YAML, "
+            "`gpu_ids` sets it too: use `gpu_ids: all`."
         )
     if unknown := [gpu for gpu in names if not gpu.isdigit()]:
         raise ConfigurationError(
