@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trl_multinode.engine.environment import engine_environment
 from trl_multinode.engine.settings import CPU_ENVIRONMENT
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.host import NodeHost
+from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.gpu_variables import check_gpu_variables, gpu_variable, only_visible, visible_devices
 from trl_multinode.run.topology import EngineDevices, Topology, assign_engines, idle_gpus
 
@@ -126,6 +128,19 @@ def test_a_torch_for_cuda_ignores_the_variables_of_amd(monkeypatch):
     check_gpu_variables(environ)
     assert gpu_variable(environ) == "CUDA_VISIBLE_DEVICES"
     assert visible_devices(environ, 2) == ["GPU-ab", "MIG-cd"]
+
+
+@pytest.mark.parametrize("kind", ["xpu", "npu"])
+def test_devices_of_other_makers_are_refused_instead_of_engines_on_the_cpu(monkeypatch, tmp_path, kind):
+    device = SimpleNamespace(type=kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+    args = MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    host = NodeHost.__new__(NodeHost)
+    host.args, host.topology, host.settings = args, NODE, NodeSettings.of(args)
+    assert host._check().per_engine == ((),)  # the control: the user has asked for the CPU
+    args.use_cpu = False
+    with pytest.raises(ConfigurationError, match=f"Node 1 has devices of the type `{kind}`.*vllm_mode='server'"):
+        host._check()
 
 
 # ---- idle GPUs

@@ -104,7 +104,7 @@ def test_a_machine_without_the_tool_is_an_error_for_a_launch_on_gpus_only(tmp_pa
 
 @pytest.fixture
 def amd(tmp_path, monkeypatch):
-    """Install a stand-in for the files of AMD's driver: two CPU nodes, and GPUs with used GiB. `None`: not readable."""
+    """Install a stand-in for the files of AMD's driver: two CPU nodes, and GPUs by their used GiB (`None`: hidden)."""
 
     def install(used: list[int | None], name: str = "AMD Instinct MI300X OAM\n") -> None:
         files = {f"class/kfd/kfd/topology/nodes/{cpu}/gpu_id": "0\n" for cpu in range(2)}
@@ -138,8 +138,8 @@ def test_gpus_of_an_amd_node_are_read_from_the_files_of_the_driver(amd):
     facts, (finding,) = results(examine_gpus, case())
     assert facts["GPUs"] == "8 x AMD Instinct MI300X OAM (192 GiB)" and facts["free GPUs"] == "7 of 8"
     assert facts["driver"] == "amdgpu of the kernel"
-    assert f"GPU 1 is not free: 40.0 GiB of 192 GiB are in use: pid {os.getpid()} (`" in finding.what
-    assert "has 38.0 GiB" in finding.what
+    assert f"GPU 1 is not free: 40 GiB of 192 GiB are in use: pid {os.getpid()} (`" in finding.what
+    assert "has 38 GiB" in finding.what
 
 
 def test_an_amd_gpu_without_a_product_name_has_that_of_its_architecture(amd):

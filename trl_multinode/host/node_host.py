@@ -26,7 +26,7 @@ from ..run.begin import begin_run
 from ..run.clock import clock_offset
 from ..run.decision import StepDecision
 from ..run.disk import as_disk_error, written_folders
-from ..run.gpu_variables import check_gpu_variables
+from ..run.gpu_variables import check_accelerator, check_gpu_variables
 from ..run.heartbeats.activity import RankActivity
 from ..run.heartbeats.beats import Beats
 from ..run.heartbeats.judges import Limits
@@ -174,6 +174,7 @@ class NodeHost(SyncingHost, EndingHost):
         if not self.args.use_cpu:
             check_gpu_variables(os.environ, f"node {self.topology.node}")
             num_gpus = torch.cuda.device_count()
+            check_accelerator(num_gpus, self.topology.node)
         return assign_engines(
             self.topology,
             num_gpus,

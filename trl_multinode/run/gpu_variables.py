@@ -83,3 +83,19 @@ def check_gpu_variables(environ: Mapping[str, str], where: str = "") -> None:
             f"{name} names GPU {beyond[0]}{place}, but {ROCR}={environ[ROCR]} leaves {count} (got {','.join(names)}, "
             f"expected indexes from 0 to {count - 1}): it counts within that list. Unset one of the two variables."
         )
+
+
+def check_accelerator(num_gpus: int, node: int) -> None:
+    """Check that a node without GPUs of NVIDIA or AMD has no devices of another maker, which its ranks would train on.
+
+    Raises:
+        `ConfigurationError`: if it has; without this check its engines would run on the CPU.
+    """
+    import torch
+
+    device = None if num_gpus else torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type != "cuda":
+        raise ConfigurationError(
+            f"Node {node} has devices of the type `{device.type}` (expected `cuda`): node mode starts engines on GPUs "
+            "of NVIDIA and AMD, and on CPUs. Use TRL's `vllm_mode='server'`, or set `use_cpu=True`."
+        )
