@@ -52,7 +52,9 @@ versions: setup
 bench: setup
 	python benchmarks/exchange.py
 	python benchmarks/sync.py
-	python benchmarks/projection.py
+	python benchmarks/few_rows.py
+	python benchmarks/loader_calls.py
+	python benchmarks/projection.py --png docs/projection.png
 	python benchmarks/transports.py
 	python benchmarks/lora.py
 	python benchmarks/overlap.py

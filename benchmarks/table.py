@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from projection import tables as projected_tables
+
 FOLDER = Path(__file__).parent
 HEAD = """# Results
 
@@ -207,14 +209,18 @@ def transports(found: dict) -> str:
 def projection(found: dict) -> str:
     checked = [[r["model"], r["nodes"], r["link"], "fitted" if r["fitted"] else "predicted", r["measured_s"],
                 r["predicted_s"], f"{r['error']:+.0%}"] for r in found["cells"]]  # fmt: skip
-    links = [key for key in found["projected"][0] if key not in ("model", "nodes")]
-    rows = [[row["model"], row["nodes"], *(row[link] for link in links)] for row in found["projected"]]
+    sources = [f"- {row['who']}, {row['model']}: {row['way']}; <{row['source']}>" for row in found["published"]] + [
+        f"- {who}, no seconds of one sync: {what}; <{source}>" for who, what, source in found["others"]
+    ]
+    sources += [f"- {who}: {what}. No source was found." for who, what in found["source_not_found"]]
+    rates = [f"- {each['what']}: <{each['source']}>" for each in found["inputs"].values() if each["source"]]
     return (
-        "## Projection of the weight sync\n\n**Not measured.** Arithmetic and assumptions are in "
-        "`trl_multinode/plan/sync_seconds.py`; first what it says of the measured cells (worst error "
-        f"{found['worst_error']:.0%}, limit {found['limit']:.0%}), then seconds of a sync in bfloat16.\n\n"
-        + table(["model", "nodes", "link", "", "measured, s", "arithmetic, s", "error"], checked)
-        + "\n" + table(["model", "nodes", *links], rows)
+        "## Projection of the weight sync\n\n**Not measured on a GPU.** Arithmetic of "
+        "`trl_multinode/plan/sync_seconds.py`, explained in [projection.md](../docs/projection.md); first what it "
+        f"says of the measured cells (worst error {found['worst_error']:.0%}, limit {found['limit']:.0%}).\n\n"
+        + table(["model", "nodes", "link", "", "measured, s", "arithmetic, s", "error"], checked) + "\n"
+        + "\n".join(f"**{title}**\n\n{table(heads, rows)}" for title, heads, rows in projected_tables(found))
+        + "\n" + "\n".join([*sources, *rates]) + "\n"
     )  # fmt: skip
 
 
@@ -270,6 +276,17 @@ seconds of the last two rows are those of processes that compete for 4 cores; 30
 """
 
 
+def few_rows(found: dict) -> str:
+    keys = ["seconds", "received_mib", "sent_mib", "within_mib", "peak_mib"]
+    rows = [[arm, *(value[key] for key in keys)] for arm, value in found["arms"].items()]
+    columns = ["rows", "seconds", "MiB into a node", "MiB out of a node", "MiB within a node", "MiB of a local main"]
+    return (
+        f"## FSDP2 shards of few rows\n\nGathering one tensor of {found['tensor_mib']} MiB from {found['ranks']} "
+        f"forked ranks on {found['nodes']} nodes (`benchmarks/few_rows.py`); nodes are those with the most. With 16 "
+        "rows nothing is padded. All ranks share the machine's cores.\n\n" + table(columns, rows)
+    )
+
+
 def render() -> str:
     sections = [HEAD]
     for name, section in SECTIONS:
@@ -282,6 +299,7 @@ def render() -> str:
 SECTIONS = (
     ("exchange", exchange),
     ("sync", sync),
+    ("few_rows", few_rows),
     ("projection", projection),
     ("transports", transports),
     ("lora", lora),

@@ -19,6 +19,7 @@ from trl_multinode.run.store import connect_store
 from trl_multinode.run.watch.watchdog import Watchdog
 
 LIMIT_S = 3.0
+STORE_S = 15.0  # of a store that does not respond; on a loaded machine it once took longer than `LIMIT_S`
 LIMITS = Limits(heartbeat_s=LIMIT_S, stuck_s=60.0, start_s=60.0, beat_s=0.3)
 
 
@@ -31,7 +32,7 @@ class Rank:
     log: list[str] = field(default_factory=list)
 
 
-def enter(rank: int, port: int, limits: Limits = LIMITS, synced: bool = True) -> Rank:
+def enter(rank: int, port: int, limits: Limits = LIMITS, synced: bool = True, store_s: float = STORE_S) -> Rank:
     """Start watch and heartbeats, as `NodeHost` does. A rank of node 1 may come through a link's port."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     phases = Phases()
@@ -44,6 +45,7 @@ def enter(rank: int, port: int, limits: Limits = LIMITS, synced: bool = True) ->
     activity.synced = synced
     watch.add_chore(meeting.report_progress)
     Beats(topology, watch, limits, activity)
+    watch.limit_store(store_s)
     print("up", flush=True)
     return Rank(watch, phases, meeting, activity)
 

@@ -86,7 +86,8 @@ DISTRIBUTED = {
     "run.decision", "run.meeting", "run.preemption", "run.reconnecting", "run.store", "run.watch.arrivals",
     "run.watch.watchdog", "run.heartbeats.beats", "run.heartbeats.judges", "run.heartbeats.node_slots",
     "rollouts.text_logging",
-    "batches.row_exchange", "weights.shards", "transports.broadcast", "testing.sources", "testing.forked_process",
+    "batches.row_exchange", "weights.shards", "weights.even_pieces", "transports.broadcast", "testing.sources",
+    "testing.forked_process",
     "check.reading",  # torchrun's parser
     "doctor.exchange", "doctor.ring",
 }  # fmt: skip
@@ -94,6 +95,7 @@ COLLECTIVES = {
     "images": {"gather"},  # a flag per round, of models with images and sharded weights
     "rollouts.text_logging": {"gather_object"},
     "weights.source": {"GatheredParameters", "full_tensor"},
+    "weights.even_pieces": {"all_to_all_single"},  # of a tensor of few rows under FSDP2, in the world
     "weights.shards": {
         "all_gather_into_tensor",
         "all_reduce",

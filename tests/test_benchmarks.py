@@ -100,7 +100,8 @@ def test_the_projection_says_how_far_its_arithmetic_is_from_every_measured_cell(
     found = recorded("projection")
     measured = {(c["model"], c["nodes"], c["link"]): c["wall_s"]["ours"]["median"] for c in recorded("sync")["cells"]}
     assert {(c["model"], c["nodes"], c["link"]): c["measured_s"] for c in found["cells"]} == measured
-    assert found["worst_error"] == max(abs(cell["error"]) for cell in found["cells"])
+    assert found["worst_error"] == max(abs(cell["error"]) for cell in found["cells"]) <= found["limit"] == 0.15
+    assert sum(cell["fitted"] for cell in found["cells"]) == 2  # the others are predictions
 
 
 def test_transports_are_compared_with_a_copy_and_agree_with_the_trainer():

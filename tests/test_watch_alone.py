@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from beating import Link
 from forks import FORK, forked
 from pidfds import forbid_pidfds
 
@@ -32,6 +35,32 @@ def test_a_single_process_raises_its_exceptions_as_python_does():
     watch.close()
     watch.close()  # once is enough, twice is fine
     assert connect_store(ALONE, 0) is None
+
+
+def test_a_rank_leaves_when_the_store_knows_it(store, monkeypatch):
+    """Its neighbour sees the end of the process at once, and asks the store through another connection."""
+    link = Link(store.port)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(link.port))
+    leaving, neighbour = run_store.RunStore(LAUNCHED_2, None), run_store.RunStore(LAUNCHED_2, None)
+    link.cut()
+    thread = threading.Thread(target=leaving.leave, args=("closed",))
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    link.heal()
+    thread.join(10)
+    assert not thread.is_alive() and neighbour.have_left([0])
+    link.close()
+
+
+def test_a_neighbour_that_ends_while_the_trainer_is_closed_is_no_failure():
+    """The main thread closes the last trainer between two looks of the watch thread."""
+    watch = watch_module.WatchThread(ALONE)
+    watch.trainers = [SimpleNamespace(all_finished=lambda: True)]
+    watch.store = SimpleNamespace(have_left=lambda ranks: True, fatal=watch.trainers.clear)
+    assert not watch._neighbour_ended("the process of rank 1 ended", 1)
+    assert watch._failure.due() is None
 
 
 def test_plain_python_keeps_its_signal_handlers():

@@ -74,20 +74,6 @@ def check_nothing_is_left(cluster: SlurmCluster) -> None:
     assert wait_until(lambda: not cluster.job_processes(), 20.0), cluster.job_processes()
 
 
-# First, because a second cluster beside that of `cluster` would have jobs of the same numbers on this machine
-def test_a_cluster_is_gone_after_its_end_whatever_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with SlurmCluster(2, folder=tmp_path / "jobs") as cluster:
-        job = cluster.submit("--nodes", "2", "--wrap", "srun setsid sleep 300")
-        cluster.wait_for(job, "RUNNING", 60)
-        assert wait_until(lambda: "sleep 300" in cluster.job_processes().values(), 60.0)
-        (private,) = tmp_path.glob("tmn-slurm-*")
-        assert (private / "munge.key").stat().st_mode & 0o777 == 0o600
-        pids = cluster.pids()
-    check_cluster_is_gone(tmp_path, private.name)
-    assert [pid for pid in pids if psutil.pid_exists(pid) and command_of(psutil.Process(pid))] == []
-
-
 def test_a_failed_run_ends_all_nodes_with_its_code_and_is_not_queued_again(cluster, folder):
     job = cluster.submit(stand_in(folder, "fail"))
     fields = cluster.wait_for(job, "FAILED", 90)
@@ -205,11 +191,39 @@ def test_the_requeued_job_continues_exactly(training, folder):
         assert len({line["loss"] for line in whole if "loss" in line}) > 3
 
 
-def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.fixture
+def temporary(monkeypatch):
+    """A temporary folder with a short path, for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="tmn-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_a_cluster_is_gone_after_its_end_whatever_runs(tmp_path, temporary):
+    with SlurmCluster(2, folder=tmp_path / "jobs") as cluster:
+        job = cluster.submit("--nodes", "2", "--wrap", "srun setsid sleep 300")
+        cluster.wait_for(job, "RUNNING", 60)
+        assert wait_until(lambda: "sleep 300" in cluster.job_processes().values(), 60.0), cluster.tails()
+        (private,) = temporary.glob("tmn-slurm-*")
+        assert (private / "munge.key").stat().st_mode & 0o777 == 0o600
+        pids = cluster.pids()
+    check_cluster_is_gone(temporary, private.name)
+    assert [pid for pid in pids if psutil.pid_exists(pid) and command_of(psutil.Process(pid))] == []
+
+
+def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path, temporary):
     with pytest.raises(RuntimeError, match=r"waited for all nodes to be idle, without success(.|\n)*fatal:"):
         SlurmCluster(1, folder=tmp_path / "jobs", gpus_per_node=0)
-    check_cluster_is_gone(tmp_path)
+    check_cluster_is_gone(temporary)
+
+
+def test_a_long_temporary_folder_is_refused_because_jobs_would_not_start(tmp_path, temporary, monkeypatch):
+    folder = temporary / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(RuntimeError, match="paths of 1[0-9]{2} characters, expected at most 107: set TMPDIR"):
+        SlurmCluster(1, folder=tmp_path)
+    assert list(folder.iterdir()) == []
 
 
 def command_of(process: psutil.Process) -> str:

@@ -14,6 +14,7 @@ NAMES = {
     "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
     "zero3_offload_optimizer": "ZeRO-3, optimizer offloaded",
     "zero3_offload_param": "ZeRO-3, parameters and optimizer offloaded",
+    "zero3_hpz": "ZeRO-3 with a secondary shard per node (ZeRO++)",
 }  # fmt: skip
 pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
 

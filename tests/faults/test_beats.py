@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from beating import LIMIT_S, LIMITS, Link, enter, until
+from beating import LIMIT_S, LIMITS, STORE_S, Link, enter, until
 from forks import forked
 from store_host import RANKS, StoreHost
 
@@ -42,7 +42,7 @@ def link(store):
 
 def a_step(rank: int, store: StoreHost, limits=LIMITS, port: int | None = None, seconds: float = 60.0) -> None:
     """A rank that waits in a collective of a training step for ranks that never come."""
-    me = enter(rank, port or store.port, limits)
+    me = enter(rank, port or store.port, limits, store_s=STORE_S if port is None else LIMIT_S)
     with me.activity.inside(), me.phases("train"):
         wait_in_a_collective(seconds)
 
@@ -62,7 +62,7 @@ def end_of(ranks, start: float) -> str:
     """All `ranks` end within the promised time, with one line, which is returned."""
     statuses = [rank.wait(LIMIT_S + SLACK_S + 10) for rank in ranks]
     print(f"ended after {time.monotonic() - start:.1f} s")
-    assert statuses == [PEER_LOST] * len(ranks), [rank.text for rank in ranks]
+    assert statuses == [PEER_LOST] * len(ranks), "\n".join(rank.text for rank in ranks)
     (line,) = {rank.text.splitlines()[-1] for rank in ranks}
     assert line.startswith(FAILED), line
     return line.removeprefix(FAILED)
@@ -105,7 +105,7 @@ def test_row_13_a_rank_that_holds_the_interpreter_lock_but_works_is_named_and_go
         return seconds
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
+        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, "\n".join(rank.text for rank in ranks)
         assert ranks[3].result > LIMIT_S + 1
         assert "rank 3 (node 1) has sent no heartbeat for" in ranks[2].text
         assert "but uses the CPU; it was last in phase reward of step 4 for" in ranks[2].text
@@ -139,7 +139,7 @@ def test_row_18_the_others_name_the_slow_rank_and_the_run_goes_on(tmp_path, stor
         me.watch.close()
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
+        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, "\n".join(rank.text for rank in ranks)
         assert " s for rank 3 (node 1), in phase reward" in ranks[0].text + ranks[1].text
         assert (
             "3 ranks waiting" in ranks[0].text and "for rank 3 (node 1), in phase generate of step 4" in ranks[0].text
@@ -175,7 +175,7 @@ def test_row_30_a_link_that_is_cut_for_less_than_the_limit_changes_nothing(tmp_p
         link.cut()
         time.sleep(LIMIT_S / 2)
         link.heal()
-        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
+        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, "\n".join(rank.text for rank in ranks)
 
 
 def test_row_30_reset_connections_are_opened_again(tmp_path, store, link):
@@ -196,7 +196,7 @@ def test_row_30_reset_connections_are_opened_again(tmp_path, store, link):
         for number in (3, 10, 17):
             ranks[2].wait_for(f"met {number}")
             assert link.reset() >= 4  # two per rank of node 1
-        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
+        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, "\n".join(rank.text for rank in ranks)
         assert [rank.result for rank in ranks] == [30] * RANKS
         assert "a connection to the run's store was reset; opened again after" in ranks[2].text
 
@@ -247,7 +247,7 @@ def test_long_work_that_is_no_fault_trips_nothing(tmp_path, store):
         me.watch.close()
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
+        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, "\n".join(rank.text for rank in ranks)
 
 
 def test_a_judge_that_was_suspended_forgives_all(tmp_path, store, monkeypatch):
@@ -266,7 +266,7 @@ def test_a_judge_that_was_suspended_forgives_all(tmp_path, store, monkeypatch):
             for rank in ranks:
                 os.kill(rank.process.pid, number)
             time.sleep(LIMIT_S + 2 if number == signal.SIGSTOP else 0.0)
-        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
+        assert [rank.wait(60) for rank in ranks] == [0] * RANKS, "\n".join(rank.text for rank in ranks)
 
 
 def test_without_a_limit_a_stopped_rank_is_waited_for(tmp_path, store):

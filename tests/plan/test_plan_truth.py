@@ -2,15 +2,17 @@
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from plan_kit import PARAMETERS, size
+from plan_kit import PARAMETERS, layouts, size, task
+from projection import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from trl_multinode.plan.layouts import sync_seconds
 from trl_multinode.plan.model_size import size_of
-from trl_multinode.plan.sync_seconds import projected
 from trl_multinode.plan.training import (
     LAYER_BYTES,
     LIVE_PARAMETERS,
@@ -127,8 +129,25 @@ def test_a_backward_pass_needs_the_memory_that_it_has_at_its_peak(kind):
 
 
 def test_a_sync_takes_the_seconds_of_the_benchmarks_projection():
-    cells = json.loads((RESULTS / "projection.json").read_text())["projected"]
-    for cell in cells:
-        num_bytes = 2 * {"7B": 7.6e9, "32B": 32.8e9, "70B": 70.6e9}[cell["model"]]
-        assert round(projected(num_bytes, cell["nodes"], 100e9 / 8), 2) == cell["100 Gbit/s"]
-    assert len(cells) > 10
+    found = json.loads((RESULTS / "projection.json").read_text())["projected"]["one NIC per node"]
+    cells = {(row["model"], row["split"]): row["seconds"] for row in found if row["transport"] == "host"}
+    compared = 0
+    for (name, split), took in cells.items():
+        if name not in PARAMETERS:
+            continue
+        reserved = int(split[-1])
+        for nodes in (4, 64):
+            plan = task(name, f"--nodes {nodes}x8 --gpu H200-141 --completion 4096 --rows 256 --link 400")
+            layout = layouts(plan)[split, reserved]
+            assert sync_seconds(plan, layout) == pytest.approx(took[str(nodes)], abs=0.006)
+            slow = replace(plan, cluster=replace(plan.cluster, link=plan.cluster.link / 10))
+            assert sync_seconds(slow, layout) > 2 * sync_seconds(plan, layout)
+            compared += 1
+    assert compared == 8
+
+
+def test_the_models_of_the_projection_are_those_of_their_configs():
+    for name, model in MODELS.items():
+        if name in PARAMETERS:
+            assert model.parameters == pytest.approx(size(name).parameters, rel=1e-3)
+            assert model.calls == size(name).loader_calls

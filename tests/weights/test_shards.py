@@ -11,9 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trl_multinode.transports.pieces import Pieces
+from trl_multinode.weights import even_pieces
+from trl_multinode.weights.even_pieces import Cut
 from trl_multinode.weights.shards import Shard, ShardGather, shard_of
 from trl_multinode.weights.source import ModuleSource
 
+CPU = torch.device("cpu")
 SHAPES = [(7, 3), (5,), (1,), (64, 2), (2, 3, 4)]  # most do not divide by the number of ranks
 
 
@@ -62,7 +65,7 @@ def count_collectives() -> list[int]:
 
         return call
 
-    for index, name in enumerate(["all_gather_into_tensor", "batch_isend_irecv"]):
+    for index, name in [(0, "all_gather_into_tensor"), (0, "all_to_all_single"), (1, "batch_isend_irecv")]:
         setattr(dist, name, counting(index, getattr(dist, name)))  # in a forked process of its own
     return counted
 
@@ -92,14 +95,74 @@ def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(
     assert on_gloo_ranks(body, world, tmp_path)[0] == [True] * 4
 
 
+class Experts(nn.Module):
+    def __init__(self, experts: int, elements: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.Parameter(torch.randn(experts, elements))
+        self.norm = nn.Parameter(torch.randn(5))
+
+
+def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path, monkeypatch):
+    """On 3 nodes of 2 ranks: 1 and 4 rows leave ranks without any, and so do 7, of which 3 ranks hold two."""
+    monkeypatch.setattr(even_pieces, "MIN_PADDING_BYTES", 200)
+
+    def body(rank: int) -> list:
+        gather, mesh, counted = ShardGather(2, CPU), init_device_mesh("cpu", (6,)), count_collectives()
+        return [gathered(rank, gather, mesh, counted, experts) for experts in (1, 4, 5, 6, 7)]
+
+    def gathered(rank: int, gather: ShardGather, mesh, counted: list[int], experts: int) -> list:
+        model = Experts(experts, 61)
+        expected = [tensor.detach().bfloat16() for tensor in model.parameters()]
+        source = ModuleSource(model, torch.bfloat16, gather)
+        fully_shard(model, mesh=mesh)
+        bucket = tuple(source.metadata())
+        counted[:] = [0, 0]
+        with source.gathering(bucket) as finish:
+            pieces = finish()
+            assert tuple(counted) == source.collectives(bucket)
+            padding = pieces[0].data.numel() - experts * 61
+            if rank % 2:
+                return list(counted)
+            return [*counted, *(torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)), padding]
+
+    spread, as_it_lies = [2, 1], [1, 1]
+    expected = [spread, spread, as_it_lies, as_it_lies, spread]  # one row of padding is below the limit
+    padding = [5, 2, 61, 0, 5]
+    for rank, found in enumerate(on_gloo_ranks(body, 6, tmp_path)):
+        right = [[True, True, left] if rank % 2 == 0 else [] for left in padding]
+        assert found == [counts + rest for counts, rest in zip(expected, right, strict=True)]
+
+
+def test_two_cuts_of_a_tensor_share_each_element_once():
+    for numel, elements, world in [(1, 1, 1), (10, 10, 4), (128 * 3, 3, 448), (61 * 7, 122, 6), (9, 4, 3)]:
+        old = Cut(numel, elements, world)
+        new = old.even()
+        table = [old.shared_with(new, rank) for rank in range(world)]
+        assert table == [list(row) for row in zip(*(new.shared_with(old, rank) for rank in range(world)), strict=True)]
+        assert [sum(row) for row in table] == [end - first for first, end in map(old.interval, range(world))]
+        assert new.padding < world
+
+
+def test_only_much_padding_is_worth_a_collective():
+    """At 448 ranks: 128 experts of 24 MiB in bfloat16, a matrix of 2048 rows, and a small one of 128."""
+    experts, matrix = Cut(128 * 12 << 20, 12 << 20, 448), Cut(2048 * 8192, 5 * 8192, 448)
+    assert experts.padding / experts.numel == 2.5 and experts.for_sending(2) == experts.even()
+    assert matrix.for_sending(2) == matrix  # 9 % of padding
+    small = Cut(128 * 1024, 1024, 448)
+    assert small.for_sending(2) == small  # 0.6 MiB of padding
+
+
 def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_path):
     def body(rank: int) -> list[bool]:
         piece = torch.zeros(8)
         piece.ds_numel, piece.final_location = 8, None
         good = SimpleNamespace(ds_tensor=piece, ds_numel=15, ds_shape=(15,), ds_secondary_tensor=None)
         shared = SimpleNamespace(**{**vars(good), "ds_numel": 8})  # MiCS: every group has all of it
-        secondary = SimpleNamespace(**{**vars(good), "ds_secondary_tensor": piece})  # ZeRO++
-        found = [shard_of(tensor) is not None for tensor in (good, shared, secondary, torch.zeros(3))]
+        small = torch.zeros(8, dtype=torch.int8)
+        small.ds_numel, small.final_location, small.ds_quant_scale = 8, None, torch.ones(1)
+        quantized = SimpleNamespace(**{**vars(good), "ds_tensor": small})  # ZeRO++, frozen weights
+        found = [shard_of(tensor) is not None for tensor in (good, shared, quantized, torch.zeros(3))]
         piece.final_location = SimpleNamespace(name="nvme")
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         hybrid = Small()

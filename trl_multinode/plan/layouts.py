@@ -8,7 +8,7 @@ from .hardware import Cluster
 from .measured import MeasuredRun
 from .model_size import ModelSize
 from .rounds import Decoder, Rows, generate
-from .sync_seconds import projected
+from .sync_seconds import Rates, Sync, projected
 from .training import FREE_SHARE, OTHER_BYTES, TrainingMemory, largest_micro_batch, training_memory
 
 # Assumed: share of the peak rate in training; passes beside forward and backward, in units of these: activations that
@@ -16,7 +16,7 @@ from .training import FREE_SHARE, OTHER_BYTES, TrainingMemory, largest_micro_bat
 MODEL_FLOPS_SHARE, PASSES = 0.4, 5 / 3
 GATHERS = 4  # of the whole model per micro-batch: scoring, forward, backward, and the gradients
 NODE_LINK = 400e9  # assumed, bytes per second between the GPUs of a node
-HOST_LINK = 40e9  # assumed, bytes per second of a GPU's link to host memory, as in the projection
+HOST_LINK = Rates().locked  # bytes per second of a GPU's link to host memory
 WAKE_S = 1.0  # assumed, of a sleeping engine beside the copies
 OPEN_ROUNDS = 3
 MOST_NODES = 1024
@@ -152,7 +152,11 @@ def gather_seconds(task: Task) -> float:
 def sync_seconds(task: Task, layout: Layout) -> float:
     """Return the projected seconds of a weight sync; with colocation, of a gather and of waking the engines."""
     if layout.reserved:
-        return projected(2.0 * task.model.parameters, task.cluster.nodes, task.cluster.link)
+        sync = Sync(
+            2.0 * task.model.parameters, task.cluster.nodes, layout.training, workers=layout.reserved,
+            tensor_parallel=layout.engine.tensor_parallel, calls=task.model.loader_calls,
+        )  # fmt: skip
+        return projected(sync, Rates(nic=task.cluster.link))
     return gather_seconds(task) + 2 * layout.engine.weights / HOST_LINK + WAKE_S
 
 

@@ -34,6 +34,7 @@ class ModelSize:
     cached_layers: int
     latent: int = 0  # of multi-head latent attention: elements per token and layer, the same on every worker
     max_length: int | None = None  # tokens
+    loader_calls: int = 0  # tensors and matrices of experts, which vLLM's loaders take one by one
 
     @property
     def active(self) -> float:
@@ -143,7 +144,15 @@ def size_of(model: Any) -> ModelSize:
         cached_layers=_cached_layers(text),
         latent=(getattr(text, "kv_lora_rank", None) or 0) and text.kv_lora_rank + text.qk_rope_head_dim,
         max_length=getattr(text, "max_position_embeddings", None),
+        loader_calls=sum(_calls(key, parameter) for key, parameter in named.items()),
     )
+
+
+def _calls(name: str, parameter: Any) -> int:
+    """Count the matrices in a tensor: fused experts have one or, where gate and up are fused too, two each."""
+    if ".experts." not in name or parameter.ndim < 3:
+        return 1
+    return int(parameter.shape[0]) * (2 if "gate_up" in name else 1)
 
 
 def _mlp_width(text: Any, routed: int) -> int:

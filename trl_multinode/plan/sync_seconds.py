@@ -1,39 +1,140 @@
 """Arithmetic of a weight sync's seconds. `benchmarks/projection.py` compares it with measured syncs.
 
-T = max(link, node) + commit + fill         seconds
-link = (N-1)/N x B / r                      B bytes of model into a node at r bytes a second
-node = B x k                                everything inside a node: gathers between its ranks, copy, load
-fill = min(link, node) / buckets            one bucket of the stage that is hidden behind the other
-commit = B x c                              the engine's packing of the weights
+A sync of B bytes has stages that work at the same time, each on another bucket, so it takes
+
+    seconds = slowest stage + (sum of the other stages) / buckets + commit
+
+N nodes of R training ranks each; an engine spreads the weights over T GPUs. Rates are those of [`Rates`]:
+
+    across   (N-1)/N B / (rails nic) + buckets (N-1) hop_s     all-gather of the ranks with the same local rank
+    within   (R-1)/R B / nvlink                                from the node's other ranks to its local main process
+    copy     host: B / locked     ipc: B / device     nccl: B / device + B / nvlink
+    load     host: B / locked     ipc: workers B / nvlink      nccl: B / nvlink + B / device
+             and for each:  + B / (T device) + calls call_s    vLLM's loaders copy a worker's part into its parameters
+    commit   B / (T pack)                                      the engine's packing of the weights
+
+`copy` is in a thread of the local main process and `load` in each worker, which copies a bucket and then loads it. A
+side whose memory is not page-locked copies at `pageable`. docs/projection.md has the source of each rate.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 BUCKET = 512 * 2**20  # bytes; the default of `sync_bucket_mb`
-# Assumed, not measured: page-locked copies over PCIe 5 x16 at 40 of 64 GB/s, once out of one GPU and once into the
-# engine's (in parallel, so one of them counts); the gather inside the node is faster. Packing at 200 GB/s.
-NODE_S_PER_BYTE, COMMIT_S_PER_BYTE = 1 / 40e9, 1 / 200e9
+TRANSPORTS = ("host", "nccl", "ipc")
+NIC_SHARE = 0.92  # of a NIC's line rate that NCCL's payload gets: 46 to 48 of 50 GB/s according to NVIDIA's staff
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a node's hardware: bytes per second, or seconds if the name ends in `_s`. None was measured by us."""
+
+    nic: float = 400e9 / 8  # line rate of one NIC, in each direction
+    locked: float = 40e9  # between a GPU and page-locked host memory; 53 to 56 of PCIe 5's 64 GB/s were measured
+    pageable: float = 10e9  # the same through the driver's own small buffers: assumed, one core copies
+    nvlink: float = 300e9  # between two GPUs of a node; 380 of 450 GB/s were measured
+    device: float = 1.25e12  # copy within a GPU; 2.57 TB/s of reading and writing were measured
+    pack: float = 200e9  # of the engine's packing: assumed
+    hop_s: float = 14e-6  # between two nodes of a ring, in NCCL's own model of its speed
+    call_s: float = 1e-4  # vLLM's loaders, per tensor or matrix of an expert (benchmarks/loader_calls.py)
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What a sync sends, and between what.
+
+    Args:
+        num_bytes (`float`):
+            Bytes of the model, in the engine's dtype.
+        nodes (`int`):
+            Number of nodes.
+        ranks (`int`, *optional*, defaults to 7):
+            Training ranks of a node.
+        rails (`int`, *optional*, defaults to 1):
+            NICs of a node that work at the same time, one per training rank at most.
+        workers (`int`, *optional*, defaults to 1):
+            GPUs of a node's engines.
+        tensor_parallel (`int`, *optional*, defaults to 1):
+            GPUs over which one engine spreads its weights.
+        calls (`int`, *optional*, defaults to 0):
+            Tensors and matrices of experts that vLLM's loaders take one by one.
+        transport (`str`, *optional*, defaults to `"host"`):
+            `"host"`, `"nccl"` or `"ipc"`, between neighbouring GPUs.
+        sender_locked (`bool`, *optional*, defaults to `True`), worker_locked (`bool`, *optional*, defaults to `True`):
+            Page-locked host memory on this side; only `"host"` uses it.
+    """
+
+    num_bytes: float
+    nodes: int
+    ranks: int = 7
+    rails: int = 1
+    workers: int = 1
+    tensor_parallel: int = 1
+    calls: int = 0
+    transport: str = "host"
+    sender_locked: bool = True
+    worker_locked: bool = True
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport (got {self.transport!r}, expected one of {TRANSPORTS})")
+        if not 1 <= self.rails <= self.ranks:
+            raise ValueError(f"a rail is the NIC of one training rank (got {self.rails} rails, {self.ranks} ranks)")
+
+    @property
+    def buckets(self) -> float:
+        """Number of buckets, a fraction of the last one included, so that seconds grow with every byte."""
+        return max(1.0, self.num_bytes / BUCKET)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Quantities that determine the seconds of a sync."""
+    """Quantities that determine the seconds of a measured sync."""
 
     num_bytes: float
     nodes: int
-    buckets: float
+    largest: float  # bytes of the largest bucket, which a stage that waits for the others waits for
     rate: float  # bytes a second into a node; infinite on a link that is no bound
-    node_s_per_byte: float
+    stage_s_per_byte: tuple[float, ...]  # inside of a node: gathers between its ranks, copy, load
     commit_s_per_byte: float
 
 
+def pipelined(stages: Iterable[float], buckets: float) -> float:
+    """Return the seconds of stages that overlap, each on another bucket: the slowest and one bucket of the others."""
+    every = tuple(stages)
+    return max(every) + (sum(every) - max(every)) / buckets
+
+
 def seconds(cell: Cell) -> float:
-    """Return the seconds of a sync."""
+    """Return the seconds of a measured sync."""
     link = (cell.nodes - 1) / cell.nodes * cell.num_bytes / cell.rate
-    node = cell.num_bytes * cell.node_s_per_byte
-    return max(link, node) + min(link, node) / cell.buckets + cell.num_bytes * cell.commit_s_per_byte
+    stages = (link, *(cell.num_bytes * each for each in cell.stage_s_per_byte))
+    return pipelined(stages, cell.num_bytes / cell.largest) + cell.num_bytes * cell.commit_s_per_byte
 
 
-def projected(num_bytes: float, nodes: int, rate: float) -> float:
-    """Return the seconds of a sync on GPUs, with the assumed rates inside of a node."""
-    return seconds(Cell(num_bytes, nodes, num_bytes / BUCKET, rate, NODE_S_PER_BYTE, COMMIT_S_PER_BYTE))
+def stage_seconds(sync: Sync, rates: Rates = Rates()) -> dict[str, float]:
+    """Return the seconds of each overlapping stage, and of the commit after them."""
+    size, others = sync.num_bytes, sync.nodes - 1
+    across = others / sync.nodes * size / (sync.rails * rates.nic * NIC_SHARE)
+    neighbour, device = size / rates.nvlink, size / rates.device
+    if sync.transport == "host":
+        copy = size / (rates.locked if sync.sender_locked else rates.pageable)
+        load = size / (rates.locked if sync.worker_locked else rates.pageable)
+    elif sync.transport == "ipc":
+        copy, load = device, sync.workers * neighbour  # all workers read from one GPU
+    else:
+        copy, load = device + neighbour, neighbour + device  # both wait for the broadcast
+    return {
+        "across": across + sync.buckets * others * rates.hop_s,
+        "within": (sync.ranks - 1) / sync.ranks * neighbour,
+        "copy": copy,
+        "load": load + device / sync.tensor_parallel + sync.calls * rates.call_s,
+        "commit": size / (sync.tensor_parallel * rates.pack),
+    }
+
+
+def projected(sync: Sync, rates: Rates = Rates()) -> float:
+    """Return the seconds of a sync on GPUs: arithmetic with the rates of `rates`, not a measurement."""
+    stages = stage_seconds(sync, rates)
+    commit = stages.pop("commit")
+    return pipelined(stages.values(), sync.buckets) + commit

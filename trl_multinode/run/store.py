@@ -174,7 +174,13 @@ class RunStore:
 
     def leave(self, how: str) -> None:
         """Note that this rank has no open trainer (`closed`), or that its script has ended well (`ended`)."""
-        self.lend(lambda store: store.set(f"left/{self._topology.rank}", how))
+        key = f"left/{self._topology.rank}"
+
+        def leave(store: Store) -> None:
+            store.set(key, how)
+            store.check([key])  # `set` has no reply: a neighbour that sees this process end would look too early
+
+        self.lend(leave)
 
     def leave_after(self, number: int) -> bool:
         """Note that this script ends well after `number` trainers; return whether another rank has built one more."""

@@ -24,6 +24,8 @@ START_LIMIT_S = 30.0
 COMMAND_LIMIT_S = 30.0
 KILL_LIMIT_S = 10.0
 TAIL_LINES = 15
+SOCKET_NAME = "/spool-n0/n0_1.4294967291"  # of a batch script's step, below the private folder
+LONGEST_SOCKET = 107  # characters; the kernel's limit. slurmd shortens a longer name, and no job starts
 GONE = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
 
 # A node has a host name, /etc/hosts, TMPDIR and /dev/shm of its own. `ip netns exec` would mount another /sys, without
@@ -75,7 +77,7 @@ class SlurmCluster:
             raise RuntimeError(f"SlurmCluster cannot work: {reason}")
         self.num_nodes = num_nodes
         self.folder = Path(folder).resolve()
-        self._private = Path(tempfile.mkdtemp(prefix="tmn-slurm-"))  # short: the path of munge's socket begins with it
+        self._private = private_folder()
         self._logs = self.folder / "slurm"
         self._tmpdir = self._private / "tmp"
         self._processes: list[subprocess.Popen] = []
@@ -148,8 +150,6 @@ class SlurmCluster:
             what = f"job {job} is {fields['JobState']} (restart {fields['Restarts']}), expected {state}"
             if fields["JobState"] in GONE - {state}:
                 raise RuntimeError(f"{what}\n{self.tails()}")
-            if fields["Reason"] == "launch_failed_requeued_held":  # slurmd could not fork on a loaded machine
-                self.run("scontrol", "release", job)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{what} within {timeout_s:.0f} s\n{fields}\n{self.tails()}")
             time.sleep(0.2)
@@ -270,6 +270,22 @@ class SlurmCluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return pids
+
+
+def private_folder() -> Path:
+    """Make the folder for keys and sockets in the temporary folder, whose path must be short.
+
+    Raises:
+        RuntimeError: the paths of sockets in it would be too long.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="tmn-slurm-"))
+    if (length := len(f"{folder}{SOCKET_NAME}")) > LONGEST_SOCKET:
+        folder.rmdir()
+        raise RuntimeError(
+            f"SlurmCluster: sockets in {folder.parent} would have paths of {length} characters, expected at most "
+            f"{LONGEST_SOCKET}: set TMPDIR to a folder with a shorter path"
+        )
+    return folder
 
 
 def _command_line(pid: int) -> str:

@@ -15,6 +15,8 @@ DEEPSPEED: dict[str, dict] = {
     "zero3": ZERO3,
     "zero3_offload_optimizer": ZERO3 | {"offload_optimizer": CPU},
     "zero3_offload_param": ZERO3 | {"offload_optimizer": CPU, "offload_param": CPU},
+    # the last one, because DeepSpeed keeps the group of ZeRO++ for all later engines of a process
+    "zero3_hpz": ZERO3 | {"zero_hpz_partition_size": 2},
 }
 KINDS = ("ddp", "fsdp2", *DEEPSPEED)
 

@@ -71,6 +71,6 @@ def unchecked(model: nn.Module) -> str | None:
         return None
     return (
         f"{count} of {len(trained)} trained parameters are not checked for NaN and infinity before a sync or a save, "
-        "because ZeRO++ or MiCS shards them or they are on an NVMe: watch loss and grad_norm. ZeRO-3 without "
-        "`zero_hpz_partition_size`, quantized weights, `mics_shard_size` and `offload_param.device: nvme` checks all."
+        "because MiCS shards them or they are on an NVMe: watch loss and grad_norm. ZeRO-3, also with ZeRO++, but "
+        "without `mics_shard_size` and `offload_param.device: nvme`, checks all."
     )

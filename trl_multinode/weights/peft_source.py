@@ -79,7 +79,8 @@ class PeftSource(ModuleSource):
         ]
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        across, within = count_collectives(self._gather, self.tensors(bucket))
+        tensors = self.tensors(bucket)
+        across, within = count_collectives(self._gather, tensors, [tensor.dtype for tensor in tensors])
         return across + sum(map(is_zero3, self._adapters(bucket))), within
 
     def _adapters(self, bucket: Bucket) -> list[nn.Parameter]:

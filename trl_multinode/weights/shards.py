@@ -9,6 +9,8 @@ the dtype they are sent in, and two steps gather the buffers of W ranks on N nod
 2. Inside each node the local main process receives the other ranks' buffers through the node's own memory, while the
    next bucket is already on the network.
 
+Before both steps, `even_pieces.py` spreads tensors of few rows that FSDP2 shards, such as fused experts.
+
 `ShardGather` issues collectives; `tests/test_architecture.py` lists every module that does.
 """
 
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..transports.pieces import Pieces
+from .even_pieces import Cut, pass_on
 
 PIECE_ALIGNMENT = 16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
 
@@ -33,12 +36,16 @@ class Shard:
     elements: int  # size of every rank's piece, padding included
     shape: tuple[int, ...]  # shape of the full tensor
 
+    def cut(self, world: int) -> Cut:
+        """Return how the full tensor is cut over `world` ranks."""
+        return Cut(math.prod(self.shape), self.elements, world)
+
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:
     """Return this rank's piece if all ranks hold equal pieces of the tensor in rank order, otherwise `None`.
 
-    ZeRO-3 (also with parameters offloaded to host memory) and FSDP2 shard this way. ZeRO++ (pieces are shared within
-    smaller groups or quantized), hybrid sharding, tensor parallelism and parameters offloaded to NVMe do not.
+    ZeRO-3 (also with parameters offloaded to host memory) and FSDP2 shard this way. Frozen weights that ZeRO++ stores
+    quantized, MiCS, hybrid sharding, tensor parallelism and parameters offloaded to NVMe do not.
     """
     if hasattr(tensor, "ds_tensor"):
         return _zero3_shard(tensor)
@@ -48,13 +55,22 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
 
 
 def _zero3_shard(tensor: Any) -> Shard | None:
+    """Return the primary shard of a ZeRO-3 parameter.
+
+    The optimizer writes only to the primary shard. ZeRO++'s secondary one (`zero_hpz_partition_size`) is a copy for
+    forward and backward, which DeepSpeed drops after every optimizer step and makes again in the next forward.
+    """
     piece = tensor.ds_tensor
     equal = piece.ds_numel == math.ceil(tensor.ds_numel / dist.get_world_size())
-    plain = getattr(tensor, "ds_secondary_tensor", None) is None and not hasattr(piece, "ds_quant_scale")
     in_memory = getattr(piece.final_location, "name", None) != "nvme"
-    if not (equal and plain and in_memory):
+    if not equal or not in_memory or is_quantized(tensor):
         return None
     return Shard(piece.detach().view(-1), piece.ds_numel, tuple(tensor.ds_shape))
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Return whether ZeRO++ stores a frozen ZeRO-3 parameter quantized (`zero_quantized_nontrainable_weights`)."""
+    return hasattr(tensor.ds_tensor, "ds_quant_scale")
 
 
 def _fsdp2_shard(tensor: Any) -> Shard | None:
@@ -69,8 +85,8 @@ def _fsdp2_shard(tensor: Any) -> Shard | None:
 def own_part(tensor: Any, sends_whole: bool) -> torch.Tensor:
     """Return the part of a tensor that this rank answers for, without padding; it may be empty.
 
-    ZeRO-3's padding is uninitialized memory. Shards of ZeRO++ and MiCS and parameters on an NVMe are left out, because
-    their padding is not known or they are not in memory.
+    ZeRO-3's padding is uninitialized memory. Quantized shards of ZeRO++, shards of MiCS and parameters on an NVMe are
+    left out, because they are no floats, their padding is not known or they are not in memory.
     """
     if hasattr(tensor, "ds_tensor"):
         shard = shard_of(tensor)
@@ -122,8 +138,23 @@ class ShardGather:
 
     @property
     def num_collectives(self) -> tuple[int, int]:
-        """Number of collectives of one `Gathering`: across nodes, within a node."""
+        """Number of collectives of one `Gathering` of even pieces: across nodes, within a node."""
         return int(self._nodes > 1), int(self._ranks > 1)
+
+    def count_collectives(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
+        """Count the collectives of the `Gathering` of these shards: across nodes, within a node."""
+        across, within = self.num_collectives if shards else (0, 0)
+        pairs = zip(shards, dtypes, strict=True)
+        passed_on = sum(self.cut(shard, dtype) != shard.cut(self.world) for shard, dtype in pairs)
+        return (across + passed_on, within) if self._nodes > 1 else (across, within + passed_on)
+
+    @property
+    def world(self) -> int:
+        return self._nodes * self._ranks
+
+    def cut(self, shard: Shard, dtype: torch.dtype) -> Cut:
+        """Return the cut in which a tensor is gathered: that of the shards, or an even one."""
+        return shard.cut(self.world).for_sending(dtype.itemsize)
 
     def extremes(self, value: int) -> tuple[int, int]:
         """Return the lowest and the highest `value` of all training ranks. A collective, for the set-up only."""
@@ -144,13 +175,26 @@ class ShardGather:
         return Gathering(self, shards, dtypes)
 
     def pack(
-        self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype], offsets: list[int], size: int
+        self,
+        shards: Sequence[Shard],
+        dtypes: Sequence[torch.dtype],
+        cuts: Sequence[Cut],
+        offsets: list[int],
+        size: int,
     ) -> torch.Tensor:
-        """Copy this rank's shards into one buffer, `(size,)` of `uint8`, and return it."""
+        """Copy this rank's pieces into one buffer, `(size,)` of `uint8`, and return it.
+
+        A collective of all training ranks if a tensor's pieces become even ones.
+        """
         mine = self.buffers.take("mine", size)
-        for shard, dtype, offset in zip(shards, dtypes, offsets, strict=True):
-            part = mine[offset : offset + shard.data.numel() * dtype.itemsize]
-            part.view(dtype).copy_(shard.data)
+        for shard, dtype, cut, offset in zip(shards, dtypes, cuts, offsets, strict=True):
+            old = shard.cut(self.world)
+            elements = shard.data.numel() if cut == old else cut.elements
+            part = mine[offset : offset + elements * dtype.itemsize].view(dtype)
+            if cut == old:
+                part.copy_(shard.data)
+            else:
+                pass_on(shard.data.to(self.buffers.device, dtype), old, cut, part)
         return mine
 
     def cross(self, mine: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -187,8 +231,9 @@ class Gathering:
 
     def __init__(self, gather: ShardGather, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]):
         self._gather, self._shards, self._dtypes = gather, shards, dtypes
-        self._offsets, size = _layout(shards, dtypes)
-        self._mine = gather.pack(shards, dtypes, self._offsets, size)
+        self._cuts = [gather.cut(shard, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
+        self._offsets, size = _layout(self._cuts, dtypes)
+        self._mine = gather.pack(shards, dtypes, self._cuts, self._offsets, size)
         self._peers, self._work = gather.cross(self._mine)
         self._taken = [("mine", self._mine)] if self._work is None else [("mine", self._mine), ("peers", self._peers)]
 
@@ -203,8 +248,8 @@ class Gathering:
         if every is None:
             return [Pieces(self._mine.new_empty(0, 0, 0), shard.shape) for shard in self._shards]
         return [
-            Pieces(_view(every[..., offset : offset + shard.elements * dtype.itemsize], dtype), shard.shape)
-            for shard, dtype, offset in zip(self._shards, self._dtypes, self._offsets, strict=True)
+            Pieces(_view(every[..., offset : offset + cut.elements * dtype.itemsize], dtype), shard.shape)
+            for shard, dtype, cut, offset in zip(self._shards, self._dtypes, self._cuts, self._offsets, strict=True)
         ]
 
     def close(self) -> None:
@@ -248,12 +293,12 @@ def _own_group(groups: list[list[int]], index: int) -> dist.ProcessGroup | None:
     return [dist.new_group(ranks) for ranks in groups][index]
 
 
-def _layout(shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
+def _layout(cuts: Sequence[Cut], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
     """Return the offset of each tensor's piece in a rank's buffer, and the buffer's size, in bytes."""
     offsets, total = [], 0
-    for shard, dtype in zip(shards, dtypes, strict=True):
+    for cut, dtype in zip(cuts, dtypes, strict=True):
         offsets.append(total)
-        total += -(-shard.elements * dtype.itemsize // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+        total += -(-cut.elements * dtype.itemsize // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
     return offsets, max(total, PIECE_ALIGNMENT)
 
 

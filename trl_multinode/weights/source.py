@@ -6,6 +6,7 @@ Gathering is one of the few collectives; `tests/test_architecture.py` lists them
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from ..transports.pieces import Pieces
 from .buckets import Bucket, WeightMeta
 from .finite import check_finite
 from .names import is_zero3, named_weights, shape_of
-from .shards import ShardGather, shard_of
+from .shards import ShardGather, is_quantized, shard_of
 from .tying import check_still_tied, tied_weights
 
 Finish = Callable[[], Sequence[Pieces]]
@@ -121,7 +122,7 @@ class ModuleSource(WeightSource):
             yield finish
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        return count_collectives(self._gather, self.tensors(bucket))
+        return count_collectives(self._gather, self.tensors(bucket), [meta.dtype for meta in bucket])
 
     def release(self) -> None:
         self._gather.buffers.clear()
@@ -158,11 +159,21 @@ def gather_pieces(
         under_way.close()
 
 
-def count_collectives(gather: ShardGather, tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+def count_collectives(
+    gather: ShardGather, tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> tuple[int, int]:
     """Count the collectives of one `gather_pieces`: across nodes, within a node."""
-    kinds = [(shard_of(tensor) is not None, is_zero3(tensor) or hasattr(tensor, "full_tensor")) for tensor in tensors]
-    across, within = gather.num_collectives if any(sharded for sharded, _ in kinds) else (0, 0)
-    return across + sum(wrapped and not sharded for sharded, wrapped in kinds), within
+    shards = {index: shard for index, tensor in enumerate(tensors) if (shard := shard_of(tensor)) is not None}
+    others = [tensor for index, tensor in enumerate(tensors) if index not in shards]
+    across, within = gather.count_collectives(list(shards.values()), [dtypes[index] for index in shards])
+    return across + sum(map(_collectives_of_its_library, others)), within
+
+
+def _collectives_of_its_library(tensor: Any) -> int:
+    """Count the collectives with which DeepSpeed or FSDP2 gathers one tensor; quantized values and scales take two."""
+    if is_zero3(tensor):
+        return 1 + is_quantized(tensor)
+    return int(hasattr(tensor, "full_tensor"))
 
 
 def gather_zero3(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:

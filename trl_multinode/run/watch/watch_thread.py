@@ -139,8 +139,12 @@ class WatchThread:
         self._failure.add(Fatal(line, code), delay_s)
         self.signals.wake()
 
+    def _open_trainer(self) -> "Watchdog | None":
+        return next(iter(self.trainers[-1:]), None)
+
     def _phase(self) -> str:
-        return self.trainers[-1].phase() if self.trainers else "before the trainer" if not self.num_built else "script"
+        trainer = self._open_trainer()
+        return trainer.phase() if trainer is not None else "script" if self.num_built else "before the trainer"
 
     def fail_with(self, error: BaseException) -> None:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
@@ -200,26 +204,27 @@ class WatchThread:
         why = f"the process of rank {rank}{main} ended (pid {pid}); if no line above gives the reason, it was killed"
 
         def ended() -> None:
-            if self.store.have_left([rank]) and not self.trainers:
-                return
-            if self._neighbour_ended(why):
+            if self._neighbour_ended(why, rank):
                 self.store.count_as_reader(rank)
 
         self.processes.add(pid, ended, self, once=f"rank {rank}")
 
-    def _neighbour_ended(self, cause: str) -> bool:
-        """Report the end of a process, if the run has not ended. Return whether that is so.
+    def _neighbour_ended(self, cause: str, rank: int | None = None) -> bool:
+        """Report the end of a launcher or of a rank, if the run has not ended. Return whether that is so.
 
         A launcher ends after its ranks, and their own report explains more, so it takes precedence.
         """
-        if self.store.fatal() is not None or (self.trainers and self.trainers[-1].all_finished()):
+        trainer = self._open_trainer()  # once, because the main thread may close it meanwhile
+        has_left = rank is not None and trainer is None and self.store.have_left([rank])
+        if has_left or self.store.fatal() is not None or (trainer is not None and trainer.all_finished()):
             return False
         self.report(cause, code=PEER_LOST)
         return True
 
     def process_ended(self, cause: Callable[[], str | None]) -> None:
         """Report the end of a process that a trainer has added, unless `cause` returns `None`."""
-        if self.store.fatal() is not None or (self.trainers and self.trainers[-1].all_finished()):
+        trainer = self._open_trainer()
+        if self.store.fatal() is not None or (trainer is not None and trainer.all_finished()):
             return
         if (line := cause()) is not None:
             self.report(line, code=ENGINE)

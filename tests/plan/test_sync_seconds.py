@@ -1,0 +1,120 @@
+"""The formula of a sync's seconds: units, limits, and that more hardware or fewer bytes never take longer."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from trl_multinode.plan.sync_seconds import (
+    BUCKET,
+    TRANSPORTS,
+    Cell,
+    Rates,
+    Sync,
+    pipelined,
+    projected,
+    seconds,
+    stage_seconds,
+)
+
+GB = 1e9
+RATES = Rates(nic=50 * GB, locked=40 * GB, pageable=10 * GB, nvlink=300 * GB, device=1250 * GB, pack=200 * GB,
+              hop_s=0.0, call_s=0.0)  # fmt: skip
+SYNC = Sync(80 * GB, nodes=4)
+
+
+def test_a_stage_takes_bytes_divided_by_bytes_per_second():
+    stages = stage_seconds(SYNC, RATES)
+    assert stages["across"] == pytest.approx(0.75 * 80 / (50 * 0.92))  # three quarters of the model are elsewhere
+    assert stages["within"] == pytest.approx(6 / 7 * 80 / 300)  # one of seven ranks has its own part
+    assert stages["copy"] == pytest.approx(80 / 40)
+    assert stages["load"] == pytest.approx(80 / 40 + 80 / 1250)
+    assert stages["commit"] == pytest.approx(80 / 200)
+
+
+def test_each_transport_has_its_own_way_into_the_engines():
+    ipc = stage_seconds(replace(SYNC, transport="ipc", workers=4, tensor_parallel=4), RATES)
+    assert ipc["copy"] == pytest.approx(80 / 1250)
+    assert ipc["load"] == pytest.approx(4 * 80 / 300 + 80 / 4 / 1250)  # four workers read from one GPU
+    nccl = stage_seconds(replace(SYNC, transport="nccl", workers=4, tensor_parallel=4), RATES)
+    assert nccl["copy"] == pytest.approx(80 / 1250 + 80 / 300)
+    assert nccl["load"] == pytest.approx(80 / 300 + 80 / 1250 + 80 / 4 / 1250)  # one broadcast reaches all
+
+
+def test_the_slowest_stage_counts_in_full_and_the_others_with_one_bucket():
+    assert pipelined((3.0, 8.0, 1.0), buckets=4) == 8.0 + 4.0 / 4
+    assert pipelined((3.0, 8.0, 1.0), buckets=1) == 12.0  # nothing overlaps
+    stages = stage_seconds(SYNC, RATES)
+    commit = stages.pop("commit")
+    slowest, rest = max(stages.values()), sum(stages.values()) - max(stages.values())
+    assert projected(SYNC, RATES) == pytest.approx(slowest + rest / (80 * GB / BUCKET) + commit)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_with_an_infinite_nic_the_number_of_nodes_does_not_matter(transport):
+    rates, sync = replace(RATES, nic=inf), replace(SYNC, transport=transport)
+    assert stage_seconds(sync, rates)["across"] == 0.0
+    assert projected(sync, rates) == projected(replace(sync, nodes=128), rates)
+    assert projected(sync, rates) == projected(replace(sync, nodes=1), rates)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_node_needs_no_network(transport):
+    alone = Sync(80 * GB, nodes=1, transport=transport)
+    assert stage_seconds(alone)["across"] == 0.0
+    assert projected(alone) == projected(alone, Rates(nic=1.0))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("nodes", [1, 2, 16, 128])
+def test_more_rails_never_take_longer(transport, nodes):
+    took = [projected(Sync(470 * GB, nodes, rails=rails, transport=transport)) for rails in range(1, 8)]
+    assert took == sorted(took, reverse=True)
+    assert (took[0] > took[-1]) == (nodes > 1)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_more_bytes_and_more_nodes_take_longer(transport):
+    sizes = [BUCKET // 1000, BUCKET - 1, BUCKET, BUCKET + 1, 3.5 * BUCKET, 15 * GB, 812 * GB]
+    took = [projected(Sync(size, 8, transport=transport)) for size in sizes]
+    assert all(less < more for less, more in zip(took, took[1:], strict=False))
+    grown = [projected(Sync(66 * GB, nodes, transport=transport)) for nodes in (1, 2, 4, 8, 16, 32, 64, 128)]
+    assert all(less < more for less, more in zip(grown, grown[1:], strict=False))
+
+
+def test_a_side_without_page_locks_bounds_the_copies_through_host_memory():
+    slow = [projected(replace(SYNC, sender_locked=a, worker_locked=b)) for a, b in ((True, False), (False, True))]
+    assert min(slow) > 80 / 10 > projected(SYNC)
+    assert projected(replace(SYNC, sender_locked=False, worker_locked=False)) < 80 / 10 * 1.2  # the sides overlap
+    other = replace(SYNC, transport="nccl")
+    assert projected(other) == projected(replace(other, sender_locked=False, worker_locked=False))
+
+
+def test_what_no_machine_has_is_refused():
+    with pytest.raises(ValueError, match="got 8 rails, 7 ranks"):
+        Sync(80 * GB, 4, rails=8)
+    with pytest.raises(ValueError, match="got 'rdma'"):
+        Sync(80 * GB, 4, transport="rdma")
+
+
+def test_a_measured_cell_waits_for_its_largest_bucket():
+    """By hand: a link of 0.5 x 100 MB / 50 MB/s = 1 s and a copy of 0.5 s hide behind a load of 2 s, except for the
+    largest bucket, a quarter of the bytes; the commit takes 0.1 s."""
+    assert seconds(Cell(100e6, 2, 25e6, 50e6, (5e-9, 20e-9), 1e-9)) == pytest.approx(2 + 1.5 / 4 + 0.1)
+
+
+def test_a_model_below_one_bucket_goes_through_one_stage_after_the_other():
+    small = replace(SYNC, num_bytes=BUCKET / 10)
+    assert projected(small, RATES) == pytest.approx(sum(stage_seconds(small, RATES).values()))
+
+
+def test_what_does_not_depend_on_bytes_counts_per_bucket_hop_and_call():
+    rates, sync = replace(RATES, hop_s=1e-3, call_s=1e-4), Sync(4 * BUCKET, nodes=11, calls=3000)
+    base, more = stage_seconds(sync, RATES), stage_seconds(sync, rates)
+    assert more["across"] - base["across"] == pytest.approx(4 * 10 * 1e-3)
+    assert more["load"] - base["load"] == pytest.approx(0.3)
+
+
+def test_an_engine_packs_its_part_of_the_weights_on_each_of_its_gpus():
+    one, four = (stage_seconds(replace(SYNC, tensor_parallel=degree), RATES) for degree in (1, 4))
+    assert four["commit"] == pytest.approx(one["commit"] / 4)
