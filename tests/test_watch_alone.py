@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from beating import Link
 from forks import FORK, forked
+from pidfds import forbid_pidfds
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
@@ -178,8 +179,10 @@ def test_forgotten_processes_may_end(tmp_path):
 
 
 @pytest.mark.fault("14")
-def test_a_killed_launcher_ends_its_ranks(tmp_path):
+@pytest.mark.parametrize("prepare", [lambda: None, forbid_pidfds], ids=["pidfds", "no pidfds"])
+def test_a_killed_launcher_ends_its_ranks(tmp_path, prepare):
     def rank_body() -> None:
+        prepare()
         Watchdog(LAUNCHED)
         print("up", flush=True)
         time.sleep(30)

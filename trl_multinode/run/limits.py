@@ -19,14 +19,14 @@ def raise_file_limit(launched: bool) -> None:
         launched (`bool`):
             Whether a launcher has started this process. A process may change the limits of others of the same user.
     """
-    for pid in (0, *_launchers()) if launched else (0,):
+    for pid in (0, *launchers()) if launched else (0,):
         with suppress(OSError, ValueError):  # another user's, or forbidden: then the limit stays
             soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
             if soft != hard:
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _launchers() -> list[int]:
+def launchers() -> list[int]:
     """Return the parents up to the first one that runs Python, because a shell may stand between."""
     found: list[int] = []
     pid = os.getppid()
