@@ -57,7 +57,7 @@ def threads_of(pid: int) -> list[threading.Thread]:
 
 def test_the_end_of_a_process_is_seen_before_its_parent_has_waited_for_it(kernel, child):
     end = open_end(child.pid)
-    assert select.select([end], [], [], 3 * POLL_S)[0] == []
+    assert select.select([end], [], [], 1.2 * POLL_S)[0] == []
     child.kill()
     assert select.select([end], [], [], 2.0)[0] == [end]
     os.close(end)
