@@ -121,6 +121,13 @@ def test_variables_that_vllm_refuses_or_that_hide_everything_are_refused_before_
     assert what in str(error.value) and cure in str(error.value)
 
 
+def test_an_engine_gets_a_gpu_that_hip_shows_although_torch_counts_more(amd, monkeypatch):
+    set_all(monkeypatch, {"ROCR_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert len(torch.cuda._parse_visible_devices()) == 8
+    topology = Topology(0, 3, 0, 3, 0, 1, launched=True)
+    assert assign_engines(topology, 8, None, None, 1).per_engine == (("7",),)
+
+
 def test_a_torch_for_cuda_ignores_the_variables_of_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")

@@ -179,8 +179,15 @@ def test_forgotten_processes_may_end(tmp_path):
 
 
 @pytest.mark.fault("14")
-@pytest.mark.parametrize("prepare", [lambda: None, forbid_pidfds], ids=["pidfds", "no pidfds"])
-def test_a_killed_launcher_ends_its_ranks(tmp_path, prepare):
+def test_a_killed_launcher_ends_its_ranks(tmp_path):
+    kill_a_launcher(tmp_path)
+
+
+def test_a_killed_launcher_ends_its_ranks_in_a_container_without_pidfds(tmp_path):
+    kill_a_launcher(tmp_path, prepare=forbid_pidfds)
+
+
+def kill_a_launcher(tmp_path, prepare=lambda: None):
     def rank_body() -> None:
         prepare()
         Watchdog(LAUNCHED)

@@ -71,8 +71,8 @@ def query(what: str, keys: tuple[str, ...]) -> list[list[str]]:
         [`NoTool`]: if the command is missing, fails or does not answer.
     """
     if shutil.which(NVIDIA_TOOL) is None:
-        what = f"`{NVIDIA_TOOL}` is not installed here, which comes with NVIDIA's driver"
-        raise NoTool(f"{what}, and AMD's driver shows none in {SYS}/class/kfd")
+        missing = f"`{NVIDIA_TOOL}` is not installed here, which comes with NVIDIA's driver"
+        raise NoTool(f"{missing}, and AMD's driver shows none in {SYS}/class/kfd")
     command = [NVIDIA_TOOL, f"--query-{what}={','.join(keys)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S)

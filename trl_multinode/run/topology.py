@@ -115,6 +115,7 @@ def assign_engines(
     if num_gpus == 0:
         return EngineDevices(((),) * (num_engines or 1), shared_with_training=False)
     names = visible_devices(environ, num_gpus)
+    num_gpus = len(names)  # on AMD, torch counts ROCR_VISIBLE_DEVICES where CUDA_VISIBLE_DEVICES hides more
     training = range(min(topology.ranks_per_node, num_gpus))
     chosen = list(requested) if requested is not None else [i for i in range(num_gpus) if i not in training]
     _check_chosen(topology, chosen, names, environ)
