@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -64,5 +65,5 @@ def problem_of(url: str) -> str | None:
             return None
     except HTTPError as error:
         return f"it answers /health with HTTP status {error.code}"
-    except OSError as error:  # refused, unknown host, too late
-        return str(error)
+    except (OSError, HTTPException, ValueError) as error:  # refused, unknown host, too late; not HTTP; not a URL
+        return str(error) or type(error).__name__
