@@ -2,6 +2,7 @@
 
     python benchmarks/balance.py            # 2 and 4 ranks, 256 and 64 rows: about 8 minutes on 2 cores
     python benchmarks/balance.py --quick    # one repeat, 64 rows, 2 ranks: a minute
+    python benchmarks/balance.py --nodes    # 1 to 128 nodes, simulated: see balance_nodes.py
 
 Every run is a world of its own: one optimizer step on short rows to warm up, then the one that is measured. Arms take
 turns. All arms have the same prompts, completions and (with learning rate 0) weights, and at most as many slots in a
@@ -21,6 +22,7 @@ from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
+import balance_nodes
 import deepspeed
 import torch
 from datasets import Dataset
@@ -258,9 +260,13 @@ def compare(rows: int, ranks: int, repeats: int, folder: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one repeat of 2 ranks x 64 rows")
+    parser.add_argument("--nodes", action="store_true", help="simulate 1 to 128 nodes with the real planner instead")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "balance.json")
     args = parser.parse_args()
+    if args.nodes:
+        balance_nodes.run(args.output.with_name("balance_nodes.json"))
+        return
     folder = Path(tempfile.mkdtemp(prefix="balance_"))
     tiny_qwen2(vocab_size=258, seed=0).save_pretrained(folder / "reference")
     shapes = [(64, 2)] if args.quick else [(256, 2), (256, 4), (64, 2), (64, 4)]

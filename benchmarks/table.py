@@ -93,6 +93,36 @@ def balance(found: dict) -> str:
     return head + table(["", *columns], rows)
 
 
+def balance_nodes(found: dict) -> str:
+    rows = []
+    for nodes in sorted({cell["nodes"] for cell in found["cells"]}):
+        cells = {cell["rows"]: cell["arms"] for cell in found["cells"] if cell["nodes"] == nodes}
+        shares = [cells[size].get(arm, {}).get("lock_step_efficiency", "") for size, arm in BALANCE_ARMS]
+        others = [", ".join(f"{cells[size]['world'][key]:.0f}" for size in (32, 128)) for key in BALANCE_KEYS]
+        rows.append([f"{nodes}", *shares, *others])
+    return BALANCE_NODES.format(**found) + table(["nodes", *BALANCE_ARMS.values(), *BALANCE_KEYS.values()], rows)
+
+
+BALANCE_ARMS = {
+    (8, "world"): "8 rows: world",
+    (32, "node"): "32 rows: node",
+    (32, "world"): "world",
+    (32, "one_pool"): "one pool",
+    (128, "node"): "128 rows: node",
+    (128, "world"): "world",
+    (128, "one_pool"): "one pool",
+}
+BALANCE_KEYS = {"planning_ms": "plan, ms", "exchange_ms": "exchange, ms", "sent_mb_per_node": "MB a node sends"}
+BALANCE_NODES = """## Balance over nodes
+
+Lock-step efficiency on nodes of 7 ranks by rows of a rank, simulated with the real planner on lengths with a median of
+{lengths[median]} and at most {lengths[longest]} tokens (`benchmarks/balance.py --nodes`): `balance_across="node"`;
+`"world"`, with pools of at most {pool_rows} rows and {pool_ranks} ranks; and one pool of all rows. The last three
+columns are those of `"world"` with 32 and 128 rows. See docs/balance.md.
+
+"""
+
+
 def lora(found: dict) -> str:
     arms = {name: arm for name, arm in found["arms"].items() if not name.endswith("_again")}
     rows = [
@@ -307,6 +337,7 @@ SECTIONS = (
     ("overlap", rivals),
     ("long_tail", long_tail),
     ("balance", balance),
+    ("balance_nodes", balance_nodes),
     ("learning", learning),
     ("control_plane", control_plane),
 )

@@ -30,7 +30,8 @@ TWO_NODES = {
 @pytest.fixture(autouse=True)
 def quiet_machine(monkeypatch):
     """No test depends on the GPUs that this shell hides, its scheduler, or ports that something else uses."""
-    for name in ("CUDA_VISIBLE_DEVICES", *(name for name in os.environ if name.startswith(("PET_", "SLURM_")))):
+    hiding = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    for name in (*hiding, *(name for name in os.environ if name.startswith(("PET_", "SLURM_")))):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(rules_nodes, "is_port_in_use", lambda port: False)
     monkeypatch.setattr(report, "is_port_in_use", lambda port: False)

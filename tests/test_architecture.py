@@ -30,9 +30,9 @@ ARROWS = {
     "timeline": "",  # reads files
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
+    "experimental": "config errors host node_settings node_trainer rollouts trainer trainers",
     "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
     "trainers": "config host node_trainer rollouts",
-    "experimental": "config errors host node_settings node_trainer rollouts",
     "node_trainer": "call_checks config host libraries node_settings reporting rollouts saving",
     "call_checks": "errors node_settings run saving",
     "saving": "errors host libraries node_settings rollouts run weights",
@@ -107,10 +107,10 @@ COLLECTIVES = {
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
     "batches.row_exchange": {
-        "all_gather",
+        "all_gather_into_tensor",
         "all_to_all_single",
         "new_group",
-    },  # lengths of all ranks, rows within a node
+    },  # lengths of all ranks; rows between nodes, then within a node
     "doctor.ring": {"new_group"},  # one per GPU of a node, before a run
     "batches.local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch
 }

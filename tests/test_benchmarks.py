@@ -4,10 +4,13 @@ import json
 import runpy
 from pathlib import Path
 
+import balance_nodes
 import long_tail
 import numpy as np
 import pytest
+import table
 
+from trl_multinode.batches.batching import plan_micro_steps
 from trl_multinode.wire.messages import Generate, pack_ids
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -54,6 +57,22 @@ def test_the_balance_has_its_control_and_trls_gradient():
     assert KEYS["balance"] <= found.keys()
     assert found["gradient_rel_diff"] < 1e-5
     assert found["control_ratio"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_balance_over_nodes_is_that_of_the_planner_and_of_the_page():
+    found = recorded("balance_nodes")
+    for cell in found["cells"]:
+        for arm in ("node", "world"):
+            assert cell["arms"][arm]["planning_ms"] + cell["arms"][arm]["exchange_ms"] <= 50
+        assert cell["arms"]["world"]["lock_step_efficiency"] >= (0.85 if cell["rows"] == 8 else 0.94)
+    (cell,) = [cell for cell in found["cells"] if (cell["nodes"], cell["rows"]) == (8, 32)]
+    for arm, across in (("node", 7), ("world", 56)):
+        drawn = [balance_nodes.lengths(56, 32, seed) for seed in range(found["seeds"])]
+        plans = [plan_micro_steps(one, across, balance_nodes.CAP, balance_nodes.LINEAR) for one in drawn]
+        efficiency = np.mean([plan.lock_step_efficiency() for plan in plans])
+        assert efficiency == pytest.approx(cell["arms"][arm]["lock_step_efficiency"], rel=1e-9)
+    lines = [line for line in table.balance_nodes(found).splitlines() if line.startswith("|")]
+    assert "\n".join(lines) in (FOLDER.parent / "docs" / "balance.md").read_text()
 
 
 def test_only_the_adapter_travels_and_the_weights_stay():

@@ -43,7 +43,7 @@ def test_dir_lists_what_can_be_imported():
     assert {*trl.__all__, *OURS, "MultiNodeGRPOTrainer", "SDFTTrainer"} <= set(listed)
 
 
-@pytest.mark.parametrize("name", ["GRPOTrainr", "TrlParsr", "OnlineDPOTrainer", "grpo"])
+@pytest.mark.parametrize("name", ["GRPOTrainr", "TrlParsr", "OnlineDPOTrainr", "grpo"])
 def test_a_name_that_neither_package_has_names_both(name):
     with pytest.raises(AttributeError, match=f"neither trl_multinode nor trl has a name '{name}'"):
         getattr(trl_multinode, name)

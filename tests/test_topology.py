@@ -3,7 +3,8 @@
 import pytest
 
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.run.topology import EngineDevices, Topology, assign_engines, visible_devices
+from trl_multinode.run.gpu_variables import visible_devices
+from trl_multinode.run.topology import EngineDevices, Topology, assign_engines
 
 
 def environment(rank: int, num_nodes: int, per_node: int) -> dict[str, str]:

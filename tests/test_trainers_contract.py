@@ -20,7 +20,7 @@ from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.generation import NodeGeneration
 
 VERSION = f"TRL {trl.__version__}"
-TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD"]
+TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation"]
 CLASSES = {name: getattr(trl_multinode, f"{name}Trainer") for name in TRAINERS}  # here, because vLLM sets variables
 ROUND = {  # the method of TRL that generates one round, and what it takes
     "RLOO": ("_generate_and_score_completions", ["inputs"]),
@@ -29,7 +29,10 @@ ROUND = {  # the method of TRL that generates one round, and what it takes
     "SDPO": ("_prepare_training_batch", ["inputs"]),
     "GOLD": ("_fill_buffer", ["generation_batch", "buffer_steps"]),
     "IWOPD": ("_fill_buffer", ["generation_batch", "buffer_steps"]),
+    "GMPO": ("_generate_and_score_completions", ["inputs"]),
+    "ServerDistillation": ("_generate_and_score_completions", ["inputs"]),
 }
+REQUIRED = {"ServerDistillation": {"teacher_model_server_url": "http://teacher:8000"}}  # without a default
 
 
 def ours(name: str) -> type:
@@ -37,7 +40,7 @@ def ours(name: str) -> type:
 
 
 def source(name: str) -> ast.Module:
-    return ast.parse(inspect.getsource(sys.modules[ours(name)._trl.__module__]))
+    return ast.parse(inspect.getsource(ours(name)._code()))
 
 
 def calls(name: str, text: str) -> list[ast.Call]:
@@ -46,7 +49,9 @@ def calls(name: str, text: str) -> list[ast.Call]:
 
 def config(name: str, tmp_path, **fields):
     kind = getattr(trl_multinode, f"{name}Config")
-    return kind(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **fields)
+    return kind(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **REQUIRED.get(name, {}), **fields
+    )
 
 
 # ---- TRL's side
@@ -72,7 +77,7 @@ def test_max_num_seqs_has_the_factor_of_tensor_parallelism_that_is_taken_out_aga
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_generation_object_is_replaced_where_the_trainer_looks_it_up(name):
-    module = ours(name)._builds_in or sys.modules[ours(name)._trl.__module__]
+    module = ours(name)._builds_in or ours(name)._code()
     assert hasattr(module, "VLLMGeneration"), f"{VERSION}: {module.__name__} has no VLLMGeneration"
     imports = [n for n in ast.walk(source(name)) if isinstance(n, ast.ImportFrom) and
                any(alias.name == "VLLMGeneration" for alias in n.names)]  # fmt: skip
@@ -101,7 +106,7 @@ def test_the_method_that_generates_a_round_is_the_one_that_is_wrapped(name):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_attributes_that_are_set_from_outside_are_trls(name):
-    text = inspect.getsource(sys.modules[ours(name)._trl.__module__])
+    text = inspect.getsource(ours(name)._code())
     for attribute in (ours(name)._sync_mark, "_buffered_inputs", "_buffer_step" if name == "IWOPD" else "_step"):
         assert f"self.{attribute} = " in text, f"{VERSION}: {name} has no {attribute}; see node_trainer.py, resume.py"
 
@@ -169,11 +174,14 @@ REFUSED = {
 }  # fmt: skip
 
 
+WORKS = {"RLOO": ["logprob_divergence_limit"], "GMPO": ["logprob_divergence_limit", "micro_batch_tokens"]}
+
+
 @pytest.mark.parametrize("field", REFUSED)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_setting_without_a_meaning_for_the_trainer_is_refused_with_a_way_out(name, field, tmp_path):
-    if name == "RLOO" and field == "logprob_divergence_limit":
-        assert config(name, tmp_path, **{field: REFUSED[field]}).logprob_divergence_limit == 0.5
+    if field in WORKS.get(name, ()):
+        assert getattr(config(name, tmp_path, **{field: REFUSED[field]}), field) == REFUSED[field]
         return
     with pytest.raises(ConfigurationError, match=rf"`{field}` must stay .* MultiNode{name}Config, got .*Leave it out"):
         config(name, tmp_path, **{field: REFUSED[field]})

@@ -14,6 +14,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import pytest
 from datasets import Dataset
+from teacher_server import teacher_server
 from transformers import AutoTokenizer
 
 import trl_multinode
@@ -28,7 +29,7 @@ GROUPS = {"num_generations": 4}
 
 CLASSES = {
     name: [getattr(trl_multinode, f"{name}{kind}") for kind in ("Trainer", "Config")]
-    for name in ("RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD")
+    for name in ("RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation")
 }
 
 
@@ -43,6 +44,8 @@ CALLS = {
     "SDPO": ({"reward_funcs": reward, "train_dataset": PROMPTS}, GROUPS),
     "GOLD": ({"teacher_model": "teacher", "train_dataset": CHATS}, {"lmbda": 1.0, "max_length": 32}),
     "IWOPD": ({"teacher_model": "teacher", "train_dataset": CHATS}, {"max_length": 32}),
+    "GMPO": ({"reward_funcs": reward, "train_dataset": PROMPTS.remove_columns("privileged_context")}, GROUPS),
+    "ServerDistillation": ({"train_dataset": PROMPTS.remove_columns("privileged_context")}, {}),
 }
 
 
@@ -90,4 +93,6 @@ def test_without_node_mode_a_trainer_is_trls(name, found):
 
 if __name__ == "__main__":
     here = Path(sys.argv[1])
-    (here / "found.json").write_text(json.dumps({name: both(name, here) for name in CALLS}))
+    with teacher_server(here / "teacher") as url:
+        CALLS["ServerDistillation"][1]["teacher_model_server_url"] = url
+        (here / "found.json").write_text(json.dumps({name: both(name, here) for name in CALLS}))

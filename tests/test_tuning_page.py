@@ -54,9 +54,9 @@ def test_the_arithmetic_of_the_page():
     assert f"{(256 / many) / (32 / few):.1f} times as many" in text
     sync = 0.2 / (0.2 + 2 * 0.8)
     assert f"it becomes {sync:.0%}".replace("%", " %") in text
-    (row,) = re.findall(r"\| 2 x 4 \| (.*?) \|\n", (ROOT / "docs" / "balance.md").read_text())
-    few, some, many = row.split(" | ")[:3]  # of 64, 256 and 1024 rows on 8 ranks
-    assert f"is {few} with 8 rows per rank, {some} with 32 and {many} with 128" in text
+    cells = json.loads((ROOT / "benchmarks" / "results" / "balance_nodes.json").read_text())["cells"]
+    shares = [cell["arms"]["world"]["lock_step_efficiency"] for cell in cells if cell["nodes"] == 8]
+    assert "is {:.2f} with 8 rows per rank, {:.2f} with 32 and {:.2f} with 128".format(*shares) in text
     mix = [measured("overlap.json", f"generation_heavy/t_{part}_s/median") for part in ("gen", "train")]
     assert f"{mix[0] / mix[1]:.1f} times as long" in text
     shares = [measured("overlap.json", f"balanced/busy_share/{arm}/{who}") for arm in ("sync", "overlap")

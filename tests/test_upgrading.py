@@ -33,7 +33,7 @@ FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.r
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items() if not name.startswith("testing/")}
 TRAINERS = {
     name: getattr(trl_multinode, f"MultiNode{name}Trainer")
-    for name in ("GRPO", "RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD")
+    for name in ("GRPO", "RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation")
 }
 CONFIGS = [trainer._config for trainer in TRAINERS.values()]
 CLASSES = {kind for each in (*TRAINERS.values(), *CONFIGS) for kind in each.__mro__}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from beating import Link
 from forks import FORK, forked
+from pidfds import forbid_pidfds
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
@@ -179,7 +180,16 @@ def test_forgotten_processes_may_end(tmp_path):
 
 @pytest.mark.fault("14")
 def test_a_killed_launcher_ends_its_ranks(tmp_path):
+    kill_a_launcher(tmp_path)
+
+
+def test_a_killed_launcher_ends_its_ranks_in_a_container_without_pidfds(tmp_path):
+    kill_a_launcher(tmp_path, prepare=forbid_pidfds)
+
+
+def kill_a_launcher(tmp_path, prepare=lambda: None):
     def rank_body() -> None:
+        prepare()
         Watchdog(LAUNCHED)
         print("up", flush=True)
         time.sleep(30)

@@ -55,9 +55,14 @@ _HOMES = {"GRPOConfig": "config", "GRPOTrainer": "trainer"} | {
         "SDPO": "experimental.sdpo",
         "GOLD": "experimental.gold",
         "IWOPD": "experimental.iw_opd",
+        "GMPO": "experimental.gmpo",
+        "ServerDistillation": "experimental.server_distillation",
     }.items()
     for kind in ("Config", "Trainer")
 }
+
+# TRL's experimental trainers that start or drive vLLM themselves -> their folder; docs/trainers.md has the reasons
+_OWN_VLLM = {"OnlineDPO": "online_dpo", "AsyncGRPO": "async_grpo", "AsyncDistillation": "async_distillation"}
 
 
 def __getattr__(name: str) -> Any:
@@ -98,6 +103,9 @@ def _load(module: str, name: str, wanted: str) -> Any:
 def _raise_missing(name: str, exported: list[str]) -> NoReturn:
     near = get_close_matches(name, [*_HOMES, *exported], n=1)
     text = f"neither {__name__} nor trl has a name {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if folder := _OWN_VLLM.get(name.removesuffix("Trainer").removesuffix("Config")):
+        text = f"{name} drives vLLM itself and has no node mode: docs/trainers.md has the reason. Use TRL's own: "
+        text += f"`from trl.experimental.{folder} import {name}`"
     # in `from trl_multinode import name` Python would put a message of its own in the place of an `AttributeError`'s
     if sys._getframe(2).f_code.co_name == "_handle_fromlist":
         raise ImportError(text, name=__name__)

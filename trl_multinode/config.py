@@ -113,9 +113,10 @@ class NodeFields(_Arguments):
             Maximum number of slots (rows x padded length) of a micro-batch. The rows of every optimizer step are
             regrouped into micro-batches of similar cost. Every row, its prompt included, must fit. Default: TRL's
             micro-batches of `per_device_train_batch_size` rows. See docs/balance.md.
-        balance_across (`str`, *optional*, defaults to `"node"`):
-            Ranks between which this regrouping may move rows: `"node"`, those of one node, or `"world"`, all ranks,
-            over the network too.
+        balance_across (`str`, *optional*, defaults to `"world"`):
+            Ranks between which this regrouping may move rows. `"world"` deals them to the ranks of all nodes; about 25
+            bytes a token cross the network. `"node"` keeps every row on its node, and in each micro-step all nodes
+            wait for the one with the longest rows.
         node_table_steps (`int`, *optional*, defaults to `10`):
             Optimizer steps between two tables of the nodes in the log of rank 0; `0` for none. See docs/log.md.
         device_tflops (`float`, *optional*):
@@ -257,7 +258,7 @@ class NodeFields(_Arguments):
     )
     balance_across: str = field(
         default=NodeSettings.balance_across,
-        metadata={"help": "Ranks between which rows may move: those of a 'node', or of the 'world'."},
+        metadata={"help": "Ranks between which rows may move: those of the 'world', or of a 'node'."},
     )
     node_table_steps: int = field(
         default=NodeSettings.node_table_steps,

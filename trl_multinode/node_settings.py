@@ -105,7 +105,7 @@ class NodeSettings:
     recompute_kv: bool = False
     logprob_divergence_limit: float | None = None  # mean per token; 0: no limit
     micro_batch_tokens: int | None = None  # rows x padded length
-    balance_across: str = "node"
+    balance_across: str = "world"
     node_table_steps: int = 10  # optimizer steps; 0: no table
     device_tflops: float | None = None  # of one training device; `None`: by its name
     rehearse_longest: bool = False
@@ -254,8 +254,8 @@ def _check_choices(settings: NodeSettings) -> None:
         )
     if settings.lora_sync not in LORA_SYNCS:
         raise ConfigurationError(f"`lora_sync` must be one of {LORA_SYNCS}, got {settings.lora_sync!r}.")
-    if settings.balance_across not in ("node", "world"):
-        raise ConfigurationError(f"`balance_across` must be 'node' or 'world', got {settings.balance_across!r}.")
+    if settings.balance_across not in ("world", "node"):
+        raise ConfigurationError(f"`balance_across` must be 'world' or 'node', got {settings.balance_across!r}.")
     if (limit := settings.logprob_divergence_limit) is not None and limit < 0.0:
         raise ConfigurationError(f"`logprob_divergence_limit` must not be negative, got {limit}; 0 turns it off.")
 

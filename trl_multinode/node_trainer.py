@@ -36,6 +36,15 @@ from .saving.preempted import SaveAtPreemption
 from .saving.resume import Resume
 
 
+def bound_arguments(kind: type, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call of `kind.__init__` by name, those of its `**kwargs` among them."""
+    signature = inspect.signature(kind.__init__)  # type: ignore[misc]
+    call = signature.bind(*args, **kwargs).arguments
+    del call["self"]
+    rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None)
+    return call | call.pop(rest, {}) if rest else call
+
+
 class NodeTrainer(HubTrainer):
     """
     Node mode for a TRL trainer that builds a `VLLMGeneration`. With any other `vllm_mode`, every method is TRL's.
@@ -57,7 +66,9 @@ class NodeTrainer(HubTrainer):
 
     _trl: ClassVar[type]  # the TRL trainer that this class extends
     _config: ClassVar[type]  # this library's config for it
-    # the module in which TRL looks up `VLLMGeneration`; default: that of `_trl`
+    # TRL's class with the code of a round, if `_trl` only inherits it
+    _rounds_of: ClassVar[type | None] = None
+    # the module in which TRL looks up `VLLMGeneration`; default: that with the code of a round
     _builds_in: ClassVar[ModuleType | None] = None
     # every rank calls `generate` exactly once per round, and a collective other than `gather` follows it
     _generates_once: ClassVar[bool] = False
@@ -70,8 +81,7 @@ class NodeTrainer(HubTrainer):
             cls._tag_names = [*cls._trl._tag_names, "trl-multinode"]  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any):
-        call = inspect.signature(self._trl.__init__).bind(self, *args, **kwargs).arguments  # type: ignore[misc]
-        del call["self"]
+        call = bound_arguments(self._trl, self, *args, **kwargs)
         self.host = None
         settings = call["args"] = call.get("args") or self._default_args(call["model"])
         report_choices(settings, self._config, isinstance(settings, NodeFields))
@@ -80,7 +90,7 @@ class NodeTrainer(HubTrainer):
             return
         self.host = NodeHost(settings)
         with self.host.watch.guard(), self._closed_on_failure(self.host), self.host.phases("set-up"):
-            check_call(self.host, settings, call)
+            self._check_call(self.host, settings, call)
             if self.host.topology.rank == 0:
                 report_start(settings, self.host)
             with self._replacing(self.host):
@@ -98,6 +108,14 @@ class NodeTrainer(HubTrainer):
                 host.close()
             raise
 
+    @classmethod
+    def _code(cls) -> ModuleType:
+        """Return TRL's module with the code of a round."""
+        return sys.modules[(cls._rounds_of or cls._trl).__module__]
+
+    def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
+        check_call(host, settings, call)
+
     def _default_args(self, model: Any) -> Any:
         name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
         return self._config(f"{name.split('/')[-1]}-{self._name}")
@@ -105,8 +123,7 @@ class NodeTrainer(HubTrainer):
     @contextmanager
     def _replacing(self, host: NodeHost) -> Iterator[None]:
         """Replace TRL's `VLLMGeneration` with [`NodeGeneration`] while TRL's `__init__` runs."""
-        module = self._builds_in or sys.modules[self._trl.__module__]
-        with replaced(module, "VLLMGeneration", partial(self._build_generation, host)):
+        with replaced(self._builds_in or self._code(), "VLLMGeneration", partial(self._build_generation, host)):
             yield
 
     @staticmethod
@@ -310,7 +327,7 @@ class RewardedNodeTrainer(NodeTrainer):
 
     def _wire(self, host: NodeHost) -> None:
         super()._wire(host)
-        self._texts = TextLogging(sys.modules[self._trl.__module__], keep=self.args.log_completions)
+        self._texts = TextLogging(self._code(), keep=self.args.log_completions)
         self._reward_calls = RewardCalls.of(host)
         if not self.args.log_completions:
             self.log_multimodal = False  # TRL would gather the images to all ranks in every round, unused
@@ -330,7 +347,7 @@ class RewardedNodeTrainer(NodeTrainer):
         if self.host is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._texts.remember(prompts, completions)
-        aligned = aligned_before_gather(sys.modules[self._trl.__module__], self.host.align)
+        aligned = aligned_before_gather(self._code(), self.host.align)
         with self.host.phases("reward"), aligned, self._reward_calls.limited(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._reward_calls.log_all_nan(self, rewards)

@@ -12,6 +12,8 @@ from replays import PROMPTS, Gradients, logged, make, on_ranks
 from trl import GRPOTrainer
 
 from trl_multinode import GRPOConfig
+from trl_multinode.batches import microbatches
+from trl_multinode.batches.batching import plan_micro_steps
 from trl_multinode.batches.layouts import MASKS, PER_TOKEN
 from trl_multinode.batches.microbatches import Balance, reason_against
 from trl_multinode.errors import ConfigurationError
@@ -78,29 +80,54 @@ def test_the_gradient_is_trls(case, tmp_path):
         assert found["steps"][0] > 0
 
 
-@pytest.mark.parametrize("across", ["node", "world"])
-def test_on_two_nodes_rows_stay_on_theirs_unless_told_otherwise(across, tmp_path):
-    def body(rank: int) -> dict:
-        settings = {"loss_type": "dapo", "beta": 0.05, "balance_across": across}
-        owners: list[set] = []
-        share = Balance._share
+def compare_between_nodes(folder, rank: int, settings) -> dict:
+    """Compares, and notes the ranks that held the rows which this rank trained."""
+    owners: set[int] = set()
+    share = Balance._share
 
-        def spy(self, inputs):
-            result = share(self, inputs)
-            mine = {int(result.plan.owners[number]) for numbers in result.plan.bins[rank] for number in numbers}
-            owners.append(mine)
-            return result
+    def spy(self, inputs):
+        result = share(self, inputs)
+        owners.update(int(result.owners[number]) for rows in result.steps for number in rows)
+        return result
 
-        Balance._share = spy
-        return compare(tmp_path, settings) | {"owners": [sorted(some) for some in owners]}
+    Balance._share = spy
+    return compare(folder, settings) | {"owners": sorted(owners)}
 
-    found = on_ranks(body, 4, tmp_path, ranks_per_node=2)
+
+def test_rows_stay_on_their_node_if_told_so(tmp_path):
+    settings = {"loss_type": "dapo", "beta": 0.05, "balance_across": "node"}
+    found = on_ranks(lambda rank: compare_between_nodes(tmp_path, rank, settings), 4, tmp_path, ranks_per_node=2)
     for rank, result in enumerate(found):
         check(result)
-        node = {0, 1} if rank < 2 else {2, 3}
-        seen = {owner for owners in result["owners"] for owner in owners}
-        assert seen <= node if across == "node" else seen - node, (rank, seen)
-        assert (result["crossed"] > 0) == (across == "world") and result["crossed"] < result["moved"]
+        assert {owner // 2 for owner in result["owners"]} == {rank // 2}
+        assert result["crossed"] == 0 < result["moved"]
+
+
+def test_rows_are_dealt_to_all_nodes_and_the_gradient_is_trls(tmp_path):
+    """Three nodes of two ranks, two pools of three ranks: pools and nodes need not agree. Also one row per rank."""
+    blocks = {"loss_type": "dapo", "beta": 0.05, "steps_per_generation": 1, "engine": "token_truncate"}
+    one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "num_generations": 3}
+
+    def body(rank: int) -> list[dict]:
+        pools: list[int] = []
+
+        def plan(*args):
+            found = plan_micro_steps(*args, pool_ranks=3)
+            pools.append(found.order.shape[1])
+            return found
+
+        microbatches.plan_micro_steps = plan
+        return [compare_between_nodes(tmp_path, rank, settings) | {"pools": pools.copy()}
+                for settings in (blocks, blocks | one_row)]  # fmt: skip
+
+    ranks = on_ranks(body, 6, tmp_path, ranks_per_node=2)
+    for rank, (found, single) in enumerate(ranks):
+        check(found)
+        assert found["pools"] == [2] * 4  # for each of two blocks one of both no-grad passes, and one of the training
+        assert {owner // 2 for owner in found["owners"]} - {rank // 2}, f"rank {rank} got no row of another node"
+        assert 0 < found["crossed"] < found["moved"]
+        check(single)
+    assert sum(single["owners"] != [rank] for rank, (_, single) in enumerate(ranks)) > 1
 
 
 def test_a_single_process_needs_no_process_group(tmp_path):
@@ -241,7 +268,7 @@ def test_what_a_run_cannot_have_in_a_test_is_refused_too(tmp_path):
     ("settings", "words"),
     [
         ({"micro_batch_tokens": 256}, "must hold the longest row: a prompt and `max_completion_length` 256 tokens"),
-        ({"balance_across": "rack"}, "must be 'node' or 'world', got 'rack'"),
+        ({"balance_across": "rack"}, "must be 'world' or 'node', got 'rack'"),
     ],
 )
 def test_fields_are_checked(settings, words):

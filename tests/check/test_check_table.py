@@ -202,6 +202,26 @@ TABLE = {
     "no GPU by number": Row(
         "(`-1`) hides every GPU of the node (got 0 visible", "unset", environ={"CUDA_VISIBLE_DEVICES": "-1"}
     ),
+    "GPUs of an AMD node": Row(
+        environ={"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+        shows=["GPU 0, 1, 2, 3, 4, 5, 6", "reserved devices   │ GPU 7"],
+    ),
+    "hidden by HIP": Row(
+        "HIP_VISIBLE_DEVICES of this shell hides the reserved GPU",
+        "unset HIP_VISIBLE_DEVICES",
+        environ={"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6"},
+    ),
+    "GPUs for HIP and others for CUDA": Row(
+        "differ (got 0,1,2,3,4,5,6,7 and 7,6,5,4,3,2,1,0, expected",
+        "use `gpu_ids: all`",
+        {"gpu_ids": "7,6,5,4,3,2,1,0"},
+        environ={"HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
+    ),
+    "an idle GPU": Row(
+        flags=["--vllm_devices", "0"],
+        shows=["note: GPU 7 would be idle: no rank trains there", "Leave both settings out"],
+    ),
+    "no idle GPU": Row(flags=["--vllm_devices", "7"], hides=["idle"]),
     "too few GPUs for TP": Row(
         "1 GPUs for engines ([7]), not divisible by `vllm_tensor_parallel_size` 2",
         "`num_processes: 12` (6 a node)",

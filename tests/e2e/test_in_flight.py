@@ -187,6 +187,7 @@ def test_iterations_blocks_balanced_batches_evaluation_and_the_end_of_the_run_in
     assert [run["rows_left"] for run in runs] == [0] * WORLD
     assert all(map(isfinite, losses(runs[0]))) and len(losses(runs[0])) == 14
     assert len([entry for entry in runs[0]["log"] if "eval_reward" in entry]) == 3  # the last one after the last step
+    assert max(entry.get("balance/moved_between_nodes_mib", 0.0) for entry in runs[0]["log"]) > 0
     assert any(len(row) > 1 for row in versions(runs))
 
 

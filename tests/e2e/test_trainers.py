@@ -5,6 +5,7 @@ import re
 
 import pytest
 from metric_names import documented, mine
+from teacher_server import teacher_server
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.faults import Faults
@@ -13,12 +14,12 @@ from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.testing.nodes import Nodes
 
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(900)]
-TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD"]
+TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 UPDATES = {name: [1, 2, 3, 4, 5] for name in TRAINERS}  # of the weights that made each round
-UPDATES |= {name: [1, 2, 3] for name in ("RLOO", "SDFT", "SDPO")}
+UPDATES |= {name: [1, 2, 3] for name in ("RLOO", "SDFT", "SDPO", "GMPO")}
 UPDATES["GOLD"] = [1, 1, 2, 2, 3]  # with `vllm_sync_frequency=2`
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRL_EXPERIMENTAL_SILENCE": "1"}
 
@@ -39,7 +40,10 @@ def folder(tmp_path_factory):
 def found(folder, request):
     """What both ranks wrote about every trainer."""
     script = request.path.parent / "scripts" / "trainers.py"
-    with Nodes(2, 1, folder=folder, env=ENVIRONMENT, deepspeed=ZERO3, forked=True) as nodes:
+    with (
+        teacher_server(folder / "teacher") as url,
+        Nodes(2, 1, folder=folder, env=ENVIRONMENT | {"TEACHER_URL": url}, deepspeed=ZERO3, forked=True) as nodes,
+    ):
         nodes.launch(script, str(folder), *TRAINERS)
         assert nodes.wait(timeout_s=800) == [0, 0], nodes.rank_log(0)[-4000:]
         (folder / "logs.json").write_text(json.dumps([nodes.rank_log(rank) for rank in range(2)]))
@@ -63,7 +67,7 @@ def test_rank_0_prints_a_line_per_step_and_a_table_of_the_nodes(found, folder, n
     lines = [match for line in main if (match := LINE.fullmatch(line))]
     assert [int(line[1]) for line in lines[:5]] == [1, 2, 3, 4, 5], "\n".join(main)
     assert sum(bool(line[2]) for line in lines[:5]) >= 3  # the engines' clocks are read at a sync
-    assert ("reward" in {line[3] for line in lines}) == (name == "RLOO")  # in the steps that begin a round
+    assert ("reward" in {line[3] for line in lines}) == (name in ("RLOO", "GMPO"))  # in the steps that begin a round
     table = main.index("nodes at step 3, per step; marked: more than 1.3 x the mean")
     assert main[table + 1].split()[:3] == ["node", "generate", "s"]
     assert [line.split()[0] for line in main[table + 2 : table + 4]] == ["0", "1"]
@@ -124,7 +128,7 @@ def test_one_other_token_in_one_completion_would_show(found):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(found, name):
-    """RLOO, SDFT and SDPO inside a generation round, and distillation across the end of an epoch."""
+    """RLOO, SDFT, SDPO and GMPO inside a generation round, and distillation across the end of an epoch."""
     for rank in found[name]:
         first = rank["resumed"]["from"]
         for what in ("loss", "grad_norm"):
@@ -132,28 +136,37 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(found, name):
         assert len(rank["ours"]["loss"][first:]) >= 2
 
 
-@pytest.mark.parametrize("name", ["RLOO", "Distillation", "SDFT", "SDPO"])
+@pytest.mark.parametrize("name", ["RLOO", "Distillation", "SDFT", "SDPO", "GMPO", "ServerDistillation"])
 def test_two_evaluations_with_the_same_weights_see_the_same_completions(found, name):
     for rank in found[name]:
         first, second = rank["ours"]["evaluations"]
         assert first == second and len(first) == 8
 
 
-@pytest.mark.parametrize("name", ["RLOO", "GOLD"])
+@pytest.mark.parametrize("name", ["RLOO", "GOLD", "GMPO"])
 def test_texts_that_trl_gathers_to_all_ranks_unasked_stay_where_they_are(found, name):
     for rank in found[name]:
         assert rank["ours"]["texts"] == 0 and rank["trl"]["texts"] > 0
 
 
-def test_only_rloo_compares_log_probs_at_every_round(found):
+def test_the_trainers_that_score_what_was_sampled_compare_log_probs_at_every_round(found):
     for name in TRAINERS:
         for rank in found[name]:
             monitor = rank["ours"]["monitor"]
-            assert monitor is None if name != "RLOO" else 0 < monitor < 1e-3
+            assert monitor is None if name not in ("RLOO", "GMPO") else 0 < monitor < 1e-3
 
 
-def test_log_probs_are_returned_to_the_trainer_that_reads_them(found):
-    assert {name for name in TRAINERS if found[name][0]["ours"]["returns_logprobs"]} == {"IWOPD"}
+def test_log_probs_are_returned_to_the_trainers_that_read_them(found):
+    assert {name for name in TRAINERS if found[name][0]["ours"]["returns_logprobs"]} == {"IWOPD", "GMPO"}
+
+
+def test_gmpos_gradients_were_those_of_regrouped_micro_batches_after_a_rehearsal(found, folder):
+    """So the comparison above is of another split of the rows than TRL's."""
+    for rank in found["GMPO"]:
+        assert "balance/micro_steps" in rank["ours"]["metrics"]
+        assert set(rank["ours"]["micro_rows"]) - {4}, "TRL's micro-batches have 4 rows"
+    log = json.loads((folder / "logs.json").read_text())[0].split("TRAINER GMPO\n")[1].split("TRAINER ")[0]
+    assert "rehears" in log, log[:2000]
 
 
 def test_weights_that_rloos_engine_did_not_load_stop_the_run(folder, request):

@@ -40,7 +40,7 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
     layers = sorted({*(getattr(config, "layer_types", None) or [])} - KNOWN_LAYERS)
     reasons = {
         f"loss_type={trainer.loss_type!r} is not a sum over rows": (
-            trainer.loss_type not in MEAN_OVER_ROWS + SUM_OVER_TOKENS
+            trainer.loss_type not in SUM_OVER_TOKENS and not trainer.is_mean_over_rows
         ),
         "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
@@ -77,13 +77,15 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
     TRL's [`~trl.GRPOTrainer`] with `micro_batch_tokens`; without it every method is TRL's.
 
     It works with every `vllm_mode` and without vLLM, with one process and with many. All training ranks take part in
-    its collectives. Each no-grad pass and each optimizer step gathers the lengths once and exchanges rows within a
-    pool once; with a loss that sums over tokens, a step does both for each of its generation blocks. A no-grad pass
-    also sends the log-probs back within the pool, and an optimizer step gathers the metrics once.
+    its collectives. Each no-grad pass and each optimizer step gathers the lengths once and exchanges rows once; with a
+    loss that sums over tokens, a step does both for each of its generation blocks. A no-grad pass also sends the
+    log-probs back, and an optimizer step gathers the metrics once.
 
     Raises:
         `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`.
     """
+
+    _mean_over_rows = False  # `True` in a trainer whose own loss is a mean over rows with any `loss_type`
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -94,6 +96,11 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
                 report(f"micro_batch_tokens is off, the micro-batches are TRL's: {reason}")
             return
         self._balance = Balance(self)
+
+    @property
+    def is_mean_over_rows(self) -> bool:
+        """`True` if the loss of a micro-batch is a mean over its rows."""
+        return self._mean_over_rows or self.loss_type in MEAN_OVER_ROWS
 
     def _prepare_inputs(self, generation_batch: Any) -> Tensors:
         if self._balance is not None and self._balance.inside:
@@ -159,12 +166,13 @@ class Balance:
         self.metrics = LocalMetrics()
         self.inside = False  # true during a micro-step
         self._slice_rows = 0
+        self._planned_lengths = np.empty(0)  # of `_last_plan`
         self._moved_bytes, self._crossed_bytes = 0, 0  # sums over all ranks; the second between nodes only
 
     @property
-    def pool_size(self) -> int:
+    def across(self) -> int:
         """Number of ranks between which rows move."""
-        return len(self._exchange.pools[0])
+        return self._exchange.across
 
     @contextlib.contextmanager
     def rehearsing(self, rows: int) -> Iterator[None]:
@@ -179,7 +187,7 @@ class Balance:
 
     def scale(self, rows: int) -> float:
         """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/balance.md."""
-        return rows / self._slice_rows if self._trainer.loss_type in MEAN_OVER_ROWS else 1.0
+        return rows / self._slice_rows if self._trainer.is_mean_over_rows else 1.0
 
     def train(self, model: torch.nn.Module, micro_step: Callable[[Tensors], torch.Tensor]) -> torch.Tensor:
         """Run all micro-steps of an optimizer step; return this rank's loss, scaled like the sum over TRL's calls."""
@@ -201,7 +209,7 @@ class Balance:
 
     def _blocks(self, slices: list[Tensors]) -> list[list[Tensors]]:
         """Group slices whose rows may mix. A sum over tokens is divided by the tokens of its own generation block."""
-        if self._trainer.loss_type in MEAN_OVER_ROWS:
+        if self._trainer.is_mean_over_rows:
             return [slices]
         blocks: dict[float, list[Tensors]] = {}
         for part in slices:
@@ -239,9 +247,9 @@ class Balance:
             ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
             logps = compact(ids, masks, batch["completion_ids"].shape[1])[0]
             found |= {n: row[: share.sizes[n, 1]] for n, row in zip(rows, logps, strict=True)}
-        guests = [number for number in found if share.plan.owners[number] != self._exchange.rank]
+        guests = [number for number in found if share.owners[number] != self._exchange.rank]
         records = {number: row_to_record({"logps": found[number]}) for number in guests}
-        back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.plan.owners)
+        back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.owners)
         self._count(share.sizes[:, 1], share)
         result = logps.new_zeros(len(input_ids), keep)
         for row, number in zip(result, share.own, strict=True):
@@ -254,8 +262,8 @@ class Balance:
         table = self._exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
         padded = -(-table.sum(2) // self._multiple) * self._multiple
         self._check(padded)
-        cut = plan_micro_steps(padded, self._exchange.pools, self._cap, self._linear)
-        share = Share(cut, table.reshape(-1, 2), self._exchange.rank, inputs[0])
+        plan = self._plan(padded)
+        share = Share(plan, table.reshape(-1, 2), self._exchange.rank, inputs[0])
         mine = dict(zip(share.own, (row for part in inputs for row in cut_rows(part, self._per_token)), strict=True))
         like = next(iter(mine.values()))
         in_row = [name for name in like if name in self._per_token]
@@ -263,15 +271,22 @@ class Balance:
         record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
         away = {number: row for number, row in mine.items() if share.targets[number] != self._exchange.rank}
         leaving = {number: row_to_record(row) for number, row in away.items()}
-        arrived = self._exchange.move(leaving, record_sizes, cut.owners, share.targets)
+        arrived = self._exchange.move(leaving, record_sizes, share.owners, share.targets)
         self._count(record_sizes, share)
         mine |= {n: record_to_row(record, like, share.sizes[n], self._per_token) for n, record in arrived.items()}
-        share.steps = [{number: mine[number] for number in numbers} for numbers in cut.bins[self._exchange.rank]]
+        share.steps = [{number: mine[number] for number in numbers} for numbers in plan.bins(self._exchange.rank)]
         return share
+
+    def _plan(self, padded: np.ndarray) -> Plan:
+        """Plan rows of these lengths. The passes of the old and the reference log-probs share a plan."""
+        if not np.array_equal(self._planned_lengths, padded):
+            self._last_plan = plan_micro_steps(padded, self._exchange.across, self._cap, self._linear)
+            self._planned_lengths = padded
+        return self._last_plan
 
     def _count(self, sizes: np.ndarray, share: "Share") -> None:
         """Add the bytes of all records that left their rank; every rank has the sizes of all."""
-        per_node, owners = self._topology.ranks_per_node, share.plan.owners
+        per_node, owners = self._topology.ranks_per_node, share.owners
         self._moved_bytes += 4 * int(sizes[share.targets != owners].sum())
         self._crossed_bytes += 4 * int(sizes[share.targets // per_node != owners // per_node].sum())
 
@@ -320,7 +335,7 @@ class Share:
 
     def __init__(self, plan: Plan, sizes: np.ndarray, rank: int, inputs: Tensors):
         self.plan, self.sizes = plan, sizes
-        self.own = np.flatnonzero(plan.owners == rank).tolist()  # rows that this rank holds before the exchange
-        self.targets = plan.targets()
+        self.owners, self.targets = plan.owners, plan.targets()
+        self.own = np.flatnonzero(self.owners == rank).tolist()  # rows that this rank holds before the exchange
         self.scalars = {name: value for name, value in inputs.items() if value is not None and value.ndim == 0}
         self.steps: list[dict[int, Row]] = []  # rows that this rank runs, by micro-step

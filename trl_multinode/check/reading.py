@@ -16,6 +16,7 @@ from accelerate.utils import _filter_args, prepare_deepspeed_cmd_env, prepare_mu
 from accelerate.utils import launch as prepare
 
 from ..libraries import replaced
+from ..run.gpu_variables import CUDA, ROCR, gpu_names, gpu_variable, on_amd
 from .deepspeed import read_deepspeed
 from .flags import did_you_mean, flag_names, parse_flags
 from .launch import Launch, Problem
@@ -170,12 +171,19 @@ def _prepared(args: argparse.Namespace, launcher: str) -> tuple[argparse.Namespa
     return run, prepared[1] if isinstance(prepared, tuple) else prepared
 
 
+def rank_variables(gpu_ids: str | None) -> dict[str, str]:
+    """Return the variables of the ranks, of which accelerate sets one for its `gpu_ids`."""
+    return {**os.environ} if gpu_ids in ("all", None) else {**os.environ, CUDA: gpu_ids}
+
+
 def _visible(args: argparse.Namespace, gpus_per_node: int) -> list[str] | None:
     if args.cpu or args.use_cpu:
         return None
-    ids = os.environ.get("CUDA_VISIBLE_DEVICES") if args.gpu_ids == "all" else args.gpu_ids
+    environ = rank_variables(args.gpu_ids)
+    ids = environ.get(gpu_variable(environ))
     if ids is None:
-        return [str(gpu) for gpu in range(gpus_per_node)]
+        left = gpu_names(environ.get(ROCR)) if on_amd(environ) else []
+        return [str(gpu) for gpu in range(len(left) or gpus_per_node)]
     names = [gpu.strip() for gpu in ids.split(",")]
     # CUDA ignores an index that does not exist, and all that follow it: "" and "-1" hide every GPU
     return list(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names))

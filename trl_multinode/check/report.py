@@ -14,10 +14,10 @@ from .command_line import OWN_FLAGS, batch_of, parse
 from .flags import split_at_script
 from .launch import Batch, Engines, Launch, Problem, Script
 from .reading import read_launch
-from .rules import count_problems, device_problems, launcher_problems
+from .rules import count_problems, device_problems, launcher_problems, variable_problems
 from .rules_batch import batch_problems
 from .rules_deepspeed import batch_values_problems, zero_notes, zero_problems
-from .rules_engines import engine_problems, head_problems
+from .rules_engines import engine_notes, engine_problems, head_problems
 from .rules_keys import key_problems
 from .rules_nodes import port_problems, rank_problems, scheduler_problems
 from .rules_preemption import preemption_notes, preemption_problems
@@ -73,6 +73,7 @@ def _launch_problems(launch: Launch) -> Iterator[Problem]:
     yield from count_problems(launch)
     yield from rank_problems(launch)
     yield from scheduler_problems(launch)
+    yield from variable_problems(launch)
     yield from device_problems(launch)
     yield from zero_problems(launch)
     yield from key_problems(launch)
@@ -98,6 +99,7 @@ def notes(launch: Launch) -> Iterator[str]:
         yield f"`main_process_ip` {args.main_process_ip}: all {launch.num_nodes} nodes must be this one machine"
     if launch.num_nodes > 1 and launch.rank_in_file:
         yield f"`machine_rank` {args.machine_rank} comes from the file: every node that uses this file has that rank"
+    yield from engine_notes(launch)
     yield from zero_notes(launch)
     yield from preemption_notes(launch)
     if script.ignored:

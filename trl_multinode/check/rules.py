@@ -3,8 +3,10 @@
 import os
 from collections.abc import Iterator
 
+from ..errors import ConfigurationError
+from ..run.gpu_variables import CUDA, check_gpu_variables, gpu_variable
 from .launch import Launch, Problem
-from .reading import PREPARE
+from .reading import PREPARE, rank_variables
 
 
 def launcher_problems(launch: Launch) -> Iterator[Problem]:
@@ -55,6 +57,17 @@ def count_problems(launch: Launch) -> Iterator[Problem]:
         yield Problem(f"{what} (got {total}, expected {fits})", f"write `num_processes:` {fits}")
 
 
+def variable_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if torch and vLLM would read the variables that hide GPUs in different ways."""
+    if launch.visible is None:
+        return
+    try:
+        check_gpu_variables(rank_variables(launch.args.gpu_ids))
+    except ConfigurationError as error:
+        what, _, cure = str(error).partition(". ")
+        yield Problem(what, cure)
+
+
 def device_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if the node's processes train on every GPU that they see; the engine needs one of its own."""
     if launch.visible is None or launch.started < len(launch.visible):
@@ -67,13 +80,14 @@ def device_problems(launch: Launch) -> Iterator[Problem]:
         fewer = f"write `num_processes: {launch.num_nodes * most}`, the total, or " if most else ""
         yield Problem(what, f"{fewer}name a training GPU in the trainer's `vllm_devices`, to share it")
         return
-    by_ids = launch.args.gpu_ids != "all"
-    setting = f"`gpu_ids` {launch.args.gpu_ids}" if by_ids else "CUDA_VISIBLE_DEVICES of this shell"
+    variable = gpu_variable(os.environ)
+    by_ids = launch.args.gpu_ids != "all" and variable == CUDA
+    setting = f"`gpu_ids` {launch.args.gpu_ids}" if by_ids else f"{variable} of this shell"
     hides = "the reserved GPU from the engine too"
     if not launch.visible:
-        setting += "" if by_ids else f" (`{os.environ['CUDA_VISIBLE_DEVICES']}`)"
+        setting += "" if by_ids else f" (`{os.environ.get(variable, '')}`)"
         hides = "every GPU of the node"
     what = f"{setting} hides {hides} (got {len(launch.visible)} visible GPUs for"
     what += f" {launch.started} processes, expected {needed})"
     cure = "write `gpu_ids: all`, and no `--gpu_ids`: a rank takes the GPU of its own number and leaves the rest"
-    yield Problem(what, cure if by_ids else "unset CUDA_VISIBLE_DEVICES")
+    yield Problem(what, cure if by_ids else f"unset {variable}")

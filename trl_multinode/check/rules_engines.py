@@ -7,16 +7,46 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from ..errors import ConfigurationError
-from ..run.topology import Topology, assign_engines
+from ..run.gpu_variables import gpu_variable
+from ..run.topology import EngineDevices, Topology, assign_engines, idle_gpus
 from .launch import Launch, Problem
+from .reading import rank_variables
 
 
 def engine_problems(launch: Launch) -> Iterator[Problem]:
     """Yield a problem if a node's engines do not fit its GPUs, with the message of the run itself."""
     engines, gpus = launch.script.engines, launch.visible
-    if not gpus or not launch.script.node_mode or not (engines.vllm_devices or launch.started < len(gpus)):
-        return  # without GPUs any number of engines runs; `device_problems` reports that none is left
     size, count = engines.vllm_tensor_parallel_size, engines.num_engines
+    try:
+        _assigned(launch)
+    except ConfigurationError as error:
+        assert gpus is not None
+        what, _, cure = str(error).partition(". ")
+        left = [free for free in range(size * (count or 1), len(gpus)) if free % size == 0]
+        if left and not engines.vllm_devices:
+            ranks = len(gpus) - left[0]
+            cure += f" `num_processes: {ranks * launch.num_nodes}` ({ranks} a node) leaves {left[0]} GPUs."
+        yield Problem(what, cure)
+
+
+def engine_notes(launch: Launch) -> Iterator[str]:
+    """Yield a note on GPUs of this node that would be idle."""
+    try:
+        devices = _assigned(launch)
+    except ConfigurationError:  # `engine_problems` reports it
+        return
+    if devices is not None and (idle := idle_gpus(devices)):
+        yield idle
+
+
+def _assigned(launch: Launch) -> EngineDevices | None:
+    """Return the GPUs of this node's engines as the run would assign them; `None` if it has none to assign.
+
+    Without GPUs any number of engines runs, and `device_problems` reports that none is left.
+    """
+    engines, gpus = launch.script.engines, launch.visible
+    if not gpus or not launch.script.node_mode or not (engines.vllm_devices or launch.started < len(gpus)):
+        return None
     topology = Topology(
         rank=launch.started * launch.args.machine_rank,
         world_size=launch.num_ranks,
@@ -26,16 +56,9 @@ def engine_problems(launch: Launch) -> Iterator[Problem]:
         num_nodes=launch.num_nodes,
         launched=True,
     )
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    try:
-        assign_engines(topology, len(gpus), engines.vllm_devices, count, size, environment)
-    except ConfigurationError as error:
-        what, _, cure = str(error).partition(". ")
-        left = [free for free in range(size * (count or 1), len(gpus)) if free % size == 0]
-        if left and not engines.vllm_devices:
-            ranks = len(gpus) - left[0]
-            cure += f" `num_processes: {ranks * launch.num_nodes}` ({ranks} a node) leaves {left[0]} GPUs."
-        yield Problem(what, cure)
+    size, count = engines.vllm_tensor_parallel_size, engines.num_engines
+    environment = {gpu_variable(rank_variables(launch.args.gpu_ids)): ",".join(gpus)}
+    return assign_engines(topology, len(gpus), engines.vllm_devices, count, size, environment)
 
 
 def head_problems(launch: Launch) -> Iterator[Problem]:

@@ -1,83 +1,27 @@
 """GPUs of this node: which ones a launch sees, how much of their memory is free, and which process holds the rest."""
 
-import csv
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import replace
 from itertools import takewhile
 
 from ..check.ports import process_name
+from ..run.gpu_variables import ROCR, gpu_variable, on_amd
 from .case import Case
 from .facts import Fact, Finding, size
+from .gpu_list import Gpu, NoTool, list_gpus
 
-TOOL = "nvidia-smi"
-TOOL_LIMIT_S = 30.0  # it takes 1 to 2 s without the persistence daemon, more on a node of 8 GPUs
-DEVICE_KEYS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
-PROCESS_KEYS = ("gpu_uuid", "pid", "used_memory")
 IDLE = 1 << 30  # bytes that a driver or a display may hold on a free GPU; a CUDA context takes about 0.5 GiB
 
 
-class NoTool(Exception):
-    """The GPUs cannot be listed; the message has the reason."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU of this machine."""
-
-    index: str
-    uuid: str
-    name: str
-    total: int  # bytes
-    used: int  # bytes
-    driver: str
-    pids: dict[int, int] = field(default_factory=dict)  # process -> bytes
-
-
-def query(what: str, keys: tuple[str, ...]) -> list[list[str]]:
-    """Return the rows of one query of nvidia-smi.
-
-    Raises:
-        [`NoTool`]: if the command is missing, fails or does not answer.
-    """
-    if shutil.which(TOOL) is None:
-        raise NoTool(f"`{TOOL}` is not installed here, which comes with NVIDIA's driver")
-    command = [TOOL, f"--query-{what}={','.join(keys)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise NoTool(f"`{TOOL}` did not answer within {TOOL_LIMIT_S:.0f} s") from None
-    if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-        raise NoTool(f"`{TOOL}` failed: {said[0]}")
-    rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
-    return [row for row in rows if len(row) == len(keys)]
-
-
-@cache
-def list_gpus() -> list[Gpu]:
-    """Return all GPUs of this machine with the processes that hold memory on them, as they are at the first call."""
-    found = [
-        Gpu(index, uuid, name, _bytes(total), _bytes(used), driver)
-        for index, uuid, name, total, used, driver in query("gpu", DEVICE_KEYS)
-    ]
-    by_uuid = {gpu.uuid: gpu for gpu in found}
-    for uuid, pid, used in query("compute-apps", PROCESS_KEYS) if found else ():
-        if uuid in by_uuid and pid.isdigit():
-            by_uuid[uuid].pids[int(pid)] = _bytes(used)
-    return found
-
-
-def _bytes(mib: str) -> int:
-    return int(mib) << 20 if mib.isdigit() else 0  # "[N/A]" for some devices
-
-
 def visible_gpus(found: list[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs that CUDA shows to a process with these variables, in its order."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    """Return the GPUs that CUDA or HIP shows to a process with these variables, in its order."""
+    if on_amd(environ):
+        found = [replace(gpu, index=str(index)) for index, gpu in enumerate(_chosen(found, environ.get(ROCR)))]
+    return _chosen(found, environ.get(gpu_variable(environ)))
+
+
+def _chosen(found: list[Gpu], listed: str | None) -> list[Gpu]:
     if listed is None:
         return found
     chosen = [_named(name.strip(), found) for name in listed.split(",")]
@@ -108,7 +52,10 @@ def examine_gpus(case: Case) -> Iterator[Fact | Finding]:
         found = list_gpus()
     except NoTool as error:
         yield Fact("GPUs", "unknown", same=True)
-        cure = "run this on a GPU node; in a container, start it with the NVIDIA runtime (docker: --gpus all)"
+        cure = (
+            "run this on a GPU node; in a container, start it with the NVIDIA runtime (docker: --gpus all), or with "
+        )
+        cure += "AMD's devices (docker: --device /dev/kfd --device /dev/dri)"
         yield Finding("error", "GPUs", f"no GPU can be found on this node ({error})", cure)
         return
     seen = visible_gpus(found, case.environ)
@@ -132,10 +79,9 @@ def _missing(case: Case, found: list[Gpu], seen: list[Gpu]) -> Iterator[Finding]
     what += ", and an engine needs one of its own)" if needed > training else ")"
     cure = f"lower `num_processes` to {max(1, len(seen) - 1) * case.launch.num_nodes}, the total"
     if len(found) > len(seen):
-        cure = (
-            f"unset CUDA_VISIBLE_DEVICES (`{case.environ.get('CUDA_VISIBLE_DEVICES')}`), or ask the scheduler for all"
-        )
-        cure += " GPUs (`--gpus-per-node`)"
+        variables = (gpu_variable(case.environ), *((ROCR,) if on_amd(case.environ) else ()))
+        hiding = next((name for name in variables if name in case.environ), variables[0])
+        cure = f"unset {hiding} (`{case.environ.get(hiding)}`), or ask the scheduler for all GPUs (`--gpus-per-node`)"
     yield Finding("error", "GPUs", what, cure)
 
 
@@ -147,6 +93,10 @@ def _occupied(seen: list[Gpu]) -> Iterator[Fact | Finding]:
         who = (
             "; ".join(holders) or "by processes that are not visible from here, in another container or of a past job"
         )
-        cure = "end them (`kill PID`)" if holders else f"look with `{TOOL}` on the host, outside of the container"
+        cure = (
+            "end them (`kill PID`)"
+            if holders
+            else "look with `nvidia-smi` or `rocm-smi` on the host, outside of the container"
+        )
         what = f"GPU {gpu.index} is not free: {size(gpu.used)} of {size(gpu.total)} are in use: {who}"
         yield Finding("error", "free GPUs", what, f"{cure}, or take another node")

@@ -19,7 +19,7 @@ from .case import Case
 from .cluster import ClusterReport, examine_cluster
 from .command_line import DoctorLine, parse_line
 from .facts import Finding, NodeReport
-from .gpus import NoTool, list_gpus
+from .gpu_list import NoTool, list_gpus
 from .node import examine
 from .redaction import hide_names, hide_secrets, hide_secrets_in
 from .tables import common_table, different_table, links_table, node_table, print_findings, values_by_fact

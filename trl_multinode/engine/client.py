@@ -3,10 +3,8 @@
 import itertools
 import os
 import select
-import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +28,7 @@ from ..wire.messages import (
     unpack_ids,
     unpack_spans,
 )
+from ..wire.process_end import ProcessReference
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,7 @@ class EngineClient:
         assert isinstance(ready, Ready), ready
         self.ready = ready
         self.lost: EngineError | None = None  # why this engine serves this connection no more
-        self._process: int | None = None  # pidfd: a later process with the same pid must not be killed
-        with suppress(OSError):  # the server is a thread of a test, or has ended
-            self._process = os.pidfd_open(ready.pid)
+        self._process = ProcessReference(ready.pid)  # a later process with the same pid must not be killed
 
     def lose(self, error: EngineError) -> None:
         """Give this engine up. A stalled one is killed, so that its owner starts it again; its owner gets the reason.
@@ -110,10 +107,9 @@ class EngineClient:
         self.lost = error
         self.unanswered.clear()
         self._early.clear()
-        if isinstance(error, EngineStalledError) and self._process is not None and self.ready.pid != os.getpid():
+        if isinstance(error, EngineStalledError) and self.ready.pid != os.getpid():  # else a thread of a test
             self._connection.explain_end(f"it stalled and was killed. {error}")
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            self._process.kill()
 
     @property
     def has_ended(self) -> bool:
@@ -233,9 +229,7 @@ class EngineClient:
 
     def close(self) -> None:
         self._connection.close()
-        if self._process is not None:
-            os.close(self._process)
-            self._process = None
+        self._process.close()
 
 
 def wrong_spans(versions: Sequence[VersionSpan], num_tokens: int, sent: Mapping[int, int]) -> str | None:

@@ -13,7 +13,13 @@ KEPT_VARIABLES = (
     PREEMPT_VARIABLE,  # which an engine ignores
     "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE",  # code of models with `trust_remote_code`
 )  # fmt: skip
-KEPT_PREFIXES = ("VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "HIP_", "ROCM_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON")
+# On AMD, ROCR_VISIBLE_DEVICES and GPU_DEVICE_ORDINAL decide which GPU an index of HIP_VISIBLE_DEVICES means, and
+# HSA_OVERRIDE_GFX_VERSION which kernels run; without them an engine would take a GPU of another job, or not start
+AMD_VARIABLES = ("GPU_DEVICE_ORDINAL",)
+AMD_PREFIXES = ("HIP_", "ROCM_", "ROCR_", "HSA_", "RCCL_", "MIOPEN_", "HIPBLASLT_")
+KEPT_PREFIXES = (
+    "VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON", *AMD_PREFIXES,
+)  # fmt: skip
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD", "_CREDENTIALS")
 # The first lets vLLM unpickle what it receives, the second opens calls that only its developers need
 REFUSED = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE")
@@ -23,7 +29,7 @@ def is_kept(name: str) -> bool:
     """Return whether an engine gets a variable of the launching environment."""
     if name.startswith("TORCHELASTIC_") or name in REFUSED or name.endswith(SECRET_ENDINGS):
         return False
-    return name in KEPT_VARIABLES or name.startswith(KEPT_PREFIXES)
+    return name in (*KEPT_VARIABLES, *AMD_VARIABLES) or name.startswith(KEPT_PREFIXES)
 
 
 def engine_environment(extra: dict[str, str], folder: Path | None = None) -> dict[str, str]:

@@ -15,6 +15,7 @@ from ..run.phase_file import PhaseFile
 from ..run.topology import Topology
 from ..run.watch.watchdog import Watchdog
 from ..wire.leftovers import remove_leftovers
+from .cores import engine_cores
 from .node_engines import NodeEngines
 from .process import EngineProcess, wait_until_ready
 from .restarts import EngineRestarts
@@ -113,6 +114,7 @@ class EngineFleet:
             start=self._processes[index].start + 1 if index < len(self._processes) else 0,
             state_path=None if phases is None else phases.path.with_name(f"node{node}_engine{index}.jsonl"),
             attempt=1 if phases is None else phases.attempt,
+            cores=engine_cores(self._topology.launched),
         )
 
     @property

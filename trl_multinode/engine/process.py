@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ..wire.line_file import LineFile
 from ..wire.messages import EngineSpec
 from ..wire.stop_signals import END_ENGINE, stop_signals_blocked
 from ..wire.supervisor import exit_cause, unlink_shared_memory
+from .cores import on_cores
 from .environment import engine_environment
 from .run_folder import RunFolder
 from .start_log import REFERS_TO_ANOTHER, StartLog
@@ -48,6 +49,8 @@ class EngineProcess:
             File in which the engine records its states, for timelines.
         attempt (`int`, *optional*, defaults to 1):
             Number of the start of a trainer with this `output_dir`, for that file.
+        cores (`Collection[int]`, *optional*):
+            Cores that the process may use. Default: those of the calling thread.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class EngineProcess:
         start: int = 0,
         state_path: Path | None = None,
         attempt: int = 1,
+        cores: Collection[int] = (),
     ):
         self.index = index
         self.start = start
@@ -95,7 +99,7 @@ class EngineProcess:
                 log.write(f"---- {self.name}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
             self.start_log = StartLog(log_path)
             # a session of its own: Ctrl-C in the terminal must reach only the ranks, which then log why they end
-            with stop_signals_blocked():
+            with stop_signals_blocked(), on_cores(cores):
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", *module.split(), str(spec_path)],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log,

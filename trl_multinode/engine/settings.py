@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import torch
 
 from ..errors import ConfigurationError
 from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, NodeSettings
+from ..run.gpu_variables import only_visible
 from ..run.topology import EngineDevices, Topology
+from .cores import engine_cores
 
 VLLM_RANGE = ((0, 26), (0, 33))  # 0.26 (the last for torch 2.11) and 0.32 pass the engine tests (docs/versions.md)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts
 CPU_KV_CACHE_BYTES = 256 << 20
 MAX_ROWS = 1024  # of an engine at once; vLLM's own default on an H100
 # Engines on a CPU run eagerly, because torch.compile would take 17 s in the first request
-CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **only_visible(())}
 # Share of an engine's rows that ranks keep in flight if there are several; the rest goes to the first free engine
 WINDOW_SHARE = 3 / 4
 
@@ -114,8 +117,9 @@ class EngineSettings:
         """Return the variables on top of the allow-listed environment."""
         gpus = self._devices.seen_by(index, with_sender=self._see_sender)
         if gpus:
-            return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        return {**CPU_ENVIRONMENT, **cores_per_worker(self._settings.vllm_tensor_parallel_size)}
+            return only_visible(gpus)
+        cores = engine_cores(self._topology.launched)
+        return {**CPU_ENVIRONMENT, **cores_per_worker(self._settings.vllm_tensor_parallel_size, cores)}
 
 
 def gpu_share(settings: NodeSettings, devices: EngineDevices) -> float:
@@ -132,11 +136,19 @@ def lora_arguments(rank: int) -> dict:
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(r for r in LORA_RANKS if r >= rank)}
 
 
-def cores_per_worker(tensor_parallel_size: int) -> dict[str, str]:
-    """Return a variable with the workers' cores; vLLM needs it for tensor parallelism on a CPU with one NUMA node."""
+def cores_per_worker(tensor_parallel_size: int, cores: Collection[int] = ()) -> dict[str, str]:
+    """Return a variable with the workers' cores; vLLM needs it for tensor parallelism on a CPU with one NUMA node.
+
+    Args:
+        tensor_parallel_size (`int`):
+            Workers of the engine.
+        cores (`Collection[int]`, *optional*):
+            Cores that the engine may use. Default: those of this process.
+    """
     if tensor_parallel_size == 1 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
         return {}
-    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(tensor_parallel_size)))}
+    usable = sorted(cores or os.sched_getaffinity(0))
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(usable[i % len(usable)]) for i in range(tensor_parallel_size))}
 
 
 def check_vllm() -> None:

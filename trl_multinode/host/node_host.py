@@ -5,6 +5,7 @@ read the folder of the engines' sockets from the run's rendezvous store.
 """
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from ..run.begin import begin_run
 from ..run.clock import clock_offset
 from ..run.decision import StepDecision
 from ..run.disk import as_disk_error, written_folders
+from ..run.gpu_variables import check_accelerator, check_gpu_variables
 from ..run.heartbeats.activity import RankActivity
 from ..run.heartbeats.beats import Beats
 from ..run.heartbeats.judges import Limits
@@ -33,8 +35,9 @@ from ..run.phase_file import PhaseFile
 from ..run.phases import Phases
 from ..run.preemption import Preemption
 from ..run.progress import ProgressLines
+from ..run.reporter import warn
 from ..run.store import connect_store
-from ..run.topology import EngineDevices, Topology, assign_engines
+from ..run.topology import EngineDevices, Topology, assign_engines, idle_gpus
 from ..run.warn_once import WarnOnce
 from ..run.watch.watchdog import Watchdog
 from ..transports.opening import TRANSPORTS
@@ -87,6 +90,8 @@ class NodeHost(SyncingHost, EndingHost):
             begin_run(self.watch, folder, lambda: self.step(), self.settings.engine_start_timeout)
             store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()
+            if self.topology.is_local_main and (idle := idle_gpus(self.devices)):
+                warn(f"node {self.topology.node}: {idle}")
             self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
             if store is not None:
                 self.watch.watch_local_ranks(store)
@@ -165,7 +170,11 @@ class NodeHost(SyncingHost, EndingHost):
         self.topology.check()
         check_preempt_signal()
         check_vllm()
-        num_gpus = 0 if self.args.use_cpu else torch.cuda.device_count()
+        num_gpus = 0
+        if not self.args.use_cpu:
+            check_gpu_variables(os.environ, f"node {self.topology.node}")
+            num_gpus = torch.cuda.device_count()
+            check_accelerator(num_gpus, self.topology.node)
         return assign_engines(
             self.topology,
             num_gpus,

@@ -102,7 +102,7 @@ def training_rows(trainer: Any, prompt: int, completion: int) -> list[Rows]:
     args, cap = trainer.args, NodeSettings.of(trainer.args).micro_batch_tokens
     if cap is None or trainer._balance is None:
         return [Rows(args.per_device_train_batch_size, prompt, completion)]
-    most = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer._balance.pool_size
+    most = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer._balance.across
     return micro_batches(prompt, completion, cap, trainer.pad_to_multiple_of or 1, most)
 
 

@@ -19,24 +19,37 @@ def raise_file_limit(launched: bool) -> None:
         launched (`bool`):
             Whether a launcher has started this process. A process may change the limits of others of the same user.
     """
-    for pid in (0, *_launchers()) if launched else (0,):
+    for pid in (0, *launchers()) if launched else (0,):
         with suppress(OSError, ValueError):  # another user's, or forbidden: then the limit stays
             soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
             if soft != hard:
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _launchers() -> list[int]:
-    """Return the parents up to the first one that runs Python, because a shell may stand between."""
+def launchers() -> list[int]:
+    """Return the parents up to the first one that runs Python, because a shell may stand between.
+
+    In a container the launcher may be process 1. Any other process 1 is not of this run.
+    """
     found: list[int] = []
     pid = os.getppid()
     with suppress(OSError):
-        while pid > 1 and len(found) < MOST_WRAPPERS:
-            found.append(pid)
-            if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python"):
+        while pid > 0 and len(found) < MOST_WRAPPERS:
+            is_python = runs_python(pid)
+            if pid > 1 or is_python:
+                found.append(pid)
+            if is_python:
                 break
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return found
+
+
+def runs_python(pid: int) -> bool:
+    """Return whether a process runs Python, as far as this user may know it."""
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
+    except OSError:
+        return False
 
 
 def file_limit_cure(world_size: int) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigurationError
+from .gpu_variables import CUDA, gpu_variable, visible_devices
 
 
 @dataclass(frozen=True)
@@ -73,23 +74,17 @@ class Topology:
 
 @dataclass(frozen=True)
 class EngineDevices:
-    """GPUs of each engine of a node, as physical ids for CUDA_VISIBLE_DEVICES; empty tuples on a CPU."""
+    """GPUs of each engine of a node, by the names for CUDA_VISIBLE_DEVICES; empty tuples on a CPU."""
 
     per_engine: tuple[tuple[str, ...], ...]
     shared_with_training: bool  # an engine uses a GPU that a rank trains on
     sender: str | None = None  # the local main process's GPU; `None` on a CPU
+    idle: tuple[str, ...] = ()  # GPUs that the ranks see, on which nothing trains and no engine runs
 
     def seen_by(self, engine: int, with_sender: bool = False) -> tuple[str, ...]:
         """Return the GPUs that an engine sees: its own, then the sender's if the engine must open memory there."""
         own = self.per_engine[engine]
         return own if not with_sender or self.sender is None or self.sender in own else (*own, self.sender)
-
-
-def visible_devices(environ: Mapping[str, str], num_gpus: int) -> list[str]:
-    """Return the physical ids of the GPUs that this node's ranks see, in their order."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in listed.split(",") if name.strip()] if listed is not None else []
-    return names[:num_gpus] if names else [str(index) for index in range(num_gpus)]
 
 
 def assign_engines(
@@ -120,6 +115,7 @@ def assign_engines(
     if num_gpus == 0:
         return EngineDevices(((),) * (num_engines or 1), shared_with_training=False)
     names = visible_devices(environ, num_gpus)
+    num_gpus = len(names)  # on AMD, torch counts ROCR_VISIBLE_DEVICES where CUDA_VISIBLE_DEVICES hides more
     training = range(min(topology.ranks_per_node, num_gpus))
     chosen = list(requested) if requested is not None else [i for i in range(num_gpus) if i not in training]
     _check_chosen(topology, chosen, names, environ)
@@ -136,18 +132,34 @@ def assign_engines(
             f"{count * tensor_parallel_size} GPUs, node {topology.node} has {len(chosen)} for engines ({chosen}). "
             "Lower `num_engines`, or `num_processes` so that fewer GPUs train."
         )
+    used = {*training, *chosen[: count * tensor_parallel_size]}
     groups = [chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)]
     return EngineDevices(
         tuple(tuple(names[index] for index in group) for group in groups),
         shared_with_training=any(index in training for index in chosen),
         sender=names[0],
+        idle=tuple(name for index, name in enumerate(names) if index not in used),
+    )
+
+
+def idle_gpus(devices: EngineDevices) -> str:
+    """Return the reason and the cure for GPUs that do nothing; an empty text if there are none."""
+    if not devices.idle:
+        return ""
+    names = f"GPU {', '.join(devices.idle)}"
+    return (
+        f"{names} would be idle: no rank trains there, and `vllm_devices` or `num_engines` leaves no engine there "
+        f"(got {len(devices.idle)} idle, expected 0). Leave both settings out to generate there, or raise "
+        "`num_processes` to train there."
     )
 
 
 def _check_chosen(topology: Topology, chosen: list[int], names: list[str], environ: Mapping[str, str]) -> None:
     seen = f"node {topology.node} sees {len(names)} GPUs"
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        seen += f" (CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}, set by you or by `gpu_ids` in the YAML)"
+    variable = gpu_variable(environ)
+    if variable in environ:
+        by_accelerate = " or by `gpu_ids` in the YAML" if variable == CUDA else ""
+        seen += f" ({variable}={environ[variable]}, set by you{by_accelerate})"
     outside = [index for index in chosen if not 0 <= index < len(names)]
     if outside:
         raise ConfigurationError(

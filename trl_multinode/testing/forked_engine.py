@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ..wire.process_end import open_end
 from ..wire.stop_signals import END_ENGINE, ignore_stop_signals
 from .forked_process import Inherited, begin_process, show_node
 from .forking import ForkedProcess
@@ -21,7 +22,7 @@ def run_engine(request: Mapping[str, Any], log: int, inherited: Inherited) -> No
     """Become a fake engine, after a fork of the template."""
     begin_process(request["environment"], log, inherited)
     show_node()
-    threading.Thread(target=_die_with, args=(os.pidfd_open(request["sender"]),), daemon=True).start()
+    threading.Thread(target=_die_with, args=(open_end(request["sender"]),), daemon=True).start()
     from .fake_engine import FakeBackend, main
 
     sys.argv = [__file__, *request["arguments"]]

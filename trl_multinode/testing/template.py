@@ -14,6 +14,7 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
+from ..wire.process_end import open_end
 from ..wire.supervisor import kill_descendants
 from .forked_engine import run_engine
 from .forked_process import Inherited, run_launcher, run_to_the_end
@@ -52,7 +53,7 @@ class Template:
         self._listener = listener
         self._inherited = inherited
         self._running: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid, connection
-        self._owner = os.pidfd_open(os.getppid())
+        self._owner = open_end(os.getppid())
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._owner, selectors.EVENT_READ)
@@ -77,7 +78,7 @@ class Template:
             run_to_the_end(lambda: PROGRAMS[request["program"]](request, log, self._inherited))
         os.close(log)
         connection.send(str(pid).encode())
-        pidfd = os.pidfd_open(pid)
+        pidfd = open_end(pid)
         self._running[pidfd] = pid, connection
         self._selector.register(pidfd, selectors.EVENT_READ)
 

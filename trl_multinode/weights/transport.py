@@ -11,8 +11,9 @@ import torch
 
 from ..engine.group import EngineGroup
 from ..errors import ConfigurationError
+from ..run.gpu_variables import visible_devices
 from ..run.reporter import warn
-from ..run.topology import EngineDevices, visible_devices
+from ..run.topology import EngineDevices
 from ..transports.base import SELF_TEST_S, Machine, Reserved, Slots, SlotSettings, call_with_timeout
 from ..transports.opening import TRANSPORTS
 from ..wire.messages import CheckSlot, OpenSlots, TensorSpec

@@ -3,7 +3,7 @@
 No process may outlive its owner, but vLLM leaves its engine core and workers alive when the parent is SIGKILLed (vllm
 #55510). So the engine process is a subreaper, which makes orphaned grandchildren its children, and holds a pidfd on
 its owner and on each vLLM process below it. A pidfd fires within 1 ms; a pipe's end of file came 3.7 s late, because a
-forked grandchild held the write end.
+forked grandchild held the write end. Where there are no pidfds, `process_end.py` watches /proc instead.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
+
+from .process_end import open_end
 
 PR_SET_CHILD_SUBREAPER = 36
 PARENT_S = 0.02  # between the end of a child, which its killed parent caused, and the news of the parent's own end
@@ -190,7 +192,7 @@ class PidWatch:
 
     def add(self, pid: int) -> None:
         """Watch another process; raise `ProcessLookupError` if it no longer exists."""
-        pidfd = os.pidfd_open(pid)
+        pidfd = open_end(pid)
         with self._lock:
             self._pids[pidfd] = pid
             self._poll.register(pidfd, select.POLLIN)

@@ -5,6 +5,7 @@ data and the same seed; then here again, from a checkpoint of the first run.
 """
 
 import gc
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,11 +44,17 @@ CALLS: dict[str, tuple[Callable[[], dict], dict]] = {
         {"lmbda": 1.0, "max_length": 64, "vllm_sync_frequency": 2},
     ),
     "IWOPD": (lambda: {"teacher_model": TEACHER, "train_dataset": CHATS}, {"max_length": 64}),
-}
+    "GMPO": (lambda: {"reward_funcs": Recorder(), "train_dataset": PROMPTS}, GROUPS),
+    "ServerDistillation": (
+        lambda: {"train_dataset": PROMPTS}, {"teacher_model_server_url": os.environ.get("TEACHER_URL")},
+    ),
+}  # fmt: skip
+# Settings of node mode that must not change what TRL computes
+OF_NODE_MODE = {"GMPO": {"micro_batch_tokens": 64, "rehearse_longest": True}}
 CHECKPOINT = dict.fromkeys(CALLS, 3) | {"GOLD": 2}  # to resume from; GOLD's is one at which weights are sent
 NOT_CLOSED = "RLOO"  # dropped when it has resumed; the next trainer ends its engines
 dropped: list[int] = []  # pids of its engines
-GENERATES_IN_EVALUATION = ("RLOO", "Distillation", "SDFT", "SDPO")
+GENERATES_IN_EVALUATION = ("RLOO", "Distillation", "SDFT", "SDPO", "GMPO", "ServerDistillation")
 
 
 def make(home, name: str, **more):
@@ -74,7 +81,8 @@ def train(trainer, resume: str | None = None) -> dict:
 
 def on_our_engines(name: str) -> tuple[dict, list]:
     saving = {"save_strategy": "steps", "save_steps": CHECKPOINT[name]}
-    trainer = make(trl_multinode, name, rollout_seed=5, node_table_steps=3, **saving)
+    trainer = make(trl_multinode, name, rollout_seed=5, node_table_steps=3, **saving, **OF_NODE_MODE.get(name, {}))
+    micro_rows = count_rows(trainer)
     dropped_run = [Path(f"/proc/{pid}").exists() for pid in dropped]
     generation, calls, versions = trainer.vllm_generation, [], []
     generate = generation.generate
@@ -98,6 +106,7 @@ def on_our_engines(name: str) -> tuple[dict, list]:
         "rows": sum(len(call[1]) for call in calls),
         "tokens": sum(len(ids) for call in calls for ids in call[1]),
         "returns_logprobs": calls[0][2] is not None,
+        "micro_rows": sorted(micro_rows),
         "monitor": trainer._monitor.last if hasattr(trainer, "_monitor") else None,
     }
     if name in GENERATES_IN_EVALUATION:
@@ -106,6 +115,19 @@ def on_our_engines(name: str) -> tuple[dict, list]:
     trainer.close()
     result["engines_left"] = len(trainer.host._fleet._processes)
     return result, calls
+
+
+def count_rows(trainer) -> set[int]:
+    """Filled with the rows of each micro-batch that is trained."""
+    rows, compute = set(), trainer.compute_loss
+
+    def recorded(model, inputs, *args, **kwargs):
+        if "prompt_ids" in inputs:
+            rows.add(len(inputs["prompt_ids"]))
+        return compute(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = recorded
+    return rows
 
 
 def evaluated(trainer) -> list:
@@ -172,9 +194,9 @@ class Replay:
 def on_trls_own(name: str, calls: list) -> dict:
     """TRL's class, which builds a `Replay` where it would build its `VLLMGeneration`."""
     theirs = getattr(trl_multinode, f"{name}Trainer")._trl
-    module = sys.modules[theirs.__module__]
-    home = trl if hasattr(trl, f"{name}Trainer") else sys.modules[module.__name__.rpartition(".")[0]]
-    where = module if hasattr(module, "VLLMGeneration") else vllm_generation
+    home = trl if hasattr(trl, f"{name}Trainer") else sys.modules[theirs.__module__.rpartition(".")[0]]
+    code = getattr(trl_multinode, f"{name}Trainer")._code()
+    where = code if hasattr(code, "VLLMGeneration") else vllm_generation
     with mock.patch.object(where, "VLLMGeneration", lambda **_: Replay(calls)):  # noqa: PT008
         trainer = make(home, name, vllm_mode="colocate")
     logs = train(trainer)

@@ -5,6 +5,7 @@ import select
 import threading
 from collections.abc import Callable
 
+from ...wire.process_end import open_end
 from .signals import StopSignals
 
 
@@ -18,7 +19,9 @@ class Pidfds:
 
     def __init__(self, signals: StopSignals):
         self._signals = signals
-        self._ended: dict[int, tuple[Callable[[], None], object]] = {}  # pidfd -> function, owner
+        self._ended: dict[
+            int, tuple[Callable[[], None], object]
+        ] = {}  # pidfd, or the end of a pipe -> function, owner
         self._names: set[str] = set()
         self._lock = threading.Lock()
         self._poll = select.poll()
@@ -34,7 +37,7 @@ class Pidfds:
                 return
             self._names |= {once} if once else set()
             try:
-                pidfd = os.pidfd_open(pid)
+                pidfd = open_end(pid)
             except ProcessLookupError:
                 has_ended = True
             else:

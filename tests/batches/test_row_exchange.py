@@ -1,0 +1,112 @@
+"""Records reach their targets over two hops, and no rank has more peers than nodes and ranks of its node."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from forks import forked, on_gloo_ranks
+
+from trl_multinode.batches import row_exchange
+from trl_multinode.batches.row_exchange import RowExchange
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.run.topology import Topology
+
+CPU = torch.device("cpu")
+
+
+def topology(rank: int, nodes: int, per_node: int) -> Topology:
+    return Topology(rank, nodes * per_node, rank % per_node, per_node, rank // per_node, nodes, launched=False)
+
+
+def record(row: int, size: int) -> torch.Tensor:
+    return torch.full((size,), row, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(3, 2), (1, 3), (3, 1)])
+def test_every_record_reaches_its_target_and_goes_back(nodes, per_node, tmp_path):
+    """Rows of unequal sizes, one of no tokens; several rows, one or none between two ranks; rank 0 only receives."""
+    ranks, rows = nodes * per_node, 5
+    random = np.random.default_rng(0)
+    sizes, sources = random.integers(0, 9, ranks * rows), np.repeat(np.arange(ranks), rows)
+    targets = np.where(sources == 0, 0, random.integers(0, ranks, ranks * rows))
+    peers: list[int] = []
+
+    def body(rank: int) -> list:
+        exchange = RowExchange(topology(rank, nodes, per_node), "world", CPU)
+        send = dist.all_to_all_single
+
+        def spy(incoming, outgoing, in_sizes, out_sizes, group):
+            peers.append(len(in_sizes))
+            return send(incoming, outgoing, in_sizes, out_sizes, group=group)
+
+        row_exchange.dist.all_to_all_single = spy
+        held = {int(row): record(row, sizes[row]) for row in np.flatnonzero(sources == rank)}
+        arrived = exchange.move(held, sizes, sources, targets)
+        back = exchange.move(held | arrived, sizes, targets, sources)
+        return [[{row: got.tolist() for row, got in found.items()} for found in (arrived, back)], peers]
+
+    for rank, ((arrived, back), seen) in enumerate(on_gloo_ranks(body, ranks, tmp_path)):
+        into = np.flatnonzero((targets == rank) & (sources != rank))
+        home = np.flatnonzero((targets != rank) & (sources == rank))
+        for found, expected in ((arrived, into), (back, home)):
+            assert found == {str(row): record(row, sizes[row]).tolist() for row in expected}
+        assert seen == [count for count in (nodes, per_node) if count > 1] * 2
+
+
+def test_rows_that_stay_on_their_node_cross_no_network(tmp_path):
+    def body(rank: int) -> list:
+        exchange = RowExchange(topology(rank, 2, 2), "node", CPU)
+        sources, targets = np.arange(4), np.array([1, 0, 3, 2])
+        arrived = exchange.move({rank: record(rank, 3)}, np.full(4, 3), sources, targets)
+        return [exchange.across, len(exchange._between._ranks), list(arrived)]
+
+    assert on_gloo_ranks(body, 4, tmp_path) == [[2, 1, [1]], [2, 1, [0]], [2, 1, [3]], [2, 1, [2]]]
+
+
+def test_lengths_of_all_ranks_in_their_order(tmp_path):
+    def body(rank: int) -> list:
+        exchange = RowExchange(topology(rank, 1, 3), "world", CPU)
+        return exchange.all_lengths(torch.tensor([[rank, 10], [rank, 20]])).tolist()
+
+    assert on_gloo_ranks(body, 3, tmp_path) == [[[[rank, 10], [rank, 20]] for rank in range(3)]] * 3
+
+
+def test_unequal_nodes_are_an_error_before_any_collective(tmp_path):
+    def body(rank: int) -> str:
+        """Two ranks on the first node, one on the second."""
+        mine = Topology(rank, 3, rank % 2, 2 if rank < 2 else 1, rank // 2, 2, launched=False)
+        with pytest.raises(ConfigurationError) as error:
+            RowExchange(mine, "world", CPU)
+        return str(error.value)
+
+    assert all("different numbers of processes" in text for text in on_gloo_ranks(body, 3, tmp_path))
+
+
+def test_at_128_nodes_a_rank_has_133_peers_and_spends_less_than_50_ms_on_its_rows(tmp_path):
+    """With a process group that sends nothing: the time is that of the rank's own work, 128 rows each."""
+    nodes, per_node, rows = 128, 7, 128
+
+    def body(_: int) -> dict:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=5, world_size=nodes * per_node, store=FakeStore())
+        exchange = RowExchange(topology(5, nodes, per_node), "world", CPU)
+        sources = np.arange(nodes * per_node * rows) // rows
+        targets = np.random.default_rng(0).permutation(sources)
+        sizes = np.full(len(sources), 600)
+        held = {int(row): record(row, 600) for row in np.flatnonzero(sources == 5)}
+        seconds = []
+        for _ in range(3):
+            start = time.thread_time()
+            arrived = exchange.move(held, sizes, sources, targets)
+            seconds.append(time.thread_time() - start)
+        peers = sum(len(hop._ranks) - 1 for hop in (exchange._between, exchange._within))
+        return {"peers": peers, "arrived": len(arrived), "away": int((targets[sources == 5] != 5).sum()),
+                "seconds": min(seconds)}  # fmt: skip
+
+    with forked(body, 1, tmp_path) as (one,):
+        found = one.result
+    assert found["peers"] == 133 and found["arrived"] == found["away"] > 100
+    assert found["seconds"] < 0.05, found

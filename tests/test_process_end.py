@@ -1,0 +1,198 @@
+"""The end of processes with and without pidfds: old kernels, gVisor, seccomp filters, a Python without the call."""
+
+import errno
+import os
+import select
+import subprocess
+import threading
+import time
+
+import pytest
+from forks import forked
+from pidfds import forbid_pidfds
+
+from trl_multinode.engine.cores import engine_cores, on_cores
+from trl_multinode.engine.process import EngineProcess
+from trl_multinode.engine.run_folder import RunFolder
+from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker, save_without_weights
+from trl_multinode.run.limits import launchers
+from trl_multinode.run.topology import Topology
+from trl_multinode.run.watch.watchdog import Watchdog
+from trl_multinode.testing.engines import ENGINE_ARGS, FAKE
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.wire.connection import Connection
+from trl_multinode.wire.process_end import POLL_S, ProcessReference, open_end, start_time
+from trl_multinode.wire.supervisor import PidWatch, is_running
+
+ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
+
+
+def refuse(number: int):
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return pidfd_open
+
+
+@pytest.fixture(params=["pidfds", errno.ENOSYS, errno.EPERM, "no function"])
+def kernel(request, monkeypatch):
+    """A kernel or container with pidfds, or without them in one of the ways."""
+    if request.param == "no function":
+        monkeypatch.delattr(os, "pidfd_open")
+    elif request.param != "pidfds":
+        monkeypatch.setattr(os, "pidfd_open", refuse(request.param))
+
+
+@pytest.fixture
+def child():
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def threads_of(pid: int) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"end-of-{pid}"]
+
+
+def test_the_end_of_a_process_is_seen_before_its_parent_has_waited_for_it(kernel, child):
+    end = open_end(child.pid)
+    assert select.select([end], [], [], 1.2 * POLL_S)[0] == []
+    child.kill()
+    assert select.select([end], [], [], 2.0)[0] == [end]
+    os.close(end)
+
+
+def test_a_process_that_does_not_exist_is_an_error(kernel, child):
+    child.kill()
+    child.wait()
+    with pytest.raises(ProcessLookupError):
+        open_end(child.pid)
+    ProcessReference(child.pid).kill()  # does nothing
+
+
+def test_a_closed_descriptor_ends_its_thread(monkeypatch, child):
+    monkeypatch.setattr(os, "pidfd_open", refuse(errno.ENOSYS))
+    end = open_end(child.pid)
+    (thread,) = threads_of(child.pid)
+    os.close(end)
+    thread.join(1.0)
+    assert not thread.is_alive() and child.poll() is None
+
+
+def test_other_errors_are_not_taken_for_a_missing_pidfd(monkeypatch, child):
+    monkeypatch.setattr(os, "pidfd_open", refuse(errno.EMFILE))
+    with pytest.raises(OSError, match="Too many open files"):
+        open_end(child.pid)
+
+
+def test_a_reference_kills_its_process_and_not_a_later_one_with_the_same_pid(kernel, child):
+    later = ProcessReference(child.pid)
+    if later._pidfd is None:
+        later._started -= 1  # a process that started before this one had the pid
+        later.kill()
+        time.sleep(0.05)
+        assert child.poll() is None
+    first = ProcessReference(child.pid)
+    first.kill()
+    first.close()
+    assert child.wait(2.0) == -9
+
+
+def test_the_start_time_is_found_for_any_name_of_a_process(tmp_path):
+    program = tmp_path / "a) S 1 (b"
+    program.symlink_to("/bin/sleep")
+    with subprocess.Popen([str(program), "60"]) as process:
+        hertz, uptime = os.sysconf("SC_CLK_TCK"), time.clock_gettime(time.CLOCK_BOOTTIME)
+        assert abs(start_time(process.pid) / hertz - uptime) < 5.0
+        process.kill()
+
+
+def test_watchers_report_the_end_of_each_process_once(kernel):
+    """Both watchers: that of an engine, and that of a rank."""
+    ended: list[int] = []
+    watch, watchdog = PidWatch(ended.append), Watchdog(ALONE)
+    pairs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for process in pairs:
+        watch.add(process.pid)
+        watchdog.add_process(process.pid, lambda pid=process.pid: ended.append(-pid))
+    pairs[1].kill()
+    deadline = time.monotonic() + 3.0
+    while len(ended) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert sorted(ended) == [-pairs[1].pid, pairs[1].pid]
+    watchdog.close()
+    for process in pairs:
+        process.kill()
+        process.wait()
+
+
+# ---- cores
+
+
+def test_without_a_launcher_an_engine_has_the_cores_of_its_process():
+    assert engine_cores(launched=False) == os.sched_getaffinity(0)
+
+
+def test_cores_that_this_machine_lacks_change_nothing():
+    before = os.sched_getaffinity(0)
+    with on_cores({4000}):
+        assert os.sched_getaffinity(0) == before
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core only: a rank cannot have fewer than its launcher"
+)
+def test_workers_of_an_engine_on_a_cpu_are_bound_to_cores_that_it_has(monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    usable = sorted(os.sched_getaffinity(0))
+    assert cores_per_worker(1) == {}
+    assert cores_per_worker(2) == {"VLLM_CPU_OMP_THREADS_BIND": f"{usable[0]}|{usable[1]}"}
+    assert cores_per_worker(2, {5, 9, 4}) == {"VLLM_CPU_OMP_THREADS_BIND": "4|5"}
+    assert cores_per_worker(2, {7}) == {"VLLM_CPU_OMP_THREADS_BIND": "7|7"}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the user's own value is in the environment already
+    assert cores_per_worker(2) == {}
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one core only: a rank cannot have fewer than its launcher"
+)
+def test_an_engine_without_pidfds_has_its_launchers_cores_and_ends_with_its_owner(tmp_path):
+    """A real process with the fake backend, started by a rank that is bound to one core; this is its launcher."""
+    cores = os.sched_getaffinity(0)
+
+    def rank_body(rank: int) -> None:
+        forbid_pidfds()
+        os.sched_setaffinity(0, {min(cores)})
+        folder = RunFolder(0)
+        save_without_weights(tiny_qwen2(), tiny_tokenizer(), folder.path / "model")
+        arguments = ENGINE_ARGS | {"model": str(folder.path / "model")}
+        process = EngineProcess(
+            0, 0, folder, tmp_path / "engine0.log", arguments, CPU_ENVIRONMENT, FAKE, cores=engine_cores(launched=True)
+        )
+        assert os.sched_getaffinity(0) == {min(cores)}  # the rank keeps its own
+        while not process.is_ready():
+            time.sleep(0.05)
+        Connection(str(process.socket_path), "engine 0", tmp_path / "engine0.log").close()
+        print(f"READY {process.pid} {sorted(os.sched_getaffinity(process.pid))}", flush=True)
+        time.sleep(60)
+
+    with forked(rank_body, 1, tmp_path) as (rank,):
+        rank.wait_for("READY")
+        pid = int(rank.text.split()[1])
+        assert f"READY {pid} {sorted(cores)}\n" in rank.text
+        rank.process.kill()
+        rank.process.join()
+        deadline = time.monotonic() + 10.0
+        while is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not is_running(pid), (tmp_path / "engine0.log").read_text()
+
+
+@pytest.mark.parametrize(("program", "found"), [("python3.11", [1]), ("systemd", [])])
+def test_process_1_is_the_launcher_only_if_it_runs_python(monkeypatch, program, found):
+    """In a container `accelerate launch` may be process 1; on a host that is the system's own."""
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    monkeypatch.setattr(os, "readlink", lambda path: f"/usr/bin/{program}")
+    assert launchers() == found

@@ -1,0 +1,152 @@
+"""Every trainer of the installed TRL that uses vLLM is in docs/trainers.md: with a class here, or with the reason."""
+
+import ast
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import trl
+from teacher_server import teacher_server
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import trl_multinode
+from trl_multinode import GMPOTrainer  # here, because vLLM sets variables
+from trl_multinode.errors import ConfigurationError
+from trl_multinode.experimental.server_distillation import check_teacher
+from trl_multinode.node_trainer import bound_arguments
+from trl_multinode.testing.models import tiny_qwen2
+
+TRL = Path(trl.__file__).parent
+PAGE = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
+USES = {"VLLMGeneration", "VLLMClient", "vllm"}  # names, and a package, by which a module generates or scores
+
+
+def trees(root: Path = TRL) -> dict[Path, ast.Module]:
+    files = [*(root / "trainer").glob("*.py"), *(root / "experimental").rglob("*.py")]
+    return {path: ast.parse(path.read_text()) for path in sorted(files)}
+
+
+def imports(tree: ast.Module) -> dict[str, str]:
+    """Local name -> name in its module; `vllm` for anything that comes from vLLM itself."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            of_vllm = not node.level and node.module.split(".")[0] == "vllm"
+            found |= {alias.asname or alias.name: "vllm" if of_vllm else alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0]: alias.name.split(".")[0] for alias in node.names}
+    return found
+
+
+def trainers_that_use(names: set[str], root: Path = TRL) -> set[str]:
+    """Trainers whose folder imports one of the names, and those that inherit from them."""
+    found, bases = set(), {}
+    parsed = trees(root)
+    in_folder = {
+        folder: set().union(*(imports(parsed[path]).values() for path in parsed if path.parent == folder))
+        for folder in {path.parent for path in parsed}
+    }
+    for path, tree in parsed.items():
+        known = imports(tree)
+        # trl/trainer has a file per trainer, trl/experimental a folder
+        used = set(known.values()) if path.parent == root / "trainer" else in_folder[path.parent]
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer") and not node.name.startswith("_"):
+                bases[node.name] = {known.get(ast.unparse(base), ast.unparse(base)) for base in node.bases}
+                found |= {node.name} if used & names else set()
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return found
+
+
+def tables() -> list[set[str]]:
+    """Trainers in the first column of each table of the page."""
+    blocks = re.findall(r"(?:^\|.*\n)+", PAGE, re.MULTILINE)
+    return [set(re.findall(r"^\| `(\w+Trainer)`", block, re.MULTILINE)) for block in blocks]
+
+
+def test_every_trainer_that_generates_through_vllm_generation_has_a_class_and_a_row():
+    theirs = trainers_that_use({"VLLMGeneration"})
+    assert len(theirs) == 9 and tables()[0] == theirs
+    assert theirs == {name for name in trl_multinode._HOMES if name.endswith("Trainer")}
+
+
+def test_every_other_trainer_that_uses_vllm_has_a_row_with_the_reason():
+    assert tables()[1] == trainers_that_use(USES) - tables()[0]
+    assert tables()[1] == {f"{name}Trainer" for name in trl_multinode._OWN_VLLM}
+
+
+def test_a_new_trainer_of_trl_would_be_found(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    for name, text in {
+        "one": "from ..gen import VLLMGeneration\nclass OneTrainer(Trainer): pass",
+        "two": "from .one import OneTrainer as _One\nclass TwoTrainer(_One): pass",
+        "three": "import vllm.utils\nclass ThreeTrainer(Trainer): pass",
+        "four": "class FourTrainer(Trainer): pass",
+    }.items():
+        (tmp_path / "trainer" / f"{name}_trainer.py").write_text(text)
+    (tmp_path / "experimental" / "five").mkdir(parents=True)
+    (tmp_path / "experimental" / "five" / "worker.py").write_text("def f():\n    from vllm import LLM")
+    (tmp_path / "experimental" / "five" / "five_trainer.py").write_text("class FiveTrainer(Trainer): pass")
+    assert trainers_that_use({"VLLMGeneration"}, tmp_path) == {"OneTrainer", "TwoTrainer"}
+    assert trainers_that_use(USES, tmp_path) == {"OneTrainer", "TwoTrainer", "ThreeTrainer", "FiveTrainer"}
+
+
+@pytest.mark.parametrize(("name", "folder"), trl_multinode._OWN_VLLM.items())
+def test_a_trainer_with_a_vllm_of_its_own_is_refused_with_its_place_in_trl(name, folder):
+    for kind in ("Trainer", "Config"):
+        with pytest.raises(AttributeError, match=rf"{name}{kind} .*no node mode.*trl.experimental.{folder} import"):
+            getattr(trl_multinode, f"{name}{kind}")
+    with pytest.raises(ImportError, match=r"docs/trainers\.md"):
+        __import__("trl_multinode", fromlist=[f"{name}Trainer"])
+    assert find_spec(f"trl.experimental.{folder}") is not None
+
+
+# ---- what GMPO and distillation from a server have of their own
+
+
+def test_arguments_after_those_that_gmpo_names_are_found_by_name():
+    """TRL's `GMPOTrainer.__init__` takes them as `**kwargs`; the checks before the model look for `train_dataset`."""
+
+    class Their:
+        def __init__(self, model, reward_funcs, args=None, **kwargs): ...
+
+    class Plain:
+        def __init__(self, model, args=None): ...
+
+    assert bound_arguments(Their, None, "m", "r", train_dataset=[1], callbacks=[]) == {
+        "model": "m", "reward_funcs": "r", "train_dataset": [1], "callbacks": [],
+    }  # fmt: skip
+    assert bound_arguments(Their, None, "m", reward_funcs="r") == {"model": "m", "reward_funcs": "r"}
+    assert bound_arguments(Plain, None, "m", args=3) == {"model": "m", "args": 3}
+    with pytest.raises(TypeError, match="positional"):
+        bound_arguments(Their, None, "m", "r", "a", "dataset")
+
+
+@pytest.mark.parametrize("field", [{"max_staleness": 1}, {"weight_update": "in_flight"}])
+def test_gmpo_says_why_rounds_ahead_are_refused(field, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"importance-sampling correction.*or use GRPO"):
+        trl_multinode.GMPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **field)
+
+
+def test_gmpo_has_trls_defaults_of_its_own(monkeypatch, tmp_path):
+    assert trl_multinode.GMPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]).epsilon == 0.4
+    monkeypatch.setattr(GMPOTrainer, "_config", staticmethod(lambda folder: folder))
+    assert GMPOTrainer._default_args(object.__new__(GMPOTrainer), "Qwen/Qwen3-8B") == "Qwen3-8B-GMPO"
+
+
+def test_a_teacher_that_no_server_has_ends_the_run_before_the_student_is_loaded(tmp_path):
+    tiny_qwen2().save_pretrained(tmp_path)
+    with teacher_server(tmp_path) as url:
+        check_teacher(f"{url}/", "rank 0")
+    with pytest.raises(ConfigurationError, match=rf"node 1, rank 8: no healthy.*{url}.*refused.*vllm serve"):
+        check_teacher(url, "node 1, rank 8", wait_s=0.0)
+    with pytest.raises(ConfigurationError, match="begins with http://"):
+        check_teacher(url.removeprefix("http://"), "node 0, rank 0", wait_s=60.0)
+    with pytest.raises(ConfigurationError, match="nonnumeric port"):
+        check_teacher("http://teacher:port", "node 0, rank 0", wait_s=0.0)
+    with teacher_server(tmp_path, status=503) as url, pytest.raises(ConfigurationError, match="HTTP status 503"):
+        check_teacher(url, "rank 0", wait_s=0.1)

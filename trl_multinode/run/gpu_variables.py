@@ -1,0 +1,101 @@
+"""Environment variables that hide GPUs from a process, for NVIDIA and for AMD.
+
+CUDA reads CUDA_VISIBLE_DEVICES. On AMD, ROCR_VISIBLE_DEVICES hides GPUs from everything above the ROCm runtime, and
+HIP_VISIBLE_DEVICES, or CUDA_VISIBLE_DEVICES if that is not set, chooses among the GPUs that are left.
+"""
+
+from collections.abc import Mapping
+
+from ..errors import ConfigurationError
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+HIP = "HIP_VISIBLE_DEVICES"
+ROCR = "ROCR_VISIBLE_DEVICES"
+
+
+def on_amd(environ: Mapping[str, str]) -> bool:
+    """Return whether GPUs are AMD's: torch is built for ROCm, or for no GPU at all and HIP_VISIBLE_DEVICES is set.
+
+    The second case is a check on a login node. A torch for CUDA ignores HIP_VISIBLE_DEVICES.
+    """
+    from torch import version
+
+    return version.hip is not None or (version.cuda is None and HIP in environ)
+
+
+def gpu_variable(environ: Mapping[str, str]) -> str:
+    """Return the name of the variable that chooses and orders the visible GPUs, whether it is set or not."""
+    return HIP if HIP in environ and on_amd(environ) else CUDA
+
+
+def gpu_names(listed: str | None) -> list[str]:
+    """Return the GPUs of such a variable: indexes, or names that begin with `GPU-` or `MIG-`."""
+    return [name.strip() for name in (listed or "").split(",") if name.strip()]
+
+
+def visible_devices(environ: Mapping[str, str], num_gpus: int) -> list[str]:
+    """Return the GPUs that this node's ranks see, in their order and by the names that an engine can be given.
+
+    On AMD with ROCR_VISIBLE_DEVICES, which an engine inherits, they are indexes among the GPUs of that list.
+    """
+    names = gpu_names(environ.get(gpu_variable(environ)))
+    return names[:num_gpus] if names else [str(index) for index in range(num_gpus)]
+
+
+def only_visible(gpus: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables with which a process sees only these GPUs.
+
+    vLLM on ROCm refuses to start if the two differ, and torch follows HIP_VISIBLE_DEVICES. CUDA reads only its own.
+    """
+    return dict.fromkeys((CUDA, HIP), ",".join(gpus))
+
+
+def check_gpu_variables(environ: Mapping[str, str], where: str = "") -> None:
+    """Check that torch and vLLM read these variables alike. NVIDIA has only one of them.
+
+    Args:
+        environ (`Mapping[str, str]`):
+            Variables of the ranks.
+        where (`str`, *optional*):
+            Node, for the message.
+
+    Raises:
+        `ConfigurationError`: if vLLM would refuse them, or if they name GPUs that do not exist.
+    """
+    if not on_amd(environ):
+        return
+    name, place = gpu_variable(environ), f" on {where}" if where else ""
+    names, others = gpu_names(environ.get(name)), gpu_names(environ.get(CUDA))
+    if names and others and names != others:
+        raise ConfigurationError(
+            f"{HIP} and {CUDA} differ{place} (got {','.join(names)} and {','.join(others)}, expected equal lists or "
+            f"one variable): torch follows the first, and vLLM refuses both. Unset {CUDA}. In the YAML, "
+            "`gpu_ids` sets it too: use `gpu_ids: all`."
+        )
+    if unknown := [gpu for gpu in names if not gpu.isdigit()]:
+        raise ConfigurationError(
+            f"{name} names {unknown[0]}{place} (expected indexes): vLLM on ROCm accepts no other names of GPUs. Write "
+            f"indexes in {name}; {ROCR}, which vLLM does not read, may have UUIDs."
+        )
+    count = len(gpu_names(environ.get(ROCR)))
+    if count and (beyond := [gpu for gpu in names if int(gpu) >= count]):
+        raise ConfigurationError(
+            f"{name} names GPU {beyond[0]}{place}, but {ROCR}={environ[ROCR]} leaves {count} (got {','.join(names)}, "
+            f"expected indexes from 0 to {count - 1}): it counts within that list. Unset one of the two variables."
+        )
+
+
+def check_accelerator(num_gpus: int, node: int) -> None:
+    """Check that a node without GPUs of NVIDIA or AMD has no devices of another maker, which its ranks would train on.
+
+    Raises:
+        `ConfigurationError`: if it has; without this check its engines would run on the CPU.
+    """
+    import torch
+
+    device = None if num_gpus else torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type != "cuda":
+        raise ConfigurationError(
+            f"Node {node} has devices of the type `{device.type}` (expected `cuda`): node mode starts engines on GPUs "
+            "of NVIDIA and AMD, and on CPUs. Use TRL's `vllm_mode='server'`, or set `use_cpu=True`."
+        )
