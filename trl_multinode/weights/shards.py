@@ -157,10 +157,12 @@ class ShardGather:
 
         The last two are whole on the local main process. Of the first two it has the pieces of all ranks with its
         local rank, which are the whole bucket with one rank per node, and its own, from which the all-gather sends.
-        gloo makes another copy of what it gathers; NCCL does not.
+        gloo takes as much again for the bucket that it gathers; NCCL takes nothing.
         """
-        own = 2 / self.world if self._nodes > 1 else 0.0
-        return own + (2 + 2 / self._ranks if self._ranks > 1 else 3)
+        under_way = 2 / self.world if self._nodes > 1 else 0.0
+        if self._nodes > 1 and dist.get_backend() == "gloo":
+            under_way += 1 / self._ranks
+        return under_way + (2 + 2 / self._ranks if self._ranks > 1 else 3)
 
     def count_collectives(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
         """Count the collectives of the `Gathering` of these shards: across nodes, within a node."""

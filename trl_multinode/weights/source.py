@@ -47,7 +47,7 @@ class WeightSource(ABC):
     def buckets(self, limit_bytes: int) -> list[Bucket]:
         """Plan buckets of which a sync holds at most three times `limit_bytes` in the memory of any rank.
 
-        Buckets are smaller than the limit only with one or two training ranks per node: by 25 % at most.
+        With NCCL, buckets are smaller than the limit only with one or two training ranks per node: by 25 % at most.
         """
         return plan_buckets(self.metadata(), int(limit_bytes * min(1.0, 3.0 / self.buckets_at_peak)), self.world)
 
