@@ -4,7 +4,7 @@ Gathering is one of the few collectives; `tests/test_architecture.py` lists them
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -163,7 +163,7 @@ class ModuleSource(WeightSource):
         """
         tensors = self.tensors(bucket)
         shards = shards_of(bucket, tensors)
-        others = [t for i, t in enumerate(tensors) if i not in shards and is_gathered_with(bucket[i])]
+        others = gathered_by_libraries(bucket, tensors, shards)
 
         @torch.no_grad()
         def finish() -> list[Pieces]:
@@ -185,12 +185,11 @@ class ModuleSource(WeightSource):
         """Return what is sent of a tensor that this class does not gather itself. A collective under FSDP2."""
         if meta.range is None:
             return Pieces.whole(full(tensor))
-        if meta.range.is_first:
-            whole = full(tensor)
-            # DeepSpeed frees its copy before the next range is read
-            self._held[meta.name] = whole.clone() if is_zero3(tensor) and self._gather.is_local_main else whole
+        whole = full(tensor) if meta.range.is_first else None
         if not self._gather.is_local_main:
             return Pieces.whole(torch.empty(0))
+        if whole is not None:  # DeepSpeed frees its copy before the next range is read
+            self._held[meta.name] = whole.clone() if is_zero3(tensor) else whole
         flat = self._held[meta.name].reshape(-1)
         if meta.range.is_last:
             del self._held[meta.name]
@@ -200,7 +199,7 @@ class ModuleSource(WeightSource):
         """Count the collectives of one `gather_pieces`: across nodes, within a node."""
         tensors = self.tensors(bucket)
         shards = shards_of(bucket, tensors)
-        others = [t for i, t in enumerate(tensors) if i not in shards and is_gathered_with(bucket[i])]
+        others = gathered_by_libraries(bucket, tensors, shards)
         across, within = self._gather.count_collectives(list(shards.values()), [dtypes[index] for index in shards])
         return across + sum(map(_collectives_of_its_library, others)), within
 
@@ -220,9 +219,12 @@ def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shar
     return shards
 
 
-def is_gathered_with(meta: WeightMeta) -> bool:
-    """Return whether DeepSpeed or FSDP2 gathers a tensor for this entry: the first of its ranges serves all others."""
-    return meta.range is None or meta.range.is_first
+def gathered_by_libraries(
+    bucket: Bucket, tensors: Sequence[torch.Tensor], shards: Mapping[int, Shard]
+) -> list[torch.Tensor]:
+    """Return the tensors that DeepSpeed or FSDP2 gathers with this bucket: for ranges, with the first of them."""
+    firsts = [meta.range is None or meta.range.is_first for meta in bucket]
+    return [tensor for index, tensor in enumerate(tensors) if index not in shards and firsts[index]]
 
 
 def _collectives_of_its_library(tensor: Any) -> int:
