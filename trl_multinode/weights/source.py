@@ -187,8 +187,9 @@ class ModuleSource(WeightSource):
             return Pieces.whole(full(tensor))
         if meta.range.is_first:
             whole = full(tensor)
-            # DeepSpeed frees its copy before the next range is read
-            self._held[meta.name] = whole.clone() if is_zero3(tensor) and self._gather.is_local_main else whole
+            if self._gather.is_local_main:
+                # DeepSpeed frees its copy before the next range is read
+                self._held[meta.name] = whole.clone() if is_zero3(tensor) else whole
         if not self._gather.is_local_main:
             return Pieces.whole(torch.empty(0))
         flat = self._held[meta.name].reshape(-1)
