@@ -103,8 +103,8 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         "gb_per_s": spread([common["model_bytes"] / 1e9 / s for s in wall["ours"]]),
         "cpu_s": spread(cpu),  # of all ranks and engines
         "check_share": spread([a / b for a, b in zip(check, cpu, strict=True)]),
-        "extra_memory_buckets": round(max(r["memory"]["ours"] for r in ranks) / common["largest_bucket"], 2),
-        "extra_memory_buckets_trl": round(max(r["memory"]["trl"] for r in ranks) / common["largest_bucket"], 2),
+        "extra_memory_buckets": round(max(r["memory"]["ours"] for r in ranks) / common["limit"], 2),
+        "extra_memory_buckets_trl": round(max(r["memory"]["trl"] for r in ranks) / common["limit"], 2),
         "largest_bucket_mb": round(common["largest_bucket"] / 1e6, 1),
         "worst_logprob_difference": max(d for main in mains for d in main["fresh"]),
         "stale_logprob_difference": min(d for main in mains for d in main["stale"]),

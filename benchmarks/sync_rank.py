@@ -64,6 +64,7 @@ from trl_multinode.wire.messages import NUM_SLOTS, BeginUpdate, CommitUpdate, Lo
 folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]
 MODELS = {"40M": (512, 2048, 8, 8192, 40), "150M": (768, 3072, 12, 49152, 40)}  # hidden, MLP, layers, vocabulary, MiB
 CPU = torch.device("cpu")
+M_MMAP_THRESHOLD = -3
 CONFIG = json.loads(Path(os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]).read_text())
 CONFIG |= {
     "zero_allow_untested_optimizer": True,
@@ -173,11 +174,17 @@ def inbound_bytes() -> int:
 
 
 def memory_peak(call) -> int:
-    """Bytes of resident memory that `call` needed at most on top of what was there."""
-    ctypes.CDLL(None).malloc_trim(0)
+    """Bytes of resident memory that `call` needed at most on top of what was there.
+
+    Meanwhile blocks from 1 MiB on go back to the system when they are freed; glibc keeps those of up to 32 MiB.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     call()
+    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
     return status("VmHWM") - before
 
 
@@ -278,6 +285,7 @@ def main() -> None:
             "buckets": len(buckets),
             "tensors": len({meta.name for bucket in buckets for meta in bucket}),
             "largest_bucket": slot_bytes(buckets),
+            "limit": limit,
             "links": [],
         }
         for index in range(2):

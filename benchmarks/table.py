@@ -210,8 +210,8 @@ tensor into our slots and loads our buckets (no HTTP), and `is_main_process`, tr
 the loop feeds each node's engine as ours does and not one server: both in TRL's favour. The object is made without its
 `__init__`.
 `world`: ours with one all-gather of the world per bucket. `control`: ours again.
-`wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in largest
-buckets.
+`wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in
+buckets of the largest size that was allowed (40 MiB).
 
 """
 

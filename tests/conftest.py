@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; tests send Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # forked ranks would wait for the threads of an OpenMP pool, which a fork does not have
     config.pluginmanager.register(Compatibility(config.getoption("--compatibility")))
     config.pluginmanager.register(FaultRecord(config.getoption("--faults")))

@@ -66,7 +66,7 @@ def test_the_cure_grows_with_the_run():
 
 
 def test_a_shell_between_launcher_and_rank_does_not_hide_the_launcher():
-    code = "import os; from trl_multinode.run import limits; print(limits._launchers()[-1])"
+    code = "import os; from trl_multinode.run import limits; print(limits.launchers()[-1])"
     shell = ["sh", "-c", f"{sys.executable} -c '{code}'; true"]
     assert int(subprocess.run(shell, capture_output=True, text=True, check=True).stdout) == os.getpid()
 

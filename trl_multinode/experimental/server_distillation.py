@@ -2,10 +2,9 @@
 
 import time
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.parse import urlsplit
 
 from trl import DistillationTrainer
 from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
@@ -61,9 +60,14 @@ def problem_of(url: str) -> str | None:
     if not url.startswith(SCHEMES):
         return "a URL begins with http:// or https://"
     try:
-        with urlopen(f"{url.rstrip('/')}/health", timeout=ANSWER_S):  # noqa: S310
-            return None
-    except HTTPError as error:
-        return f"it answers /health with HTTP status {error.code}"
+        parts = urlsplit(url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=ANSWER_S)
+        try:
+            connection.request("GET", f"{parts.path.rstrip('/')}/health")
+            status = connection.getresponse().status
+        finally:
+            connection.close()
     except (OSError, HTTPException, ValueError) as error:  # refused, unknown host, too late; not HTTP; not a URL
         return str(error) or type(error).__name__
+    return None if status < 400 else f"it answers /health with HTTP status {status}"
