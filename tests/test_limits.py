@@ -46,6 +46,8 @@ def test_a_launcher_with_a_low_limit_of_files_serves_all_ranks_once_a_rank_has_r
     def launcher(_: int) -> None:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         inherited = max(map(int, os.listdir("/proc/self/fd")))  # from this test's process
+        while os.open(os.devnull, os.O_RDONLY) < inherited:  # numbers that are free below would come on top
+            pass
         resource.setrlimit(resource.RLIMIT_NOFILE, (inherited + FEW_FILES, hard))
         store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
         rank = FORK.Process(target=connect_all, args=(store.port,))
