@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from math import isfinite
 from pathlib import Path
@@ -267,10 +268,19 @@ def test_rows_under_way_at_a_checkpoint_continue_with_their_versions(killed):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory) -> Path:
-    """vLLM and ZeRO-3 on two nodes of one rank."""
-    folder = tmp_path_factory.mktemp("real")
+    """vLLM and ZeRO-3 on two nodes of one rank.
+
+    On a busy machine, vLLM may end all rows within the first step, so that none sees a swap: then the job runs again.
+    """
+    folder, jobs = tmp_path_factory.mktemp("real"), [REAL, REAL_ADAPTER]
     with Nodes(2, 1, folder=folder, env=Faults().environment(FORKED), forked=True) as nodes:
-        assert launch(nodes, folder, REAL, REAL_ADAPTER) == [0, 0], nodes.rank_log(0)[-3000:]
+        for _ in range(3):
+            assert launch(nodes, folder, *jobs) == [0, 0], nodes.rank_log(0)[-3000:]
+            jobs = [job for job in jobs if not any(len(row) > 1 for row in versions(results(folder, job["name"], 2)))]
+            if not jobs:
+                break
+            for job in jobs:
+                shutil.rmtree(folder / job["output"])
     return folder
 
 

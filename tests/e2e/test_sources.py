@@ -43,7 +43,7 @@ def test_a_sharded_source_costs_one_collective_across_nodes_per_bucket_and_a_who
     for rank in found:
         buckets, (across, within) = rank[kind]["buckets"], rank[kind]["collectives"]
         assert buckets > 5 and across == within
-        if kind == "fsdp2":  # leaves embedding and head whole after a forward without a backward
-            assert buckets - 3 <= across < buckets
+        if kind == "fsdp2":  # a forward without a backward leaves embedding and head whole, of three buckets each
+            assert buckets - 6 <= across < buckets
         else:
             assert across == (buckets if kind.startswith("zero3") else 0)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_rows_18_19_a_rank_without_rewards_is_counted_and_one_that_hangs_ends_th
     lines = {log.splitlines()[-1] for log in logs}
     assert len(lines) == 1, lines
     line = lines.pop()
-    assert "node 1, rank 1, phase reward: the reward function `plain` has not returned after 3 s" in line
+    assert re.search(r"node 1, rank 1, phase reward: the reward function `plain` has not returned after [3-9] s", line)
     assert (
         "in row 2 of this rank's rows 0 to 3; it is at " in line and "(verify)" in line and "`reward_timeout`" in line
     )
