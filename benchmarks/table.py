@@ -211,7 +211,7 @@ the loop feeds each node's engine as ours does and not one server: both in TRL's
 `__init__`.
 `world`: ours with one all-gather of the world per bucket. `control`: ours again.
 `wall_vs_stages`: time / (slowest stage + one bucket of the others). `extra_memory_buckets`: peak of a rank, in
-buckets of the largest size that was allowed (40 MiB).
+buckets of the largest size that was allowed (40 MiB). Recorded before tensors above that size were sent in ranges.
 
 """
 
