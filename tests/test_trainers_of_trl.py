@@ -146,7 +146,7 @@ def test_a_teacher_that_no_server_has_ends_the_run_before_the_student_is_loaded(
         check_teacher(url, "node 1, rank 8", wait_s=0.0)
     with pytest.raises(ConfigurationError, match="begins with http://"):
         check_teacher(url.removeprefix("http://"), "node 0, rank 0", wait_s=60.0)
-    with pytest.raises(ConfigurationError, match="Port could not be cast"):
+    with pytest.raises(ConfigurationError, match="Invalid port"):
         check_teacher("http://teacher:port", "node 0, rank 0", wait_s=0.0)
     with teacher_server(tmp_path, status=503) as url, pytest.raises(ConfigurationError, match="HTTP status 503"):
         check_teacher(url, "rank 0", wait_s=0.1)

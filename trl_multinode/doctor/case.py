@@ -55,5 +55,5 @@ class Case:
 
     @property
     def slots_bytes(self) -> int:
-        """Return the bytes of the weight sync's slots, if no tensor is larger than a bucket."""
+        """Return the bytes of the weight sync's slots."""
         return NUM_SLOTS * int(float(self.value("sync_bucket_mb", 512)) * 2**20)

@@ -2,10 +2,9 @@
 
 import time
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
 
+import httpx
 from trl import DistillationTrainer
 from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
 
@@ -60,14 +59,7 @@ def problem_of(url: str) -> str | None:
     if not url.startswith(SCHEMES):
         return "a URL begins with http:// or https://"
     try:
-        parts = urlsplit(url)
-        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=ANSWER_S)
-        try:
-            connection.request("GET", f"{parts.path.rstrip('/')}/health")
-            status = connection.getresponse().status
-        finally:
-            connection.close()
-    except (OSError, HTTPException, ValueError) as error:  # refused, unknown host, too late; not HTTP; not a URL
+        status = httpx.get(f"{url.rstrip('/')}/health", timeout=ANSWER_S).status_code
+    except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, unknown host, too late, not HTTP; not a URL
         return str(error) or type(error).__name__
     return None if status < 400 else f"it answers /health with HTTP status {status}"

@@ -64,12 +64,12 @@ class TensorRange(msgspec.Struct, frozen=True):
 
     @property
     def is_first(self) -> bool:
-        """Whether no range of the tensor precedes this one."""
+        """Return whether no range of the tensor precedes this one."""
         return self.first == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the tensor is complete with this range."""
+        """Return whether the tensor is complete with this range."""
         return self.end == self.elements
 
     def intervals(self, numel: int) -> list[tuple[int, int]]:
