@@ -1,6 +1,6 @@
 """What a rollout that ran ahead left behind: everything that TRL's code needs when its round is used."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,14 +84,14 @@ class Recorded:
             All `generate` calls, the first one with all rows.
         environments (`list`, *optional*):
             Environment of each row.
-        observations (`list`, *optional*):
-            What each environment's `reset` returned.
         tools (`ToolLoop`, *optional*):
             Result of the tool loop, if the trainer has tools.
         output (`dict`, *optional*):
             Result of the `rollout_func`, if the trainer has one.
         scores (`Scores`, *optional*):
             Rewards, if the group was scored before its round.
+        pools (`list`):
+            Pools with the environments, which no other group may use before the rewards were read.
     """
 
     inputs: Batch
@@ -100,7 +100,51 @@ class Recorded:
     completion_ids: list[list[int]]
     turns: list[Turn]
     environments: list[Any] | None = None
-    observations: list[Any] | None = None
     tools: ToolLoop | None = None
     output: dict[str, Any] | None = None
     scores: Scores | None = None
+    pools: list[Any] = field(default_factory=list)
+
+
+def joined(recorded: Sequence[Recorded]) -> Recorded:
+    """Join the groups of a round, in their order. The turns are not joined: a round reads the first ones by group."""
+    first = recorded[0]
+    return Recorded(
+        inputs=_concatenated(one.inputs for one in recorded),
+        prompts=_concatenated(one.prompts for one in recorded),
+        completions=_concatenated(one.completions for one in recorded),
+        completion_ids=_concatenated(one.completion_ids for one in recorded),
+        turns=[],
+        environments=None if first.environments is None else _concatenated(one.environments for one in recorded),
+        tools=None if first.tools is None else _joined_loops([one.tools for one in recorded]),
+        output=None if first.output is None else _joined_outputs([one.output for one in recorded]),
+    )
+
+
+def _concatenated(parts: Iterable[Any]) -> list[Any]:
+    return [one for part in parts for one in part]
+
+
+def _joined_loops(loops: Sequence[Any]) -> ToolLoop:
+    lists = {
+        name: _concatenated(getattr(loop, name) for loop in loops)
+        for name in ("tool_mask", "completions", "completion_ids", "images")
+    }
+    logprobs = None if loops[0].logprobs is None else _concatenated(loop.logprobs for loop in loops)
+    calls, failures = sum(loop.calls for loop in loops), sum(loop.failures for loop in loops)
+    return ToolLoop(**lists, logprobs=logprobs, calls=calls, failures=failures)
+
+
+def _joined_outputs(outputs: Sequence[Any]) -> dict[str, Any]:
+    """Join results of a `rollout_func`. A value that is no list holds for all rows of its group."""
+    if len(outputs) == 1:
+        return dict(outputs[0])
+    names = dict.fromkeys(name for output in outputs for name in output)
+    return {name: _joined_field([(output.get(name), len(output["completion_ids"])) for output in outputs])
+            for name in names}  # fmt: skip
+
+
+def _joined_field(values: Sequence[tuple[Any, int]]) -> Any:
+    if all(value is None for value, _ in values):
+        return None
+    return _concatenated(value if isinstance(value, list) else [value] * rows for value, rows in values)
