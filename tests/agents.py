@@ -41,7 +41,16 @@ SYSTEM = (  # parts of the template's text, a token each: rows of bytes would be
     "</tools>\n\nFor each function call, return a json object with function name and arguments within "
     "<tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
-    '{"type": "function", "function": {',
+    '{"type": "function", "function": {"name": "',
+    '", "description": "',
+    '", "parameters": {"type": "object", "properties": {"',
+    '": {"type": "integer", "description": "',
+    '"}}, "required": ["',
+    '"]}, "return": {"type": "',
+    '"}}}',
+    "string",
+    "number",
+    "The ",
     "<tool_response>",
     "</tool_response>",
     '<tool_call>\n{"name": "',
@@ -149,6 +158,9 @@ class ScriptedEngine:
         scores = self._model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         logprobs = scores.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
         return Rollout(np.array(tokens, dtype=np.int32), logprobs, self.version, 0)
+
+    def close(self) -> None:
+        """There is no connection."""
 
     def post_score(self, tokens, temperature) -> Rollout:
         return self.row_of(list(tokens))
