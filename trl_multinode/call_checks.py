@@ -40,7 +40,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_dataset(call.get("train_dataset"), args)
     check_evaluation(args, call)
     check_rewards(call)
-    check_foreseeable(args, call)
+    check_recorded(args, call)
     check_in_flight(args, call.get("train_dataset"))
     check_fsdp_version()
     check_own_folders(args, call, host.topology.num_nodes)
@@ -118,16 +118,18 @@ def parallel_loading(args: TrainingArguments) -> Iterator[str]:
     )
 
 
-def check_foreseeable(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
-    """Raise `ConfigurationError` if engines generate ahead but completions depend on more than the dataset row."""
+def check_recorded(args: TrainingArguments, call: dict[str, Any]) -> None:
+    """Raise `ConfigurationError` if whole rollouts run ahead and the dataset has images."""
     settings = NodeSettings.of(args)
-    ahead = "weight_update='in_flight'" if settings.in_flight else "max_staleness=1"
-    instead = "weight_update='drain'" if settings.in_flight else "max_staleness=0"
-    for name in ("rollout_func", "environment_factory"):
-        if kwargs.get(name) and (settings.max_staleness or settings.in_flight):
-            raise ConfigurationError(
-                f"`{ahead}` generates from the dataset's prompts before `{name}` is called. Use `{instead}` with it."
-            )
+    agent = next((name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)), None)
+    if not (settings.rounds_ahead and agent) or settings.in_flight:
+        return
+    columns = getattr(call.get("train_dataset"), "column_names", None) or ()
+    if agent != "tools" and (images := {"image", "images"}.intersection(columns)):
+        raise ConfigurationError(
+            f"`max_staleness=1` runs whole rollouts of `{agent}` ahead, and their requests carry no images (column "
+            f"{min(images)!r}). Use `max_staleness=0`."
+        )
 
 
 def check_in_flight(args: TrainingArguments, dataset: Any) -> None:

@@ -137,6 +137,13 @@ class NodeFields(_Arguments):
             Seconds after which a call of a reward function that has not returned ends the run, with a line that has
             its name, the rank and, if it loops over the rows, the row. It must let other threads run: a call into C
             that holds the interpreter's lock is not seen. By default there is no limit.
+        tool_timeout (`float`, *optional*):
+            Seconds after which a call of a tool that has not returned ends the run, with a line that has its name, the
+            rank and the row. It also holds for the `reset` of an environment whose rollout runs ahead. By default
+            there is no limit. See docs/agents.md.
+        tool_errors (`str`, *optional*, defaults to `"answer"`):
+            `"answer"`: an exception in a tool is its answer to the model, as in TRL. `"raise"`: it ends the run, with
+            a line that has the tool's name, the rank and the row.
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
             End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
             command that repeats the push. See docs/hub.md.
@@ -283,6 +290,14 @@ class NodeFields(_Arguments):
     reward_timeout: float | None = field(
         default=NodeSettings.reward_timeout,
         metadata={"help": "Seconds after which a reward function that has not returned ends the run."},
+    )
+    tool_timeout: float | None = field(
+        default=NodeSettings.tool_timeout,
+        metadata={"help": "Seconds after which a tool that has not returned ends the run."},
+    )
+    tool_errors: str = field(
+        default=NodeSettings.tool_errors,
+        metadata={"help": "'answer': an exception in a tool is its answer to the model. 'raise': it ends the run."},
     )
     hub_push_must_succeed: bool = field(
         default=NodeSettings.hub_push_must_succeed,

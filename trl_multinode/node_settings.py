@@ -66,6 +66,7 @@ IGNORED_IN_NODE_MODE = (
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
 LORA_SYNCS = ("auto", "adapter", "merged")
 WEIGHT_UPDATES = ("drain", "in_flight")
+TOOL_ERRORS = ("answer", "raise")
 MOST_OPEN_ROUNDS = 8
 ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; also vLLM's default
@@ -112,6 +113,9 @@ class NodeSettings:
     save_minutes: float | None = None  # minutes between checkpoints
     preemption_grace: float = 600.0  # seconds, as the job files of `trl-multinode render` leave
     reward_timeout: float | None = None  # seconds for one call of a reward function
+    tool_timeout: float | None = None  # seconds for one call of a tool
+    tool_errors: str = "answer"
+    score_groups: bool = False
     hub_push_must_succeed: bool = False
     repeat_warnings: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
@@ -138,8 +142,15 @@ class NodeSettings:
         return self.weight_update == "in_flight"
 
     @property
+    def rounds_ahead(self) -> int:
+        """Number of generation rounds that are begun while a round trains."""
+        return self.open_rounds if self.in_flight else self.max_staleness
+
+    @property
     def oldest_rounds(self) -> int:
         """Age, in generation rounds, at which a step waits for a group that is still open."""
+        if not self.in_flight:
+            return self.max_staleness
         return 3 * self.open_rounds if self.max_age is None else self.max_age
 
 
@@ -226,7 +237,7 @@ def sampling_keys() -> frozenset[str]:
 
 def _check_numbers(settings: NodeSettings) -> None:
     positive = ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "preemption_grace")
-    for name in (*positive, "reward_timeout"):
+    for name in (*positive, "reward_timeout", "tool_timeout"):
         if (value := getattr(settings, name)) is not None and value <= 0:
             raise ConfigurationError(f"`{name}` must be positive, got {value}.")
     for name in ("heartbeat_timeout", "stuck_timeout", "engine_restarts"):
@@ -254,6 +265,8 @@ def _check_choices(settings: NodeSettings) -> None:
         )
     if settings.lora_sync not in LORA_SYNCS:
         raise ConfigurationError(f"`lora_sync` must be one of {LORA_SYNCS}, got {settings.lora_sync!r}.")
+    if settings.tool_errors not in TOOL_ERRORS:
+        raise ConfigurationError(f"`tool_errors` must be one of {TOOL_ERRORS}, got {settings.tool_errors!r}.")
     if settings.balance_across not in ("world", "node"):
         raise ConfigurationError(f"`balance_across` must be 'world' or 'node', got {settings.balance_across!r}.")
     if (limit := settings.logprob_divergence_limit) is not None and limit < 0.0:

@@ -185,7 +185,7 @@ class NodeTrainer(HubTrainer):
         """Number of generation rounds whose prompts must be known while a round trains."""
         if self.host is None:
             return 0
-        return self.host.settings.open_rounds if self.host.settings.in_flight else self.max_staleness
+        return self.host.settings.rounds_ahead
 
     # ---- one generation round ---------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from trl import GRPOTrainer
 
 from .batches.microbatches import BalancedGRPOTrainer
 from .config import MultiNodeGRPOConfig
+from .errors import RolloutError
 from .host import NodeHost
 from .images import check_images, with_lists_of_images
 from .node_settings import NodeSettings
@@ -18,6 +20,9 @@ from .rehearsal.rehearsal import Rehearsal
 from .rollouts.generation import Prompts
 from .rollouts.look_ahead import Batch, UpcomingBatches
 from .rollouts.monitor import DivergenceMonitor
+from .rollouts.replay import replayed
+from .rollouts.stand_in import Recorder
+from .rollouts.tool_calls import ToolCalls, ToolFailed
 
 
 class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
@@ -46,6 +51,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     """
 
     _trl, _config = GRPOTrainer, MultiNodeGRPOConfig
+    _tool_calls: ToolCalls | None = None
+    _recorder: Recorder | None = None  # of whole rollouts, if they run ahead of their round
+    _first_row = 0  # of the batch that generates, among the rows of this rank
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -56,6 +64,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         super()._wire(host)
         self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
         self._upcoming: UpcomingBatches | None = None
+        self._tool_calls = ToolCalls.of(host)
+        self._tool_failures: list[RolloutError] = []
+        if runs_ahead(self, host.settings):
+            self._recorder = Recorder(self, self._tool_calls)
+            self.vllm_generation.record(self._recorder.record)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -74,21 +87,63 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         score = super()._generate_and_score_completions
 
         def make() -> dict[str, Any]:
-            return score(with_lists_of_images(self._rows_to_train(inputs)))
+            rows = self._rows_to_train(inputs)
+            with self._replaying():
+                return score(with_lists_of_images(rows))
 
         self.vllm_generation.seeds.num_rows = len(inputs)  # a `rollout_func` may generate fewer in its first call
         output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
         if self.model.training:
             self._meter.add_weights(output)
-            if (continuous := self.vllm_generation.continuous) is not None:
-                self._meter.add_taken(continuous, self.vllm_generation.version)
+            if self.host.settings.in_flight:
+                self._meter.add_taken(self.vllm_generation.continuous, self.vllm_generation.version)
         return output
+
+    @contextmanager
+    def _replaying(self) -> Iterator[None]:
+        """Let TRL use the recorded rollouts of this round, if there are any, and free their environments."""
+        if not (self.model.training and self._recorder is not None):
+            yield
+            return
+        generation = self.vllm_generation
+        with replayed(self, generation.continuous.recorded, generation.use_first_turns):
+            yield
+        for group in generation.continuous.taken:
+            self._recorder.give_back(group.recorded)
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> tuple:
+        self._raise_tool_failure()
+        return super()._generate_single_turn(*args, **kwargs)
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
+        if self._tool_calls is None:
+            return super()._tool_call_loop(*args, **kwargs)
+        self._tool_calls.watch(self, self._first_row, self._tool_failures)
+        try:
+            found = super()._tool_call_loop(*args, **kwargs)
+        except ToolFailed as failed:
+            raise failed.error from failed.error.__cause__
+        self._raise_tool_failure()
+        return found
+
+    def _raise_tool_failure(self) -> None:
+        """Raise the error of an async tool, which TRL took for an answer."""
+        if self._tool_calls is not None and self._tool_failures:
+            raise self._tool_failures[0]
 
     def _rows_to_train(self, inputs: Batch) -> Batch:
         """Return the rows that this round trains: those of the batch or, with rounds in flight, of complete groups."""
         if self.vllm_generation.continuous is None or not self.model.training:
             return inputs
-        return self.vllm_generation.take_groups(len(inputs), self.num_generations, partial(self._batch_ahead, inputs))
+        size = self._group_size(len(inputs))
+        return self.vllm_generation.take_groups(len(inputs), size, partial(self._batch_ahead, inputs))
+
+    def _group_size(self, num_rows: int) -> int:
+        """Return how many of a rank's rows are generated together, and taken together."""
+        whole = self._recorder is not None and not self.host.settings.in_flight
+        if whole and (self.rollout_func is not None or num_rows % self.num_generations):
+            return num_rows  # as TRL calls a `rollout_func`, or groups that straddle ranks
+        return self.num_generations
 
     def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
         return self._monitor.check(output, stale=self.model.training and self.vllm_generation.stale)
@@ -108,6 +163,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _batch_ahead(self, inputs: Batch, rounds: int) -> tuple[Batch, Prompts] | None:
         """Return the batch that is `rounds` generation rounds ahead of `inputs`, and its prompts as token ids."""
+        if self._recorder is not None and rounds == 0:
+            return inputs, [[] for _ in inputs]
         if self._upcoming is None:
             return None
         ahead = rounds * self.steps_per_round - self._step % self.steps_per_round
@@ -115,7 +172,19 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         batch = self._upcoming.after(inputs, ahead)
         if batch is None or ahead >= left - self._upcoming.place_in_window(inputs):
             return None
+        if self._recorder is not None:
+            return batch, [[] for _ in batch]  # its group's thread tokenizes it, after the `reset` of its environment
         if "image" in batch[0] or "images" in batch[0]:  # TRL builds prompts with images only while it scores
             return None
         prompt_ids, images, _ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
         return (batch, prompt_ids) if images is None else None
+
+
+def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:
+    """Return whether whole rollouts are made ahead of their round, by threads, and not by TRL in the main call."""
+    if settings.score_groups:
+        return True
+    if not settings.rounds_ahead or not (trainer.tools or trainer.rollout_func):
+        return False
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    return not {"image", "images"}.intersection(columns)

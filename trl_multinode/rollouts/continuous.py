@@ -17,11 +17,12 @@ groups that are open, and every group that was begun is trained exactly once.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import WeightVersionError
+from ..errors import RolloutError, WeightVersionError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from .groups import Group, OpenGroups, Stream
 from .look_ahead import Batch, RoundRollouts
+from .recorded import Recorded, joined
 from .updates import TokenAges, UpdateLog
 
 # returns the batch that is so many rounds ahead and its prompts as token ids; `None` if none follows
@@ -40,13 +41,15 @@ class ContinuousRollouts:
         stream (`Stream`):
             Requests for single rows, on connections that nothing else uses.
         open_rounds (`int`):
-            Rounds that are begun and not taken after a round has taken its groups.
+            Rounds that are begun and not taken after a round has taken its groups. With 0, a round begins its own.
         max_age (`int`):
             Rounds after which a round waits for a group.
         seeds (`Callable[[int, int], list[int] | None]`):
             Function that returns the seeds of a round's rows, from the round and their number.
         longest (`int`, *optional*, defaults to 0):
             After a resume, rows that were begun with fewer tokens are continued; the others begin again.
+        open_groups (`Callable`, *optional*, defaults to [`OpenGroups`]):
+            Function that builds the groups from the stream and a check of each row.
     """
 
     def __init__(
@@ -57,11 +60,12 @@ class ContinuousRollouts:
         max_age: int,
         seeds: Callable[[int, int], list[int] | None],
         longest: int = 0,
+        open_groups: Callable[..., OpenGroups] = OpenGroups,
     ):
         self._where = where
         self._warned = False
         self.updates = UpdateLog(where)
-        self.groups = OpenGroups(stream, self.updates.check)
+        self.groups = open_groups(stream, self.updates.check)
         self.taken: list[Group] = []  # groups of the current round
         self.swapped_rows = self.swaps = 0  # since the last `take_swaps`
         self._open_rounds = open_rounds
@@ -132,11 +136,16 @@ class ContinuousRollouts:
                 f"{self._where}: round {self._number} took a group that was due in round {late.due}, which should "
                 "have waited for it: its tokens are older than `max_age` allows. File a bug report."
             )
-        return [row for group in self.taken for row in group.inputs]
+        return [row for group in self.taken for row in group.rows_to_train]
 
     def made(self, prompts: list[list[int]]) -> RoundRollouts | None:
         """Return the completions of the taken groups; `None` if `prompts` are not theirs."""
         if [prompt for group in self.taken for prompt in group.prompts] != prompts:
+            if self.recorded is not None:
+                raise RolloutError(
+                    f"{self._where}: round {self._number} has other prompts than its rollouts that ran ahead. A "
+                    "callback or a subclass changes the chat template, the tools or the rows; use `max_staleness=0`."
+                )
             if not self._warned:
                 self._warned = True
                 warn(
@@ -146,8 +155,19 @@ class ContinuousRollouts:
                 )
             self.taken = []
             return None
-        rows = [row for group in self.taken for row in group.rows]
-        return RoundRollouts(self._number, prompts, rows, min(row.version for row in rows))
+        return self.first_turns()
+
+    @property
+    def recorded(self) -> Recorded | None:
+        """The rollouts of the taken groups, if they are recorded whole."""
+        found = [group.recorded for group in self.taken if group.recorded is not None]
+        return joined(found) if found else None
+
+    def first_turns(self) -> RoundRollouts:
+        """Return the completions of the taken groups, those of recorded ones from their first `generate` call."""
+        rows = [row for group in self.taken for row in group.first_rows]
+        prompts = [prompt for group in self.taken for prompt in group.prompts]
+        return RoundRollouts(self._number, prompts, rows, min([row.version for row in rows], default=WeightVersion()))
 
     def stale(self, version: WeightVersion) -> bool:
         """Return whether weights before `version` took part in the taken rows: a row that had no token at a swap may

@@ -7,7 +7,7 @@ class replaces it; a contract test pins the keywords and the shape of the return
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -16,16 +16,21 @@ from ..engine.client import Rollout
 from ..engine.dispatch import PromptRequest
 from ..engine.group import LOSSES
 from ..engine.node_engines import NodeEngines
+from ..engine.row_stream import RowStream
 from ..errors import ConfigurationError
 from ..run.reporter import report
 from ..weights.sync import SyncTimings
 from ..wire.messages import WeightVersion
 from ..wire.sampling import truncating
 from .continuous import BatchAhead, ContinuousRollouts, settings_from_the_start
+from .groups import Group, OpenGroups
 from .look_ahead import Batch, LookAhead, RoundRollouts
+from .recorded import Recorded
+from .recorded_groups import RecordedGroups
 from .requests import Prompts, check_lengths, requests_of
 from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
+from .stand_in import Ask
 
 
 class NodeGeneration:
@@ -96,17 +101,30 @@ class NodeGeneration:
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
         self.begin_round("train", 0)
 
-    def _build_continuous(self) -> ContinuousRollouts:
+    def _build_continuous(self, open_groups: Callable[..., OpenGroups] = OpenGroups) -> ContinuousRollouts:
         settings = self._host.settings
-        stream = self._host.ahead_engines.open_stream(self.max_tokens, self.sampling)
         return ContinuousRollouts(
             f"Rank {self.accelerator.process_index}",
-            stream,
-            settings.open_rounds,
+            self._stream,
+            settings.rounds_ahead,
             settings.oldest_rounds,
             partial(self.seeds.of_round, "train"),
             longest=0 if settings_from_the_start(self.sampling) else self.max_tokens,
+            open_groups=open_groups,
         )
+
+    @cached_property
+    def _stream(self) -> RowStream:
+        return self._host.ahead_engines.open_stream(self.max_tokens, self.sampling)
+
+    def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
+        """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
+        self.continuous = self._build_continuous(partial(RecordedGroups, make, lambda: self.version.update))
+
+    @property
+    def records(self) -> bool:
+        """Whether whole rollouts are recorded ahead of their round."""
+        return self.continuous is not None and isinstance(self.continuous.groups, RecordedGroups)
 
     def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
         """Start the round of a new batch of prompts. Every rank calls it, with the same `mode` and `number`.
@@ -200,9 +218,9 @@ class NodeGeneration:
         if self._engines_are_current:
             return
         self._weights_changed = True  # until the sync has succeeded
-        if self.continuous is None:
+        if not self._host.settings.in_flight:
             with self._phases("generate"):
-                self.look_ahead.wait()  # before the barrier: an engine loads no weights while it generates
+                self._wait_for_open()  # before the barrier: an engine loads no weights while it generates
         # the barrier's limit is `ddp_timeout`, and a look-ahead may take longer
         while self._host.meet(self._host.engines_to_restore()):
             self._restore()
@@ -211,6 +229,14 @@ class NodeGeneration:
         with self._phases("wait"):
             self.accelerator.wait_for_everyone()  # then no rank generates, and all ranks start to gather together
         self._send_weights()
+
+    def _wait_for_open(self) -> None:
+        """Wait for all completions under way, in recorded rounds also for their tools and rewards."""
+        if self.continuous is None:
+            self.look_ahead.wait()
+            return
+        while self.continuous.groups.wait_for_all():
+            self._recover()
 
     @property
     def _engines_are_current(self) -> bool:
@@ -324,17 +350,30 @@ class NodeGeneration:
         made = self._made_ahead(prompts)
         if made is None or images is not None:
             made = RoundRollouts(self._number, prompts, self._fresh(prompts, images), self.version)
+            self.used = made
         else:
             self.seeds.of_call(prompts)  # count the look-ahead as the round's first call
-            self.used = made
-            if self.stale:  # it is not if both rounds belong to one optimizer step
-                self.on_stale(made)
-        self.used = made
+            self._use(made)
         if self.continuous is not None:
             self._begin_following()
         elif self._following is not None and (following := self._following()) is not None:
             self._submit(self._number + 1, following)
         return made.rows
+
+    def _use(self, made: RoundRollouts) -> None:
+        self.used = made
+        if self.stale:  # it is not if both rounds belong to one optimizer step
+            self.on_stale(made)
+
+    def use_first_turns(self) -> None:
+        """Use the recorded rows of this round's `rollout_func`, which replace `generate`, and begin what follows."""
+        assert self.continuous is not None
+        self._takes_ahead = False
+        made = self.continuous.first_turns()
+        self.rows, self.generated = made.rows, bool(made.rows)
+        if made.rows:
+            self._use(made)
+        self._begin_following()
 
     def _made_ahead(self, prompts: Prompts) -> RoundRollouts | None:
         return (

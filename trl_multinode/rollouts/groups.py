@@ -19,6 +19,7 @@ import numpy as np
 from ..engine.client import Rollout
 from ..engine.row_stream import GroupId, Peeking, RowRequest
 from ..wire.messages import VersionSpan
+from .recorded import Recorded
 
 SEED_BITS = 41  # a row's own seed is below 2**40 plus the number of its row
 
@@ -44,6 +45,10 @@ class Group:
             Completion of each row; `None` for a row under way.
         begun_rows (`list[Rollout | None]`):
             Beginning of each row that a checkpoint found under way; the row continues it.
+        recorded ([`Recorded`], *optional*):
+            The whole rollout, if the group's thread has made it.
+        attempt (`int`, *optional*, defaults to 0):
+            Number of prompts that were tried and dropped before this one, with `dynamic_sampling`.
     """
 
     number: int
@@ -56,6 +61,8 @@ class Group:
     seeds: list[int] | None = None
     rollouts: list[Rollout | None] = field(default_factory=list)
     begun_rows: list[Rollout | None] = field(default_factory=list)
+    recorded: Recorded | None = None
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         self.rollouts = self.rollouts or [None] * len(self.prompts)
@@ -67,8 +74,32 @@ class Group:
         return self.number, self.place
 
     @property
+    def complete(self) -> bool:
+        """Whether all rows have ended and, if the whole rollout is recorded, nothing of it is left to do."""
+        return self.recorded is not None or None not in self.rollouts
+
+    @property
+    def seed_mode(self) -> str:
+        """Mode of the seeds of the rows; see [`RowSeeds`]."""
+        return f"train, attempt {self.attempt}" if self.attempt else "train"
+
+    @property
+    def rows_to_train(self) -> list[dict[str, Any]]:
+        """Rows of the dataset that a complete group is about."""
+        return self.inputs if self.recorded is None else self.recorded.inputs
+
+    @property
+    def first_rows(self) -> list[Rollout]:
+        """Completions of a complete group, those of the first turn."""
+        if self.recorded is None:
+            return self.rows
+        return self.recorded.turns[0].rows if self.recorded.turns else []
+
+    @property
     def rows(self) -> list[Rollout]:
-        """Completions of a complete group."""
+        """Completions of a complete group, those of all turns."""
+        if self.recorded is not None:
+            return [row for turn in self.recorded.turns for row in turn.rows]
         rows = [row for row in self.rollouts if row is not None]
         assert len(rows) == len(self.rollouts), f"group {self.id} is not complete"
         return rows
@@ -180,13 +211,16 @@ class OpenGroups:
 
     def _begin(self, groups: list[Group]) -> int:
         requests = [request for group in groups for request in group.missing()]
+        self._send(requests)
+        return len(requests)
+
+    def _send(self, requests: list[RowRequest]) -> None:
         with self._changed:
             self._stream.add(requests)
             if self._thread is None and self._error is None and self._stream.rows_left:
                 # A daemon thread, so that a rank that exits early does not wait for completions it will not use
                 self._thread = threading.Thread(target=self._collect, name="open-groups", daemon=True)
                 self._thread.start()
-        return len(requests)
 
     def wait_for(self, count: int, number: int) -> bool:
         """Wait until `take` with these arguments would return, or until no engine is left for the rows.
@@ -201,6 +235,23 @@ class OpenGroups:
             )
             self._waited_s += time.monotonic() - start
             return self._error is None and not self._may_take(count, number)
+
+    def wait_for_all(self) -> bool:
+        """Wait until all open groups are complete, or until no engine is left for their rows.
+
+        Returns:
+            `bool`: whether no engine is left.
+        """
+        start = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._all_complete() or self._stream.stopped)
+            self._waited_s += time.monotonic() - start
+            if self._error is not None:
+                raise self._error
+            return not self._all_complete()
+
+    def _all_complete(self) -> bool:
+        return len(self._complete()) == len(self._open)
 
     def take(self, count: int, number: int) -> list[Group]:
         """Remove and return the `count` oldest complete groups, in the order of their ids; wait for them.
@@ -222,10 +273,10 @@ class OpenGroups:
 
     def _may_take(self, count: int, number: int) -> bool:
         due = [group for group in self._open.values() if group.due <= number][:count]
-        return len(self._complete()) >= count and all(None not in group.rollouts for group in due)
+        return len(self._complete()) >= count and all(group.complete for group in due)
 
     def _complete(self) -> list[Group]:
-        return [group for group in self._open.values() if None not in group.rollouts]
+        return [group for group in self._open.values() if group.complete]
 
     def _collect(self) -> None:
         try:

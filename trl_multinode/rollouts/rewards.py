@@ -9,8 +9,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CoroutineType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from ..run.topology import Topology
 
 PER_ROW = ("prompts", "completions", "completion_ids", "environments")  # arguments with one element per row
 NAMED_FRAMES = 3
+OWN_FRAMES = str(Path(__file__).parent)  # above those of the function
 SUSPENDED_S = 5.0  # between two looks; this process was stopped meanwhile, and so was the function
 
 
@@ -55,12 +57,15 @@ class Call:
             stack = [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in _waiting(self.coroutine)]
         else:
             found = traceback.extract_stack(sys._current_frames().get(self.thread))
-            own = max((index for index, one in enumerate(found) if one.filename == __file__), default=-1)
+            own = max((index for index, one in enumerate(found) if one.filename.startswith(OWN_FRAMES)), default=-1)
             stack = [(one.filename, one.lineno or 0, one.name) for one in found[own + 1 :]]
         frames = [f"{path}:{line} ({name})" for path, line, name in stack]
         if len(frames) > NAMED_FRAMES:
             frames = [*frames[: NAMED_FRAMES - 1], "...", frames[-1]]
         return f"; it is at {', '.join(frames)}" if frames else ""
+
+
+AnyCall = TypeVar("AnyCall", bound=Call)
 
 
 class RewardCalls:
@@ -136,7 +141,11 @@ class RewardCalls:
 
     @contextmanager
     def _call(self, name: str, thread: int | None) -> Iterator[Call]:
-        call = Call(name, time.monotonic(), thread)
+        with self._open_call(Call(name, time.monotonic(), thread)) as call:
+            yield call
+
+    @contextmanager
+    def _open_call(self, call: AnyCall) -> Iterator[AnyCall]:
         self._open.append(call)
         try:
             yield call

@@ -27,6 +27,7 @@ class RowSeeds:
         self.num_rows = 0
         self._seed = seed
         self._rank = rank
+        self._first_row = self._rank_rows = 0  # of one group: its place, and the rows of the rank
         self.begin_round("train", 0)
 
     def begin_round(self, mode: str, number: int) -> None:
@@ -34,12 +35,30 @@ class RowSeeds:
         self._round = (mode, number)
         self._trace = RowTrace(self.num_rows)
 
+    def of_group(self, mode: str, number: int, first_row: int, num_rows: int) -> "RowSeeds":
+        """Return the seeds of one group of that round, for calls with its rows only; the seeds of its rows are those
+        that `of_call` returns in calls with all rows.
+
+        Args:
+            mode (`str`), number (`int`):
+                Round of the group, as in `begin_round`.
+            first_row (`int`):
+                Place of the group's first row among the rows of this rank.
+            num_rows (`int`):
+                Rows of this rank in the round.
+        """
+        found = RowSeeds(self._seed, self._rank)
+        found.begin_round(mode, number)
+        found._first_row, found._rank_rows = first_row, num_rows
+        return found
+
     def of_call(self, prompts: Sequence[list[int]]) -> list[int] | None:
         """Return the seed of each row in this rank's next `generate` call, and count that call in its rows."""
         if self._seed is None:
             return None
         rows = self._trace.add_prompts(prompts)
-        return [self._first(self._round, turn, self._trace.num_rows) + row for row, turn in rows]
+        num_rows = self._rank_rows or self._trace.num_rows
+        return [self._first(self._round, turn, num_rows) + self._first_row + row for row, turn in rows]
 
     def of_round(self, mode: str, number: int, num_rows: int) -> list[int] | None:
         """Return the seeds that `of_call` returns for all rows in the first call of that round."""

@@ -61,7 +61,7 @@ class OpenGroupsFile:
         position = number * per_round + first + group.place
         shuffled = self._trainer.shuffle_dataset
         index = permutation(len(dataset), args.seed, epoch)[position] if shuffled else position
-        if dataset[index]["prompt"] != group.inputs[0]["prompt"]:
+        if dataset[index].get("prompt") != group.inputs[0].get("prompt"):
             raise ConfigurationError(
                 f"{self._where}: row {index} of the training dataset is not that of the open group {group.id}, so a "
                 "checkpoint cannot record it. Rounds in flight need TRL's own order of the dataset: leave out a "
@@ -72,6 +72,8 @@ class OpenGroupsFile:
     def _row_of(self, index: int, prompt: list[int]) -> dict[str, Any]:
         dataset = self._trainer.train_dataset
         row = dataset[index] if index < len(dataset) else {}
+        if not prompt and row:  # its rollout begins again, with whatever prompt its environment makes
+            return row
         if not row or self._trainer._tokenize_prompts([copy.deepcopy(row["prompt"])])[0][0] != prompt:
             raise ConfigurationError(
                 f"{self._where}: row {index} of the training dataset has another prompt than when the checkpoint was "

@@ -92,7 +92,7 @@ class Resume:
         )
         trainer._buffered_inputs = None
         trainer.vllm_generation.look_ahead.drop()
-        if self._in_flight:
+        if trainer.vllm_generation.continuous is not None:
             trainer.vllm_generation.continuous.drop()
         if self._folder is not None:
             self._restore(self._folder)
@@ -183,7 +183,7 @@ class Resume:
 
     @property
     def _in_flight(self) -> bool:
-        return self._trainer.vllm_generation.continuous is not None
+        return self._trainer.host.settings.in_flight
 
     def _inside_block(self) -> bool:
         return self._trainer._step % self._trainer.steps_per_round != 0

@@ -14,6 +14,7 @@ from ...errors import (
     HubPushError,
     MultiNodeError,
     PeerFailureError,
+    RolloutError,
 )
 from .user_code import is_users
 
@@ -32,6 +33,7 @@ _OF_ERRORS: tuple[tuple[type[BaseException], int], ...] = (
     (EngineError, ENGINE),
     (DiskError, DISK),
     (HubPushError, PUSH),
+    (RolloutError, USER_CODE),
     (MultiNodeError, OTHER),
 )
 _OF_A_DISK = {errno.ENOSPC, errno.EROFS, errno.EDQUOT}

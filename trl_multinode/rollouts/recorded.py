@@ -1,0 +1,150 @@
+"""What a rollout that ran ahead left behind: everything that TRL's code needs when its round is used."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine.client import Rollout
+from .look_ahead import Batch
+
+
+@dataclass
+class Turn:
+    """One `generate` call of a rollout.
+
+    Args:
+        prompts (`list[list[int]]`):
+            Token ids, one row per completion.
+        rows (`list[Rollout]`):
+            Completions, in the order of `prompts`.
+    """
+
+    prompts: list[list[int]]
+    rows: list[Rollout]
+
+
+@dataclass
+class ToolLoop:
+    """Result of TRL's `_tool_call_loop`: rows in the order of the batch, counts over all of its rows.
+
+    Args:
+        tool_mask (`list[list[int]]`):
+            1 for tokens of the model, 0 for tokens of a tool's result.
+        completions (`list[list[dict]]`):
+            Messages of each row, those of tools among them.
+        completion_ids (`list[list[int]]`):
+            Token ids of each row, those of tools among them.
+        logprobs (`list[list[float]]`, *optional*):
+            Log-prob of each token, 0 for tokens of a tool's result.
+        calls (`int`), failures (`int`):
+            Number of calls of tools, and of those that failed.
+        images (`list[list]`):
+            Images in the tools' results of each row.
+    """
+
+    tool_mask: list[list[int]]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    logprobs: list[list[float]] | None
+    calls: int
+    failures: int
+    images: list[list[Any]]
+
+
+@dataclass
+class Scores:
+    """Rewards of one group, from the functions that were called for the group alone.
+
+    Args:
+        values (`list[list[float | None] | None]`):
+            Rewards of each row, per reward function of the trainer; `None` for a function that TRL calls itself.
+        extras (`dict[str, list]`):
+            Values that the functions gave to `log_extra`, by column.
+        metrics (`list[tuple[str, float]]`):
+            Names and values that the functions gave to `log_metric`, in their order.
+    """
+
+    values: list[list[float | None] | None]
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+
+
+@dataclass
+class Recorded:
+    """Rollouts of the rows of one group, from the first prompt to the last turn.
+
+    Args:
+        inputs (`list[dict]`):
+            Rows of the dataset, one per completion, with the extra fields of a `rollout_func`.
+        prompts (`list`):
+            What reward functions get as `prompts`: messages or texts, with the observations of environments.
+        completions (`list`), completion_ids (`list[list[int]]`):
+            What reward functions get under these names.
+        turns (`list[Turn]`):
+            All `generate` calls, the first one with all rows.
+        environments (`list`, *optional*):
+            Environment of each row.
+        tools (`ToolLoop`, *optional*):
+            Result of the tool loop, if the trainer has tools.
+        output (`dict`, *optional*):
+            Result of the `rollout_func`, if the trainer has one.
+        scores (`Scores`, *optional*):
+            Rewards, if the group was scored before its round.
+        pools (`list`):
+            Pools with the environments, which no other group may use before the rewards were read.
+    """
+
+    inputs: Batch
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    turns: list[Turn]
+    environments: list[Any] | None = None
+    tools: ToolLoop | None = None
+    output: dict[str, Any] | None = None
+    scores: Scores | None = None
+    pools: list[Any] = field(default_factory=list)
+
+
+def joined(recorded: Sequence[Recorded]) -> Recorded:
+    """Join the groups of a round, in their order. The turns are not joined: a round reads the first ones by group."""
+    first = recorded[0]
+    return Recorded(
+        inputs=_concatenated(one.inputs for one in recorded),
+        prompts=_concatenated(one.prompts for one in recorded),
+        completions=_concatenated(one.completions for one in recorded),
+        completion_ids=_concatenated(one.completion_ids for one in recorded),
+        turns=[],
+        environments=None if first.environments is None else _concatenated(one.environments for one in recorded),
+        tools=None if first.tools is None else _joined_loops([one.tools for one in recorded]),
+        output=None if first.output is None else _joined_outputs([one.output for one in recorded]),
+    )
+
+
+def _concatenated(parts: Iterable[Any]) -> list[Any]:
+    return [one for part in parts for one in part]
+
+
+def _joined_loops(loops: Sequence[Any]) -> ToolLoop:
+    lists = {
+        name: _concatenated(getattr(loop, name) for loop in loops)
+        for name in ("tool_mask", "completions", "completion_ids", "images")
+    }
+    logprobs = None if loops[0].logprobs is None else _concatenated(loop.logprobs for loop in loops)
+    calls, failures = sum(loop.calls for loop in loops), sum(loop.failures for loop in loops)
+    return ToolLoop(**lists, logprobs=logprobs, calls=calls, failures=failures)
+
+
+def _joined_outputs(outputs: Sequence[Any]) -> dict[str, Any]:
+    """Join results of a `rollout_func`. A value that is no list holds for all rows of its group."""
+    if len(outputs) == 1:
+        return dict(outputs[0])
+    names = dict.fromkeys(name for output in outputs for name in output)
+    return {name: _joined_field([(output.get(name), len(output["completion_ids"])) for output in outputs])
+            for name in names}  # fmt: skip
+
+
+def _joined_field(values: Sequence[tuple[Any, int]]) -> Any:
+    if all(value is None for value, _ in values):
+        return None
+    return _concatenated(value if isinstance(value, list) else [value] * rows for value, rows in values)

@@ -1,0 +1,114 @@
+"""Groups whose whole rollouts run ahead: a thread per group, and one stream of requests for the turns of all."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..engine.client import Rollout
+from ..engine.row_stream import GroupId, RowRequest
+from .groups import Group, OpenGroups, Stream
+from .recorded import Recorded
+from .requests import Prompts
+from .stand_in import Ask
+
+
+class Dropped(BaseException):
+    """Ends the thread of a group that nobody waits for any more."""
+
+
+class RecordedGroups(OpenGroups):
+    """
+    Open groups of one rank whose rollouts are made by a function, in a thread per group.
+
+    Args:
+        make (`Callable`):
+            Function that makes and returns the rollouts of a group. It runs in the group's thread, and calls its
+            second argument with prompts and seeds for the completions of each turn.
+        update (`Callable[[], int]`):
+            Function that returns the number of the last weight update, which the engines have or will get.
+        stream ([`Stream`]), check (`Callable`):
+            As for [`OpenGroups`].
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Group, Ask], Recorded],
+        update: Callable[[], int],
+        stream: Stream,
+        check: Callable[[Rollout, int], None] = lambda row, first: None,
+    ):
+        super().__init__(stream, check)
+        self._make = make
+        self._update = update
+        self._turns: dict[GroupId, list[Rollout | None]] = {}  # rows of the turns under way
+
+    def _begin(self, groups: list[Group]) -> int:
+        """Start the rollouts of the groups that are not complete, from their first turn, and return their rows."""
+        begun = [group for group in groups if not group.complete]
+        for group in begun:
+            # Daemon threads, so that a rank that exits early does not wait for a tool
+            name = f"rollouts-{group.number}-{group.place}"
+            threading.Thread(target=self._run, args=(group,), name=name, daemon=True).start()
+        return sum(len(group.inputs) for group in begun)
+
+    def _run(self, group: Group) -> None:
+        try:
+            recorded = self._make(replace(group), lambda prompts, seeds: self._ask(group, prompts, seeds))
+            with self._changed:
+                first = recorded.turns[0] if recorded.turns else None
+                group.prompts = first.prompts if first else []
+                group.recorded = recorded
+                self._changed.notify_all()
+        except Dropped:
+            pass
+        except BaseException as error:  # the main thread raises it in `take`
+            with self._changed:
+                if self._error is None and self._open.get(group.id) is group:
+                    self._error = error
+                self._changed.notify_all()
+
+    def _ask(self, group: Group, prompts: Prompts, seeds: list[int] | None) -> list[Rollout]:
+        """Return the completions of one turn of a group. The group's thread calls it."""
+        turn: list[Rollout | None] = [None] * len(prompts)
+        update = self._update()
+        with self._changed:
+            self._check_open(group)
+            self._turns[group.id] = turn
+            self._send(
+                [
+                    RowRequest(group.id, row, prompt, None if seeds is None else seeds[row], update)
+                    for row, prompt in enumerate(prompts)
+                ]
+            )
+            self._changed.wait_for(lambda: None not in turn or self._error is not None)
+            del self._turns[group.id]
+            self._check_open(group)
+        return [row for row in turn if row is not None]
+
+    def _check_open(self, group: Group) -> None:
+        """Raise `Dropped` if a group was dropped, or if another thread has failed: the run ends with its error."""
+        if self._error is not None or self._open.get(group.id) is not group:
+            raise Dropped
+
+    def _add(self, request: RowRequest, rollout: Rollout) -> None:
+        self._check(rollout, request.min_update)
+        with self._changed:
+            if (turn := self._turns.get(request.group)) is not None:
+                turn[request.row] = rollout
+            self.ended_rows += 1
+            self.ended_tokens += len(rollout.tokens)
+            self._changed.notify_all()
+
+    def snapshot(self) -> list[Group]:
+        """Return copies of the open groups, which begin again after a resume: environments cannot be saved."""
+        with self._changed:
+            return [
+                replace(group, recorded=None, prompts=[[] for _ in group.inputs], rollouts=[], begun_rows=[])
+                for group in self._open.values()
+            ]
+
+    def drop(self) -> None:
+        super().drop()
+        with self._changed:
+            self._turns.clear()
+            self._changed.notify_all()

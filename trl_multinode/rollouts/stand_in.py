@@ -1,0 +1,278 @@
+"""A trainer's stand-in, on which TRL's code makes a whole rollout in another thread: without collectives, and with
+objects of its own for everything that TRL changes meanwhile.
+"""
+
+import copy
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from ..engine.client import Rollout
+from ..errors import ConfigurationError, RolloutError
+from .groups import Group
+from .locked_tokenizer import locked_copies
+from .look_ahead import Batch
+from .recorded import Recorded, ToolLoop, Turn
+from .requests import Prompts, check_lengths
+from .rows import FloatRow, TokenRow
+from .seeds import RowSeeds
+from .tool_calls import ToolCalls, ToolFailed
+
+Ask = Callable[[Prompts, list[int] | None], list[Rollout]]  # prompts and seeds -> completions
+
+AHEAD = "while its rollout runs beside training, in a thread of its own"
+COLLECTIVES = {
+    "gather", "gather_for_metrics", "gather_object", "reduce", "pad_across_processes", "wait_for_everyone",
+    "main_process_first", "local_main_process_first", "split_between_processes",
+}  # fmt: skip
+
+
+class Finished(BaseException):
+    """Carries the result of TRL's `_generate` out of its caller, which would go on with collectives."""
+
+    def __init__(self, prompts: list[Any], output: tuple):
+        self.prompts, self.output = prompts, output
+
+
+class LocalAccelerator:
+    """Accelerator of a stand-in. `gather` returns what it gets, for TRL's metrics, which are dropped.
+
+    Args:
+        accelerator (`Accelerator`):
+            The trainer's.
+        refuses (`bool`):
+            Whether the collectives are refused, because a user's function would get wrong results.
+    """
+
+    is_main_process = is_local_main_process = False
+
+    def __init__(self, accelerator: Any, refuses: bool = False):
+        self._accelerator, self._refuses = accelerator, refuses
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in COLLECTIVES:
+            return getattr(self._accelerator, name)
+        if self._refuses or name != "gather":
+            raise RolloutError(
+                f"`accelerator.{name}` cannot be called {AHEAD}: other ranks may be elsewhere. Leave it out, or use "
+                "`max_staleness=0` without `score_groups`."
+            )
+        return lambda values: values
+
+
+class TrainingModel:
+    """Model of a stand-in: in training mode whatever the trainer does meanwhile, and without weights."""
+
+    training = True
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def __getattr__(self, name: str) -> Any:
+        raise RolloutError(
+            f"`model.{name}` cannot be used {AHEAD}, because the trainer changes and shards the weights meanwhile. "
+            "Generate with `trainer.vllm_generation`, or use `max_staleness=0` without `score_groups`."
+        )
+
+
+class AheadGeneration:
+    """What TRL's code, or a `rollout_func`, calls for `sync_weights()` and `generate()` on a stand-in.
+
+    Args:
+        ask (`Callable`):
+            Function that returns completions for prompts and seeds.
+        seeds ([`RowSeeds`]):
+            Seeds of this group's rows.
+        longest (`int`):
+            Tokens of an engine's context.
+        rank (`int`):
+            This rank.
+    """
+
+    def __init__(self, ask: Ask, seeds: RowSeeds, longest: int, rank: int):
+        self.turns: list[Turn] = []
+        self._ask, self._seeds, self._longest, self._rank = ask, seeds, longest, rank
+
+    def sync_weights(self) -> None:
+        """Do nothing: weights are sent when a round is used."""
+
+    def generate(
+        self, prompts: Prompts, images: list | None = None, num_generations: int = 1, profiler: Any = None
+    ) -> tuple[list, list, list, list]:
+        """Generate completions, as [`NodeGeneration.generate`] does; other threads run meanwhile."""
+        if any(images or ()):
+            raise ConfigurationError(
+                f"Images cannot be sent to an engine {AHEAD}. Use `max_staleness=0` without `score_groups`."
+            )
+        check_lengths(prompts, self._longest, self._rank)
+        rows = self._ask(prompts, self._seeds.of_call(prompts))
+        self.turns.append(Turn(prompts, rows))
+        completion_ids = [row.tokens.tolist() for row in rows]
+        self._seeds.add_completions(completion_ids)
+        logprobs = [FloatRow(row.logprobs) for row in rows]
+        return prompts, completion_ids, logprobs, [TokenRow(row.tokens) for row in rows]
+
+
+class Recorder:
+    """
+    Recorder of whole rollouts of one rank, by TRL's code on stand-ins of its trainer.
+
+    ```python
+    recorder = Recorder(trainer, tool_calls)
+    recorded = recorder.record(group, ask)  # in the group's thread
+    ...                                     # rewards are read
+    recorder.give_back(recorded)            # its environments may be used for another group
+    ```
+
+    Args:
+        trainer ([`~trl_multinode.MultiNodeGRPOTrainer`]):
+            Trainer, of which every stand-in gets a copy of its attributes.
+        tool_calls ([`ToolCalls`]):
+            Limit and names of tools.
+    """
+
+    def __init__(self, trainer: Any, tool_calls: ToolCalls):
+        self._trainer = trainer
+        self._tool_calls = tool_calls
+        self._kind = _stand_in_kind(type(trainer))
+        args = trainer.args
+        self._rank_rows = args.per_device_train_batch_size * args.steps_per_generation
+        self._rollout_func = trainer.rollout_func  # while a round is replayed, the trainer has another one
+        self._tokenizers = locked_copies(trainer.processing_class, trainer._tokenizer)
+        self._pools: list[dict[Any, list]] = []  # of environments, free
+        self._lock = threading.Lock()
+
+    def record(self, group: Group, ask: Ask) -> Recorded:
+        """Make and return the rollouts of a group. The caller's thread waits for engines and tools.
+
+        Raises:
+            `RolloutError`: if a tool, an environment or the `rollout_func` failed.
+        """
+        rows = [dict(row) for row in group.inputs]
+        stand_in = self._build(group, ask)
+        try:
+            stand_in._generate_and_score_completions(rows)
+        except Finished as finished:
+            return self._recorded(stand_in, rows, finished)
+        except ToolFailed as failed:
+            raise failed.error from failed.error.__cause__
+        raise AssertionError("TRL's code returned without `_generate`")
+
+    def give_back(self, recorded: Recorded) -> None:
+        """Let the environments of a group whose rewards were read be used for another one."""
+        with self._lock:
+            self._pools += recorded.pools
+        recorded.pools = []
+
+    def _build(self, group: Group, ask: Ask) -> Any:
+        trainer, size = self._trainer, len(group.inputs)
+        stand_in: Any = object.__new__(self._kind)
+        vars(stand_in).update(own_attributes(trainer))
+        first_row = group.place * size
+        generation, rank = trainer.vllm_generation, trainer.accelerator.process_index
+        seeds = generation.seeds.of_group(group.seed_mode, group.number, first_row, self._rank_rows)
+        vars(stand_in).update(
+            host=None,  # every method is TRL's
+            accelerator=LocalAccelerator(trainer.accelerator),
+            model=TrainingModel(trainer.model.config),
+            model_wrapped=None,
+            state=copy.copy(trainer.state),
+            processing_class=self._tokenizers[0],
+            _tokenizer=self._tokenizers[1],
+            vllm_generation=AheadGeneration(ask, seeds, generation.engines.max_model_len, rank),
+            _last_loaded_step=trainer.state.global_step,
+            _buffered_inputs=None,
+            _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+            _pending_extra_logs=defaultdict(list),
+            _pending_metrics=defaultdict(list),
+            _tool_failures=[],
+            _tool_calls=self._tool_calls,
+            _first_row=first_row,
+            _loop=None,
+            _rollout_output=None,
+            environments=None,
+        )
+        if trainer.environment_factories is not None:
+            self._give_environments(stand_in, first_row)
+        if self._rollout_func is not None:
+            stand_in.rollout_func = self._recording(self._rollout_func, first_row, size)
+        return stand_in
+
+    def _give_environments(self, stand_in: Any, first_row: int) -> None:
+        """Give a stand-in environments that no other group uses; TRL builds more of them if it needs to."""
+
+        def watched(build: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: self._tool_calls.watch_reset(build())
+
+        with self._lock:
+            pool = self._pools.pop() if self._pools else {name: [] for name in stand_in.environment_factories}
+        stand_in._environment_pool = pool
+        stand_in.environment_factories = {
+            name: watched(build) for name, build in stand_in.environment_factories.items()
+        }
+        self._tool_calls.resets.rows = count(first_row)
+
+    def _recording(self, rollout_func: Callable, first_row: int, size: int) -> Callable:
+        """Return a `rollout_func` that keeps its output for the round, and refuses collectives meanwhile."""
+        what = f"`rollout_func` ({getattr(rollout_func, '__name__', type(rollout_func).__name__)})"
+        rows = f", for rows {first_row} to {first_row + size - 1} of this rank"
+
+        def record_output(prompts: list[Any], stand_in: Any) -> dict[str, Any]:
+            local = stand_in.accelerator
+            stand_in.accelerator = LocalAccelerator(local._accelerator, refuses=True)
+            with self._tool_calls.named(what, rows, limited=False):
+                output = rollout_func(prompts, stand_in)
+            stand_in.accelerator, stand_in._rollout_output = local, output
+            return output
+
+        return record_output
+
+    @staticmethod
+    def _recorded(stand_in: Any, rows: Batch, finished: Finished) -> Recorded:
+        _, completion_ids, _, completions, _, extra_fields, *_ = finished.output
+        for row, fields in zip(rows, rows_of(extra_fields, len(rows)), strict=True):
+            row.update(fields)
+        return Recorded(
+            rows, finished.prompts, completions, completion_ids,
+            turns=stand_in.vllm_generation.turns,
+            environments=stand_in.environments,
+            tools=stand_in._loop,
+            output=stand_in._rollout_output,
+            pools=[] if stand_in.environment_factories is None else [stand_in._environment_pool],
+        )  # fmt: skip
+
+
+def own_attributes(trainer: Any) -> dict[str, Any]:
+    """Return a trainer's attributes without those that replace a method: a replay does so in the main thread."""
+    kind = type(trainer)
+    return {name: value for name, value in vars(trainer).items() if not callable(getattr(kind, name, None))}
+
+
+def rows_of(fields: dict[str, Any], num_rows: int) -> list[dict[str, Any]]:
+    """Return the extra fields of a `rollout_func` for each row: TRL gives a list to the rows in order, and any other
+    value to all rows."""
+    return [
+        {
+            name: values[row] if isinstance(values, list) else values
+            for name, values in fields.items()
+            if not isinstance(values, list) or row < len(values)
+        }
+        for row in range(num_rows)
+    ]
+
+
+def _stand_in_kind(kind: type) -> type:
+    """Return a subclass of a trainer that stops after TRL's `_generate`, and keeps the result of the tool loop."""
+
+    class StandIn(kind):  # type: ignore[misc, valid-type]
+        def _generate(self, prompts: list) -> tuple:
+            raise Finished(prompts, super()._generate(prompts))
+
+        def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
+            found = super()._tool_call_loop(*args, **kwargs)
+            self._loop = ToolLoop(*found)
+            return found
+
+    return StandIn

@@ -1,0 +1,152 @@
+"""Calls of tools, environments and a `rollout_func`: a limit for one that does not return, and errors with a place."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import RolloutError
+from .rewards import Call, RewardCalls
+
+
+@dataclass
+class ToolCall(Call):
+    """Call of a tool that has not returned."""
+
+    place: str = ""
+
+    def row(self) -> str:
+        return self.place
+
+
+class ToolFailed(BaseException):
+    """Carrier of a [`RolloutError`] through TRL's tool loop, which gives every `Exception` to the model."""
+
+    def __init__(self, error: RolloutError):
+        self.error = error
+
+
+class ToolCalls(RewardCalls):
+    """
+    Tools of one rank, as the watch thread sees them.
+
+    Args:
+        topology ([`Topology`]):
+            Topology of this rank.
+        timeout_s (`float`, *optional*):
+            Limit for one call; `None` for no limit.
+        raises (`bool`):
+            Whether an exception in a tool ends the run, and is not given to the model.
+        report (`Callable[..., None]`):
+            Function that ends the run, with a line and its exit code as `code`.
+    """
+
+    def __init__(self, topology: Any, timeout_s: float | None, raises: bool, report: Callable[..., None]):
+        super().__init__(topology, timeout_s, report)
+        self._raises = raises
+        self.resets = threading.local()  # `rows`: an iterator over the rows that the thread's next resets are for
+
+    @classmethod
+    def of(cls, host: Any) -> "ToolCalls":
+        """Return the calls of a rank's trainer, watched by the watch thread of its [`NodeHost`]."""
+        settings = host.settings
+        calls = cls(host.topology, settings.tool_timeout, settings.tool_errors == "raise", host.watch.report)
+        host.watch.add_chore(calls.check)
+        return calls
+
+    def _cause(self, call: Call, seconds: float) -> str:
+        what = f"{call.name} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
+        return f"{what}. Give what it waits for a limit, or raise `tool_timeout` (got {self._timeout_s:g} s)"
+
+    @contextmanager
+    def named(self, what: str, place: str, fatal: bool = True, limited: bool = True) -> Iterator[None]:
+        """Limit a call in this thread, and name it in the error that it raises.
+
+        Args:
+            what (`str`):
+                Name of what runs, for example "the tool `search`".
+            place (`str`):
+                Row for which it runs, for example ", for row 3".
+            fatal (`bool`, *optional*, defaults to `True`):
+                Whether an `Exception` ends the run too. Others always do.
+            limited (`bool`, *optional*, defaults to `True`):
+                Whether `tool_timeout` holds for it.
+        """
+        call = ToolCall(what, time.monotonic(), threading.get_ident(), place=place)
+        with self._open_call(call) if limited else nullcontext():
+            try:
+                yield
+            except (RolloutError, ToolFailed):
+                raise
+            except (Exception, KeyboardInterrupt, SystemExit) as error:
+                if isinstance(error, Exception) and not fatal:
+                    raise
+                raise ToolFailed(self.error(what, place, error)) from error
+
+    def error(self, what: str, place: str, error: BaseException) -> RolloutError:
+        """Return the error that ends the run."""
+        found = RolloutError(
+            f"{self._topology}: {what} failed{place} with {type(error).__name__}: {error}. Mend it, or let it answer "
+            "with the fault instead of raising it."
+        )
+        found.__cause__ = error
+        return found
+
+    # ---- tools ------------------------------------------------------------------------------------------------------
+
+    def watch(self, trainer: Any, first_row: int = 0, failures: list[RolloutError] | None = None) -> None:
+        """Limit and name the tools of a batch, for which TRL has just built the dictionaries.
+
+        Args:
+            trainer (`Any`):
+                Trainer, or its stand-in, whose `_sync_tool_dicts` and `_async_tool_dicts` are replaced.
+            first_row (`int`, *optional*, defaults to 0):
+                Place of the batch's first row among the rows of this rank.
+            failures (`list[RolloutError]`, *optional*):
+                List that gets the errors of async tools: TRL takes anything that they raise for their answer.
+        """
+        for tools, watched in ((trainer._sync_tool_dicts, self._sync), (trainer._async_tool_dicts, self._async)):
+            for row, of_row in enumerate(tools):
+                place = f", for row {first_row + row} of this rank"
+                of_row.update({name: watched(name, tool, place, failures) for name, tool in of_row.items()})
+
+    def _sync(self, name: str, tool: Callable, place: str, failures: Any) -> Callable:
+        @functools.wraps(tool)
+        def call_tool(**arguments: Any) -> Any:
+            with self.named(f"the tool `{name}`", place, self._raises):
+                return tool(**arguments)
+
+        return call_tool
+
+    def _async(self, name: str, tool: Callable, place: str, failures: list[RolloutError] | None) -> Callable:
+        @functools.wraps(tool)
+        async def call_tool(**arguments: Any) -> Any:
+            with self._open_call(ToolCall(f"the tool `{name}`", time.monotonic(), None, place=place)) as call:
+                try:
+                    call.coroutine = tool(**arguments)
+                    return await call.coroutine
+                except Exception as error:
+                    if self._raises and failures is not None:
+                        failures.append(self.error(f"the tool `{name}`", place, error))
+                    raise
+
+        return call_tool
+
+    # ---- environments -----------------------------------------------------------------------------------------------
+
+    def watch_reset(self, environment: Any) -> Any:
+        """Limit and name the `reset` of an environment, which TRL calls for each row, and return the environment. One
+        that takes no new attributes stays as it is."""
+        reset, what = environment.reset, f"the `reset` of the environment {type(environment).__name__}"
+
+        @functools.wraps(reset)
+        def call_reset(**row: Any) -> Any:
+            with self.named(what, f", for row {next(self.resets.rows)} of this rank"):
+                return reset(**row)
+
+        with suppress(AttributeError):  # `__slots__`
+            environment.reset = call_reset
+        return environment
