@@ -4,10 +4,10 @@
         examples/agent.py --model_name_or_path Qwen/Qwen3-4B --max_tool_calling_iterations 3 --tool_timeout 60 \
         --max_completion_length 2048 --output_dir outputs/agent
 
-The prompt names a box. Its note names a second box, which holds the treasure, and the answer is the treasure's name.
-Nothing but two calls of the tool `open_box` leads there: a guess is right in one case of eight. `docs/agents.md` has the
-rules for tools and environments, and the result of a run. `make demo MODE=agent` runs this script on two nodes of one
-machine, without a GPU.
+The prompt names a box; a note in it names a second box, whose note says where the treasure is. The answer is the color
+of that third box. Two calls of the tool `open_box` lead there; a guess is right in one case of seven. `docs/agents.md`
+has the rules for tools and environments, and a run of `make demo MODE=agent`: this trainer on two nodes of one machine,
+without a GPU.
 """
 
 import itertools
@@ -20,17 +20,16 @@ from datasets import Dataset
 from trl_multinode import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "white", "black")
-TREASURES = ("ruby", "pearl", "crown", "coin", "ring", "cup", "sword", "map")
-NUM_HELD_OUT = 48  # of 448 hunts
-QUESTION = "Open boxes and follow the notes. Which treasure is at the end? Answer with one word."
+NUM_HELD_OUT = 48  # of 336 hunts
+QUESTION = "Follow the notes in the boxes. Which box has the treasure? Answer with its color."
 
 
 class TreasureHunt:
     """Environment of one completion. Its public methods are the model's tools; TRL calls `reset` and `get_reward`."""
 
-    def reset(self, path: list[str], treasure: str, **_: Any) -> str:
+    def reset(self, path: list[str], **_: Any) -> str:
         """Begin a hunt with the columns of the dataset's row, and return a text that is appended to the prompt."""
-        self._path, self._treasure = path, treasure
+        self._path = path
         self._opened: set[str] = set()
         return f" Start with the {path[0]} box."
 
@@ -47,31 +46,31 @@ class TreasureHunt:
         if color not in COLORS:
             raise ValueError("There is no such box.")  # the model reads this as the tool's answer
         self._opened.add(color)
-        if color not in self._path:
-            return "The box is empty."
-        following = self._path[self._path.index(color) + 1 :]
-        return f"A note: open the {following[0]} box." if following else f"The treasure: a {self._treasure}."
+        first, second, last = self._path
+        notes = {
+            first: f"A note: open the {second} box.",
+            second: f"A note: the treasure is in the {last} box.",
+            last: "The treasure!",
+        }
+        return notes.get(color, "Nothing.")
 
     def get_reward(self) -> float:
-        """Return a quarter for each box of the path that was opened."""
-        return 0.25 * len(self._opened.intersection(self._path))
+        """Return a quarter for each note that was read."""
+        return 0.25 * len(self._opened.intersection(self._path[:2]))
 
 
-def right_treasure(completions: list[list[dict]], treasure: list[str], log_metric: Any, **_: Any) -> list[float]:
-    """Return a half for each completion whose last message names the right treasure and no other one."""
-    calls = [any(message["role"] == "tool" for message in completion) for completion in completions]
-    log_metric("hunt/called_a_tool", sum(calls) / len(calls))
-    named = [set(re.findall(r"\w+", completion[-1]["content"].lower())) & set(TREASURES) for completion in completions]
-    return [0.5 * (words == {right}) for words, right in zip(named, treasure, strict=True)]
+def right_box(completions: list[list[dict]], path: list[list[str]], log_metric: Any, **_: Any) -> list[float]:
+    """Return a half for each completion whose last message names the right box and no other one."""
+    called = [any(message["role"] == "tool" for message in completion) for completion in completions]
+    log_metric("hunt/called_a_tool", sum(called) / len(called))
+    named = [set(re.findall(r"\w+", completion[-1]["content"].lower())) & set(COLORS) for completion in completions]
+    return [0.5 * (colors == {boxes[-1]}) for colors, boxes in zip(named, path, strict=True)]
 
 
 def make_datasets(seed: int = 0) -> tuple[Dataset, Dataset]:
-    """Return the hunts for training and the held-out ones: all paths of two boxes, each with all treasures."""
-    hunts = [
-        {"prompt": [{"role": "user", "content": QUESTION}], "path": list(path), "treasure": treasure}
-        for path in itertools.permutations(COLORS, 2)
-        for treasure in TREASURES
-    ]
+    """Return the hunts for training and the held-out ones: all paths over three of the boxes."""
+    prompt = [{"role": "user", "content": QUESTION}]
+    hunts = [{"prompt": prompt, "path": list(path)} for path in itertools.permutations(COLORS, 3)]
     random.Random(seed).shuffle(hunts)
     return Dataset.from_list(hunts[NUM_HELD_OUT:]), Dataset.from_list(hunts[:NUM_HELD_OUT])
 
@@ -81,7 +80,7 @@ def make_trainer(config: GRPOConfig, model: Any, **keywords: Any) -> GRPOTrainer
     train_set, held_out = make_datasets()
     return GRPOTrainer(
         model=model,
-        reward_funcs=right_treasure,  # besides the environment's own `get_reward`
+        reward_funcs=right_box,  # besides the environment's own `get_reward`
         args=config,
         train_dataset=train_set,
         eval_dataset=held_out,

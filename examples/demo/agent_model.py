@@ -3,7 +3,7 @@
 Usage: `python examples/demo/agent_model.py FOLDER`; then `from_pretrained` loads the folder.
 
 A token is a word, and a call of a tool is 6 of them: `<call> open_box color = blue <eos>`. The model is warmed up for a
-minute, without rewards, on hunts of a careless player, who mostly opens random boxes and names random treasures. It
+minute, without rewards, on hunts of a careless player, who mostly opens and names random boxes. It
 then writes well-formed calls, as a pretrained model would, and knows little about the game.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from agent import COLORS, QUESTION, TREASURES, TreasureHunt, make_datasets
+from agent import COLORS, QUESTION, TreasureHunt, make_datasets
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 SPECIAL = [PAD, EOS, UNKNOWN, "<user>", "<assistant>", "<tool>", "<call>"]
@@ -51,7 +51,7 @@ RESPONSE_TEMPLATE = {
         "content": {"close_pattern": r"<eos>\s*", "content": "text"},
     },
 }
-MAX_TURNS = 3  # calls of a tool; the last message is an answer
+MAX_CALLS = 3
 ATTENTION = 0.3  # share of the careless player's moves that follow the last message
 HASTE = 0.3  # share of moves that answer too early
 WARM_UP_HUNTS, WARM_UP_STEPS, WARM_UP_ROWS, WARM_UP_RATE = 4000, 600, 64, 3e-3
@@ -60,8 +60,9 @@ IGNORED = -100  # label that the loss leaves out
 
 def words() -> list[str]:
     """Return all words of the game, from its own texts."""
-    hunt, texts = TreasureHunt(), [QUESTION, "open_box color = error There is no such box"]
-    texts += [hunt.reset([*COLORS[:2]], "cup"), *map(hunt.open_box, COLORS[:3]), *COLORS, *TREASURES]
+    hunt = TreasureHunt()
+    texts = [QUESTION, "open_box color = error There is no such box", *COLORS, hunt.reset(path=COLORS[:3])]
+    texts += [hunt.open_box(color) for color in COLORS]
     return sorted({word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)})
 
 
@@ -97,26 +98,21 @@ def make_model(vocab_size: int, seed: int) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def pick(words: tuple[str, ...], text: str, draw: random.Random) -> str:
-    """Return a random one of `words`, or now and then the one that the text names."""
-    named = re.findall(rf"\b({'|'.join(words)})\b", text)
-    return named[0] if named and draw.random() < ATTENTION else draw.choice(words)
-
-
 def careless_hunt(hunt: dict, draw: random.Random) -> list[dict]:
     """Return the messages of a hunt whose player follows the last message only now and then."""
     environment = TreasureHunt()
     last = hunt["prompt"][0]["content"] + environment.reset(**hunt)
     messages = [{"role": "user", "content": last}]
-    for _ in range(MAX_TURNS):
-        if "treasure:" in last or draw.random() < HASTE:
-            break
-        color = pick(COLORS, last, draw)
+    while True:
+        named = re.findall(rf"the ({'|'.join(COLORS)}) box", last)
+        color = named[0] if named and draw.random() < ATTENTION else draw.choice(COLORS)
+        found = len(messages) > 1 and "treasure" in last
+        if found or len(messages) > 2 * MAX_CALLS or draw.random() < HASTE:
+            return [*messages, {"role": "assistant", "content": color}]
         call = {"type": "function", "function": {"name": "open_box", "arguments": {"color": color}}}
         last = environment.open_box(color)
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "name": "open_box", "content": last})
-    return [*messages, {"role": "assistant", "content": pick(TREASURES, last, draw)}]
 
 
 def labels_of(ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
