@@ -1,6 +1,8 @@
 """What a group's thread does: record the rollouts, score them, and try another prompt if they teach nothing."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from .groups import Group
 from .recorded import Recorded, Scores
@@ -8,17 +10,17 @@ from .stand_in import Ask, Recorder
 
 
 class Scorer(Protocol):
-    """Methods of [`~trl_multinode.rollouts.scoring.GroupScorer`] that a group's thread needs."""
+    """Method of [`~trl_multinode.rollouts.scoring.GroupScorer`] that a group's thread needs."""
 
     def score(self, recorded: Recorded) -> Scores: ...
 
 
 class Again(Protocol):
-    """Methods of [`~trl_multinode.rollouts.sampling_again.SamplingAgain`] that a group's thread needs."""
+    """Method of [`~trl_multinode.rollouts.sampling_again.SamplingAgain`] that a group's thread needs."""
 
-    def is_flat(self, scores: Scores) -> bool: ...
-
-    def next_group(self, group: Group) -> bool: ...
+    def sample(
+        self, group: Group, make: Callable[[Group], Recorded], drop: Callable[[Recorded], None]
+    ) -> Recorded: ...
 
 
 class GroupMaker:
@@ -38,14 +40,11 @@ class GroupMaker:
         self._recorder, self._scorer, self._again = recorder, scorer, again
 
     def __call__(self, group: Group, ask: Ask) -> Recorded:
+        make = partial(self._make, ask)
+        return make(group) if self._again is None else self._again.sample(group, make, self._recorder.give_back)
+
+    def _make(self, ask: Ask, group: Group) -> Recorded:
         recorded = self._recorder.record(group, ask)
         if self._scorer is not None:
             recorded.scores = self._scorer.score(recorded)
-            while self._is_flat(recorded.scores) and self._again is not None and self._again.next_group(group):
-                self._recorder.give_back(recorded)
-                recorded = self._recorder.record(group, ask)
-                recorded.scores = self._scorer.score(recorded)
         return recorded
-
-    def _is_flat(self, scores: Any) -> bool:
-        return self._again is not None and self._again.is_flat(scores)
