@@ -253,7 +253,8 @@ def name_of(function: Callable) -> str:
 def own_attributes(trainer: Any) -> dict[str, Any]:
     """Return a trainer's attributes without those that replace a method: a replay does so in the main thread."""
     kind = type(trainer)
-    return {name: value for name, value in vars(trainer).items() if not callable(getattr(kind, name, None))}
+    attributes = dict(vars(trainer))  # in one step: the main thread adds and removes some meanwhile
+    return {name: value for name, value in attributes.items() if not callable(getattr(kind, name, None))}
 
 
 def rows_of(fields: dict[str, Any], num_rows: int) -> list[dict[str, Any]]:
