@@ -19,6 +19,7 @@ from .node_trainer import RewardedNodeTrainer
 from .rehearsal.rehearsal import Rehearsal
 from .rollouts.generation import Prompts
 from .rollouts.look_ahead import Batch, UpcomingBatches
+from .rollouts.making import GroupMaker
 from .rollouts.monitor import DivergenceMonitor
 from .rollouts.replay import replayed
 from .rollouts.sampling_again import SamplingAgain
@@ -72,7 +73,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self._again = SamplingAgain(host.settings, self)
         if runs_ahead(self, host.settings):
             self._recorder = Recorder(self, self._tool_calls)
-            self.vllm_generation.record(self._recorder.record)
+            self.vllm_generation.record(GroupMaker(self._recorder, again=self._again))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
