@@ -118,6 +118,8 @@ class NodeSettings:
     score_groups: bool = False
     score_with_batch: list[str] | None = None  # names of reward functions
     score_processes: int = 0  # of each rank
+    dynamic_sampling: bool = False
+    max_resample_rounds: int = 8
     hub_push_must_succeed: bool = False
     repeat_warnings: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
@@ -181,6 +183,7 @@ def check_settings(args: Any) -> None:
     _check_staleness(args, settings)
     _check_in_flight(args, settings)
     _check_scoring(args, settings)
+    _check_dynamic_sampling(args, settings)
     _check_length(args, settings)
     if settings.save_minutes is not None and not is_node_mode(args):
         raise ConfigurationError(
@@ -346,6 +349,33 @@ def _check_correction_in_flight(args: Any) -> None:
             "`vllm_importance_sampling_mode`: a long completion has many tokens of older weights, so it would "
             "drop or cut exactly the long ones. Set 'token_truncate' with `vllm_importance_sampling_clip_max=2.0`."
         )
+
+
+def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
+    if not settings.dynamic_sampling:
+        if (most := settings.max_resample_rounds) != (default := NodeSettings.max_resample_rounds):
+            raise ConfigurationError(
+                f"`max_resample_rounds` needs `dynamic_sampling=True`, got {most}. Set that, or leave it at {default}."
+            )
+        return
+    if not is_node_mode(args):
+        raise ConfigurationError("`dynamic_sampling=True` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
+    if not settings.score_groups:
+        raise ConfigurationError(
+            "`dynamic_sampling=True` needs `score_groups=True`, got False: whether a group is used depends on its "
+            "rewards, which TRL computes once the round is chosen. Set it."
+        )
+    if later := list(getattr(args, "score_with_batch", None) or ()):
+        raise ConfigurationError(
+            f"`dynamic_sampling=True` needs all rewards of a group before its round is chosen, got {later} in "
+            "`score_with_batch`, which TRL calls with the whole batch. Leave them out, or `dynamic_sampling`."
+        )
+    if settings.max_resample_rounds < 1:
+        raise ConfigurationError(
+            f"`max_resample_rounds` must be at least 1, got {settings.max_resample_rounds}. Leave out "
+            "`dynamic_sampling` to keep every group."
+        )
+    _check_whole_groups(args, "dynamic_sampling=True")
 
 
 def _check_whole_groups(args: Any, setting: str) -> None:
