@@ -210,67 +210,70 @@ class Stop(Exception):
     """Ends `train()` early."""
 
 
-class Holding:
-    """A trainer whose tool waits from the second round on; its first `train()` stops while it does."""
+class Waiting(agent_kinds.Counter):
+    """An environment whose tool waits, except for the rows of the first round."""
 
-    def __init__(self, folder: Path):
-        self.hold, self.held, self.seen = threading.Event(), [], Seen()
-        self.hold.set()  # tools of the first round return at once
+    hold, held = threading.Event(), threading.Event()
 
-        def hold_on(question: int) -> str:
-            """
-            Waits.
+    def wait(self, number: int) -> str:
+        """
+        Waits.
 
-            Args:
-                question: A number.
-            """
-            self.held.append(self.hold.is_set())
+        Args:
+            number: A number.
+        """
+        if self.total > 1:
+            self.held.set()
             self.hold.wait(60)
-            return "at last"
+        return "at last"
 
-        def reward(**columns):
-            if not self.seen.rounds:
-                self.hold.clear()  # the first turn of the next round, 0.3 s, is not over
-            return self.seen(**columns)
 
-        self.trainer = ours(folder, reward, chats(12), {"tools": [hold_on]}, max_staleness=1)
-        step = self.trainer.training_step
-        self.trainer.training_step = lambda *args, **kwargs: (step(*args, **kwargs), self.stop())[0]
+WAITS = Speaker({"wait": [call_of("wait", number=1)]}, share=0.5)
 
-    def stop(self) -> None:
-        assert wait_until(lambda: False in self.held, 20)
+
+def stopped(folder: Path):
+    """A trainer that has stopped in its first step, while tools of the next round wait."""
+    Waiting.hold.clear()
+    Waiting.held.clear()
+    seen = Seen()
+    trainer = ours(
+        folder, seen, chats(12, start=list(range(12))), {"environment_factory": Waiting}, max_staleness=1,
+        shuffle_dataset=False,
+    )  # fmt: skip
+
+    def stop(*args, **kwargs):
+        step(*args, **kwargs)
+        assert Waiting.held.wait(20)
         raise Stop
 
-
-HOLDS = Speaker({"hold_on": [call_of("hold_on", question=1)]}, share=0.5)
+    step, trainer.training_step = trainer.training_step, stop
+    with pytest.raises(Stop):
+        trainer.train()
+    del trainer.training_step
+    return trainer, seen
 
 
 def test_a_run_that_stops_early_drops_its_tools_and_trains_again(tmp_path):
     """A group that is in a tool then ends at its next turn, and the next `train()` makes its rows again."""
-    with engines_here(HOLDS, turn_s=0.3):
-        run = Holding(tmp_path)
-        with pytest.raises(Stop):
-            run.trainer.train()
+    with engines_here(WAITS):
+        trainer, seen = stopped(tmp_path)
         assert threads_of_groups(0)
-        del run.trainer.training_step
-        threading.Timer(1.0, run.hold.set).start()  # in the next run, which has a group with the same number
-        run.trainer.train()
-        run.trainer.close()
-    prompts = [one["prompts"][0][0]["content"] for one in run.seen.rounds]
+        threading.Timer(0.5, Waiting.hold.set).start()  # in the next run, which has groups with the same numbers
+        trainer.train()
+        trainer.close()
+    prompts = [one["prompts"][0][0]["content"] for one in seen.rounds]
     assert len(prompts) == 4 and prompts[0] == prompts[1] and len(set(prompts)) == 3
-    assert run.seen.rounds[0] == run.seen.rounds[1]
+    assert seen.rounds[0]["prompts"] == seen.rounds[1]["prompts"]
     assert threads_of_groups() == []
 
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_process_ends_although_a_tool_does_not_return(closes, tmp_path):
     def body(rank: int) -> list[str]:
-        with engines_here(HOLDS, turn_s=0.3):
-            run = Holding(tmp_path)
-            with pytest.raises(Stop):
-                run.trainer.train()
+        with engines_here(WAITS):
+            trainer, _ = stopped(tmp_path)
             if closes:
-                run.trainer.close()
+                trainer.close()
             return threads_of_groups(0)
 
     start = time.monotonic()
