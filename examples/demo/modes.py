@@ -31,14 +31,19 @@ class Demo:
     constant: float  # reward that the best constant answer must stay below
     forked: bool = False  # launchers and ranks are forks, which saves their imports
     own_cores: bool = False  # each node has cores of its own
+    model: str | None = None  # script that makes the model's folder before the launch
     environment: Mapping[str, str] = field(default_factory=dict)  # of all processes
 
 
 SMALL = Demo("train.py", num_ranks=4, steps=80, minutes=4, timeout_s=900.0, learned=0.3, constant=0.2)
 REAL = Demo("train_real.py", num_ranks=2, steps=24, minutes=15, timeout_s=7200.0, learned=0.2, constant=0.25,
-            own_cores=True)  # fmt: skip
+            own_cores=True, model="real_model.py")  # fmt: skip
 FAKE = Demo("train.py", num_ranks=4, steps=30, minutes=0.5, timeout_s=300.0, learned=0.1, constant=0.2, forked=True,
             environment={HOOK: FAKE_ENGINE})  # fmt: skip
 # The gradient of an answer has the noise of all tokens after it, so this mode learns later
 LONG = Demo("train.py", num_ranks=4, steps=120, minutes=10, timeout_s=1800.0, learned=0.3, constant=0.2)
-DEMOS: dict[str, Demo] = {**dict.fromkeys(MODES, SMALL), "continuous": LONG, "fake": FAKE, "real": REAL}
+AGENT = Demo("train_agent.py", num_ranks=4, steps=60, minutes=6, timeout_s=1800.0, learned=0.3, constant=0.2,
+             model="agent_model.py")  # fmt: skip
+DEMOS: dict[str, Demo] = {
+    **dict.fromkeys(MODES, SMALL), "continuous": LONG, "fake": FAKE, "agent": AGENT, "real": REAL,
+}  # fmt: skip

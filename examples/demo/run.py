@@ -32,11 +32,11 @@ REAL_INSTALL_MB = 100  # once, for requirements/real.txt; nearly all of it is th
 GRACE_S = 20.0  # enough for ranks to exchange the reason of a failure and to end their engines
 TAIL_LINES = 25
 UNLEARNED = 0.1  # largest reward change that still passes as unlearned, without weight sync
-UNPACK_LIMIT_S = 600.0
+MODEL_LIMIT_S = 600.0
 
 
 class DemoError(RuntimeError):
-    """Failure of a node or of the model's unpacking, or a timeout; the message holds the ends of the logs."""
+    """Failure of a node or of the model's script, or a timeout; the message holds the ends of the logs."""
 
 
 def launch(demo: Demo, folder: Path, arguments: list[str], timeout_s: float) -> None:
@@ -132,13 +132,13 @@ def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
     return good
 
 
-def unpack_model(folder: Path) -> None:
-    """Save the real model once, for all ranks; raise `DemoError` if that fails."""
-    print("[demo] unpacking SmolLM2-135M", flush=True)
-    command = [sys.executable, str(HERE / "real_model.py"), str(folder / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=UNPACK_LIMIT_S)
+def save_model(script: str, folder: Path) -> None:
+    """Save the mode's model once, for all ranks; raise `DemoError` if that fails."""
+    print(f"[demo] making the model ({script})", flush=True)
+    command = [sys.executable, str(HERE / script), str(folder / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=MODEL_LIMIT_S)
     if done.returncode != 0:
-        raise DemoError(f"The model could not be unpacked.\n{done.stderr[-2000:]}")
+        raise DemoError(f"{script} could not make the model.\n{done.stderr[-2000:]}")
 
 
 def announce(demo: Demo) -> None:
@@ -153,13 +153,13 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
     parser.add_argument(
-        "--steps", type=int, help="default: 80, in mode continuous 120, in mode real 24, in mode fake 30"
+        "--steps", type=int, help="default: 80, in mode continuous 120, agent 60, real 24, fake 30"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="default: 900, continuous 1800, real 7200, fake 300"
+        "--timeout", type=float, metavar="SECONDS", help="default: 900, continuous and agent 1800, real 7200, fake 300"
     )
     return parser.parse_args()
 
@@ -175,8 +175,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise, so that the context below ends the nodes
     start = time.monotonic()
     try:
-        if demo is REAL:
-            unpack_model(options.output_dir)
+        if demo.model:
+            save_model(demo.model, options.output_dir)
         launch(demo, options.output_dir, arguments, options.timeout or demo.timeout_s)
     except DemoError as error:
         print(f"[demo] {error}", file=sys.stderr)
