@@ -22,7 +22,7 @@ from .rollouts.look_ahead import Batch, UpcomingBatches
 from .rollouts.monitor import DivergenceMonitor
 from .rollouts.replay import replayed
 from .rollouts.stand_in import Recorder
-from .rollouts.tool_calls import ToolCalls, ToolFailed
+from .rollouts.tool_calls import ToolCalls, unwrapped
 
 
 class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
@@ -66,6 +66,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         self._upcoming: UpcomingBatches | None = None
         self._tool_calls = ToolCalls.of(host)
         self._tool_failures: list[RolloutError] = []
+        if self.environment_factories is not None:
+            self._tool_calls.watch_environments(self)
         if runs_ahead(self, host.settings):
             self._recorder = Recorder(self, self._tool_calls)
             self.vllm_generation.record(self._recorder.record)
@@ -88,7 +90,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
         def make() -> dict[str, Any]:
             rows = self._rows_to_train(inputs)
-            with self._replaying():
+            with self._replaying(len(rows)):
                 return score(with_lists_of_images(rows))
 
         self.vllm_generation.seeds.num_rows = len(inputs)  # a `rollout_func` may generate fewer in its first call
@@ -100,10 +102,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return output
 
     @contextmanager
-    def _replaying(self) -> Iterator[None]:
+    def _replaying(self, num_rows: int) -> Iterator[None]:
         """Let TRL use the recorded rollouts of this round, if there are any, and free their environments."""
         if not (self.model.training and self._recorder is not None):
-            yield
+            with self._tool_calls.naming(self, num_rows):  # type: ignore[union-attr]
+                yield
             return
         generation = self.vllm_generation
         with replayed(self, generation.continuous.recorded, generation.use_first_turns):
@@ -119,10 +122,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self._tool_calls is None:
             return super()._tool_call_loop(*args, **kwargs)
         self._tool_calls.watch(self, self._first_row, self._tool_failures)
-        try:
+        with unwrapped():
             found = super()._tool_call_loop(*args, **kwargs)
-        except ToolFailed as failed:
-            raise failed.error from failed.error.__cause__
         self._raise_tool_failure()
         return found
 
