@@ -116,6 +116,10 @@ class NodeSettings:
     tool_timeout: float | None = None  # seconds for one call of a tool
     tool_errors: str = "answer"
     score_groups: bool = False
+    score_with_batch: list[str] | None = None  # names of reward functions
+    score_processes: int = 0  # of each rank
+    dynamic_sampling: bool = False
+    max_resample_rounds: int = 8
     hub_push_must_succeed: bool = False
     repeat_warnings: bool = False
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
@@ -178,6 +182,8 @@ def check_settings(args: Any) -> None:
     _check_choices(settings)
     _check_staleness(args, settings)
     _check_in_flight(args, settings)
+    _check_scoring(args, settings)
+    _check_dynamic_sampling(args, settings)
     _check_length(args, settings)
     if settings.save_minutes is not None and not is_node_mode(args):
         raise ConfigurationError(
@@ -313,7 +319,22 @@ def _check_in_flight(args: Any, settings: NodeSettings) -> None:
             "waits for so many rounds even in the dataset's order."
         )
     _check_correction_in_flight(args)
-    _check_whole_groups(args)
+    _check_whole_groups(args, "weight_update='in_flight'")
+
+
+def _check_scoring(args: Any, settings: NodeSettings) -> None:
+    if not settings.score_groups:
+        for name in ("score_with_batch", "score_processes"):
+            if value := getattr(settings, name):
+                raise ConfigurationError(
+                    f"`{name}` needs `score_groups=True`, got {value}. Set that, or leave it out."
+                )
+        return
+    if not is_node_mode(args):
+        raise ConfigurationError("`score_groups=True` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
+    if settings.score_processes < 0:
+        raise ConfigurationError(f"`score_processes` must not be negative, got {settings.score_processes}.")
+    _check_whole_groups(args, "score_groups=True")
 
 
 def _check_correction_in_flight(args: Any) -> None:
@@ -330,7 +351,34 @@ def _check_correction_in_flight(args: Any) -> None:
         )
 
 
-def _check_whole_groups(args: Any) -> None:
+def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
+    if not settings.dynamic_sampling:
+        if (most := settings.max_resample_rounds) != (default := NodeSettings.max_resample_rounds):
+            raise ConfigurationError(
+                f"`max_resample_rounds` needs `dynamic_sampling=True`, got {most}. Set that, or leave it at {default}."
+            )
+        return
+    if not is_node_mode(args):
+        raise ConfigurationError("`dynamic_sampling=True` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
+    if not settings.score_groups:
+        raise ConfigurationError(
+            "`dynamic_sampling=True` needs `score_groups=True`, got False: whether a group is used depends on its "
+            "rewards, which TRL computes once the round is chosen. Set it."
+        )
+    if later := list(getattr(args, "score_with_batch", None) or ()):
+        raise ConfigurationError(
+            f"`dynamic_sampling=True` needs all rewards of a group before its round is chosen, got {later} in "
+            "`score_with_batch`, which TRL calls with the whole batch. Leave them out, or `dynamic_sampling`."
+        )
+    if settings.max_resample_rounds < 1:
+        raise ConfigurationError(
+            f"`max_resample_rounds` must be at least 1, got {settings.max_resample_rounds}. Leave out "
+            "`dynamic_sampling` to keep every group."
+        )
+    _check_whole_groups(args, "dynamic_sampling=True")
+
+
+def _check_whole_groups(args: Any, setting: str) -> None:
     """Raise `ConfigurationError` if a group straddles ranks: each rank takes the groups that it completed itself."""
     rows, size = args.per_device_train_batch_size * args.steps_per_generation, args.num_generations
     if rows % size == 0:
@@ -338,7 +386,7 @@ def _check_whole_groups(args: Any) -> None:
     below, above = rows - rows % size, rows - rows % size + size
     nearest = f"{below} or {above}" if below else f"{above}"
     raise ConfigurationError(
-        f"With `weight_update='in_flight'` a group may not straddle ranks: `per_device_train_batch_size` x "
+        f"With `{setting}` a group may not straddle ranks: `per_device_train_batch_size` x "
         f"`steps_per_generation` must be a multiple of `num_generations` ({size}), got "
         f"{args.per_device_train_batch_size} x {args.steps_per_generation} = {rows}. The nearest is {nearest}: "
         f"`steps_per_generation={-(-above // args.per_device_train_batch_size)}` or "

@@ -281,7 +281,7 @@ def test_a_process_ends_although_a_tool_does_not_return(closes, tmp_path):
     assert time.monotonic() - start < 30  # the tool waits for 60 s
 
 
-# ---- what ends a run -------------------------------------------------------------------------------------------------
+# ---- what ends a run -----------------------------------------------------------------------------------------------
 
 
 def breaks(number: int) -> str:
