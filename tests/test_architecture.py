@@ -31,7 +31,7 @@ ARROWS = {
     "check": "errors libraries node_settings run wire",  # a launch that has not begun: accelerate's code
     "__init__": "config libraries run trainer trainers",  # loaded lazily
     "experimental": "config errors host node_settings node_trainer rollouts trainer trainers",
-    "trainer": "batches config host images node_settings node_trainer rehearsal rollouts",
+    "trainer": "batches config errors host images node_settings node_trainer rehearsal rollouts",
     "trainers": "config host node_trainer rollouts",
     "node_trainer": "call_checks config host libraries node_settings reporting rollouts saving",
     "call_checks": "errors node_settings run saving",

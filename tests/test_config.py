@@ -10,7 +10,7 @@ from trl import GRPOConfig
 
 import trl_multinode
 from trl_multinode import node_settings
-from trl_multinode.call_checks import check_call, check_foreseeable, check_in_flight
+from trl_multinode.call_checks import check_call, check_in_flight, check_recorded
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode, sampling_keys
@@ -229,12 +229,14 @@ def test_settings_need_node_mode(tmp_path, fields, setting):
 
 
 @pytest.mark.parametrize("name", ["rollout_func", "environment_factory"])
-def test_completions_that_need_more_than_the_dataset_row_are_not_made_ahead(tmp_path, name):
-    message = refusal(check_foreseeable, ours(tmp_path, max_staleness=1), {name: print})
-    assert f"before `{name}` is called" in message and "Use `max_staleness=0` with it" in message
-    check_foreseeable(ours(tmp_path, max_staleness=1), {name: None, "tools": [print]})
-    check_foreseeable(ours(tmp_path), {name: print})
-    check_foreseeable(plain(tmp_path, use_vllm=True, vllm_mode="node"), {name: print})
+def test_whole_rollouts_ahead_have_no_images_in_their_requests(tmp_path, name):
+    rows = Dataset.from_dict({"prompt": ["a"], "images": [[]]})
+    message = refusal(check_recorded, ours(tmp_path, max_staleness=1), {name: print, "train_dataset": rows})
+    assert f"whole rollouts of `{name}` ahead" in message and "(column 'images')" in message
+    assert "Use `max_staleness=0`" in message
+    check_recorded(ours(tmp_path, max_staleness=1), {name: print, "train_dataset": rows.select_columns("prompt")})
+    check_recorded(ours(tmp_path, max_staleness=1), {"tools": [print], "train_dataset": rows})  # made when needed
+    check_recorded(ours(tmp_path), {name: print, "train_dataset": rows})
 
 
 # ---- rounds in flight
@@ -288,12 +290,6 @@ def test_a_group_in_flight_may_not_straddle_ranks_and_the_nearest_batches_are_na
         assert ours(tmp_path, per_device_train_batch_size=8, **sizes, **IN_FLIGHT).open_rounds == 2
 
 
-@pytest.mark.parametrize("name", ["rollout_func", "environment_factory"])
-def test_completions_that_need_more_than_the_dataset_row_are_not_in_flight(tmp_path, name):
-    message = refusal(check_foreseeable, ours(tmp_path, **IN_FLIGHT), {name: print})
-    assert f"before `{name}` is called" in message and "Use `weight_update='drain'` with it" in message
-
-
 def test_streams_and_images_are_not_in_flight(tmp_path):
     rows = Dataset.from_dict({"prompt": ["a"], "images": [[]]})
     args = ours(tmp_path, **IN_FLIGHT)
@@ -317,8 +313,9 @@ def test_a_cache_that_a_sync_does_not_empty_is_refused(tmp_path, key, record_pro
 
 
 def test_that_is_checked_of_every_call_before_the_model(tmp_path):
-    with pytest.raises(ConfigurationError, match="before `rollout_func` is called"):
-        check_call(None, ours(tmp_path, max_staleness=1), {"model": "no/such/model", "rollout_func": print})
+    call = {"model": "no/such/model", "rollout_func": print, "train_dataset": Dataset.from_dict({"images": [[]] * 8})}
+    with pytest.raises(ConfigurationError, match="whole rollouts of `rollout_func` ahead"):
+        check_call(None, ours(tmp_path, max_staleness=1), call)
 
 
 # ---- choices with another result than their author may expect

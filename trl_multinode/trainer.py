@@ -135,12 +135,12 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         """Return the rows that this round trains: those of the batch or, with rounds in flight, of complete groups."""
         if self.vllm_generation.continuous is None or not self.model.training:
             return inputs
-        size = self._group_size(len(inputs))
+        size = self._group_size(len(inputs), self.host.settings)  # type: ignore[union-attr]
         return self.vllm_generation.take_groups(len(inputs), size, partial(self._batch_ahead, inputs))
 
-    def _group_size(self, num_rows: int) -> int:
+    def _group_size(self, num_rows: int, settings: NodeSettings) -> int:
         """Return how many of a rank's rows are generated together, and taken together."""
-        whole = self._recorder is not None and not self.host.settings.in_flight
+        whole = self._recorder is not None and not (settings.in_flight or settings.score_groups)
         if whole and (self.rollout_func is not None or num_rows % self.num_generations):
             return num_rows  # as TRL calls a `rollout_func`, or groups that straddle ranks
         return self.num_generations

@@ -15,6 +15,7 @@ groups that are open, and every group that was begun is trained exactly once.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..errors import RolloutError, WeightVersionError
@@ -206,3 +207,18 @@ def settings_from_the_start(sampling: Mapping[str, Any]) -> list[str]:
     """Return the names of sampling settings that depend on where a completion began: a continued row would lose it."""
     names = ("structured_outputs", "stop", "min_tokens", "bad_words", *NEUTRAL)
     return [name for name in names if sampling.get(name) not in (None, 0, [], NEUTRAL.get(name))]
+
+
+def rounds_of(
+    generation: Any, settings: Any, stream: Stream, open_groups: Callable[..., OpenGroups] = OpenGroups
+) -> ContinuousRollouts:
+    """Return the rounds of a rank's [`NodeGeneration`], with the settings of its host."""
+    return ContinuousRollouts(
+        f"Rank {generation.accelerator.process_index}",
+        stream,
+        settings.rounds_ahead,
+        settings.oldest_rounds,
+        partial(generation.seeds.of_round, "train"),
+        longest=0 if settings_from_the_start(generation.sampling) else generation.max_tokens,
+        open_groups=open_groups,
+    )

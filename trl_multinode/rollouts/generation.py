@@ -7,7 +7,7 @@ class replaces it; a contract test pins the keywords and the shape of the return
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -16,18 +16,16 @@ from ..engine.client import Rollout
 from ..engine.dispatch import PromptRequest
 from ..engine.group import LOSSES
 from ..engine.node_engines import NodeEngines
-from ..engine.row_stream import RowStream
 from ..errors import ConfigurationError
 from ..run.reporter import report
 from ..weights.sync import SyncTimings
 from ..wire.messages import WeightVersion
-from ..wire.sampling import truncating
-from .continuous import BatchAhead, ContinuousRollouts, settings_from_the_start
-from .groups import Group, OpenGroups
+from .continuous import BatchAhead, rounds_of
+from .groups import Group
 from .look_ahead import Batch, LookAhead, RoundRollouts
 from .recorded import Recorded
 from .recorded_groups import RecordedGroups
-from .requests import Prompts, check_lengths, requests_of
+from .requests import Prompts, check_lengths, check_logprobs, requests_of
 from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
 from .stand_in import Ask
@@ -88,12 +86,14 @@ class NodeGeneration:
         # an engine ends a completion where its context ends, so this number limits nothing else
         self.max_tokens: int = self.engines.max_model_len if max_tokens is None else max_tokens
         self.last_sync = SyncTimings()
+        # one stream, which from then on is the only user of these connections
+        self._stream = cache(lambda: host.ahead_engines.open_stream(self.max_tokens, self.sampling))
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
         host.on_lost = self._restore
-        self.continuous = self._build_continuous() if host.settings.in_flight else None
+        self.continuous = rounds_of(self, host.settings, self._stream()) if host.settings.in_flight else None
         self._returns_logprobs = logprobs is not None
         if self._returns_logprobs:
-            self._check_logprobs(str(host.topology))
+            check_logprobs(self.engines, self.sampling, str(host.topology))
         self.rows: list[Rollout] = []  # completions of the last `generate` call
         self.used = RoundRollouts(0, [], [], self.version)  # completions of the round's first `generate` call
         # called before the next round's requests are sent
@@ -101,30 +101,10 @@ class NodeGeneration:
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
         self.begin_round("train", 0)
 
-    def _build_continuous(self, open_groups: Callable[..., OpenGroups] = OpenGroups) -> ContinuousRollouts:
-        settings = self._host.settings
-        return ContinuousRollouts(
-            f"Rank {self.accelerator.process_index}",
-            self._stream,
-            settings.rounds_ahead,
-            settings.oldest_rounds,
-            partial(self.seeds.of_round, "train"),
-            longest=0 if settings_from_the_start(self.sampling) else self.max_tokens,
-            open_groups=open_groups,
-        )
-
-    @cached_property
-    def _stream(self) -> RowStream:
-        return self._host.ahead_engines.open_stream(self.max_tokens, self.sampling)
-
     def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
         """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
-        self.continuous = self._build_continuous(partial(RecordedGroups, make, lambda: self.version.update))
-
-    @property
-    def records(self) -> bool:
-        """Whether whole rollouts are recorded ahead of their round."""
-        return self.continuous is not None and isinstance(self.continuous.groups, RecordedGroups)
+        groups = partial(RecordedGroups, make, lambda: self.version.update)
+        self.continuous = rounds_of(self, self._host.settings, self._stream(), groups)
 
     def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
         """Start the round of a new batch of prompts. Every rank calls it, with the same `mode` and `number`.
@@ -170,7 +150,7 @@ class NodeGeneration:
 
     def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
         if (found := batch_ahead(rounds)) is not None:
-            self._check_lengths(found[1])
+            check_lengths(found[1], self.engines.max_model_len, self.accelerator.process_index)
         return found
 
     def take_seconds_ahead(self) -> tuple[float, float]:
@@ -318,7 +298,7 @@ class NodeGeneration:
             `WeightVersionError`: if a completion's weights are not those of the last sync before its request.
             `EngineError`: if an engine failed or stalled.
         """
-        self._check_lengths(prompts)
+        check_lengths(prompts, self.engines.max_model_len, self.accelerator.process_index)
         self.generated = True
         with self._phases("generate"), profiler or nullcontext():
             rows = self._first_call(prompts, images) if self._takes_ahead else self._fresh(prompts, images)
@@ -418,15 +398,3 @@ class NodeGeneration:
         for row in rows:
             engines[row.engine].check_version(row.version, version)
         return rows
-
-    def _check_logprobs(self, where: str) -> None:
-        """Raise `ConfigurationError` if the engines' log-probs cannot be compared with the trainer's."""
-        for client in self.engines:
-            if (reason := client.ready.truncated_logprobs) and (names := truncating(self.sampling.get)):
-                raise ConfigurationError(
-                    f"{where}: {', '.join(names)} need log-probs over the whole vocabulary, and {client.name} has "
-                    f"those over the tokens that are left: {reason}. Leave these settings out, or remove the reason."
-                )
-
-    def _check_lengths(self, prompts: Prompts) -> None:
-        check_lengths(prompts, self.engines.max_model_len, self.accelerator.process_index)

@@ -27,7 +27,7 @@ def locked_copies(*tokenizers: Any) -> tuple[Any, ...]:
 
 def _locked_kind(kind: type, lock: Any) -> type:
     methods = {name: _locked(getattr(kind, name), lock) for name in METHODS if hasattr(kind, name)}
-    return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+    return type(f"Locked{kind.__qualname__}", (kind,), methods)
 
 
 def _locked(method: Callable, lock: Any) -> Callable:

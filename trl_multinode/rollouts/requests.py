@@ -1,9 +1,13 @@
 """Requests to engines from the rows of a batch: equal consecutive rows become one request."""
 
+from collections.abc import Iterable, Mapping
 from itertools import groupby
+from typing import Any
 
+from ..engine.client import EngineClient
 from ..engine.dispatch import PromptRequest
-from ..errors import PromptTooLongError
+from ..errors import ConfigurationError, PromptTooLongError
+from ..wire.sampling import truncating
 from .rows import raw_image
 
 Prompts = list[list[int]]  # token ids, one row per requested completion
@@ -43,4 +47,14 @@ def check_lengths(prompts: Prompts, limit: int, rank: int) -> None:
                 f"Row {row} of rank {rank}: its prompt has {len(prompt)} tokens, the engine's context is {limit} and "
                 "must hold at least one more. Filter long prompts out of the dataset, or raise "
                 "`vllm_max_model_length`."
+            )
+
+
+def check_logprobs(engines: Iterable[EngineClient], sampling: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigurationError` if the engines' log-probs cannot be compared with the trainer's."""
+    for client in engines:
+        if (reason := client.ready.truncated_logprobs) and (names := truncating(sampling.get)):
+            raise ConfigurationError(
+                f"{where}: {', '.join(names)} need log-probs over the whole vocabulary, and {client.name} has "
+                f"those over the tokens that are left: {reason}. Leave these settings out, or remove the reason."
             )

@@ -3,6 +3,7 @@ objects of its own for everything that TRL changes meanwhile.
 """
 
 import copy
+import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from .tool_calls import ToolCalls, ToolFailed
 
 Ask = Callable[[Prompts, list[int] | None], list[Rollout]]  # prompts and seeds -> completions
 
-AHEAD = "while its rollout runs beside training, in a thread of its own"
 COLLECTIVES = {
     "gather", "gather_for_metrics", "gather_object", "reduce", "pad_across_processes", "wait_for_everyone",
     "main_process_first", "local_main_process_first", "split_between_processes",
@@ -56,8 +56,8 @@ class LocalAccelerator:
             return getattr(self._accelerator, name)
         if self._refuses or name != "gather":
             raise RolloutError(
-                f"`accelerator.{name}` cannot be called {AHEAD}: other ranks may be elsewhere. Leave it out, or use "
-                "`max_staleness=0` without `score_groups`."
+                f"`accelerator.{name}` cannot be called in a rollout that runs ahead: other ranks may be elsewhere. "
+                "Leave it out, or use `max_staleness=0` without `score_groups`."
             )
         return lambda values: values
 
@@ -72,8 +72,9 @@ class TrainingModel:
 
     def __getattr__(self, name: str) -> Any:
         raise RolloutError(
-            f"`model.{name}` cannot be used {AHEAD}, because the trainer changes and shards the weights meanwhile. "
-            "Generate with `trainer.vllm_generation`, or use `max_staleness=0` without `score_groups`."
+            f"`model.{name}` cannot be used in a rollout that runs ahead, because the trainer changes and shards the "
+            "weights meanwhile. Generate with `trainer.vllm_generation`, or use `max_staleness=0` without "
+            "`score_groups`."
         )
 
 
@@ -104,7 +105,7 @@ class AheadGeneration:
         """Generate completions, as [`NodeGeneration.generate`] does; other threads run meanwhile."""
         if any(images or ()):
             raise ConfigurationError(
-                f"Images cannot be sent to an engine {AHEAD}. Use `max_staleness=0` without `score_groups`."
+                "Requests of a rollout that runs ahead carry no images. Use `max_staleness=0` without `score_groups`."
             )
         check_lengths(prompts, self._longest, self._rank)
         rows = self._ask(prompts, self._seeds.of_call(prompts))
@@ -190,8 +191,8 @@ class Recorder:
             _tool_failures=[],
             _tool_calls=self._tool_calls,
             _first_row=first_row,
-            _loop=None,
-            _rollout_output=None,
+            tool_loop=None,
+            rollout_output=None,
             environments=None,
         )
         if trainer.environment_factories is not None:
@@ -216,7 +217,7 @@ class Recorder:
 
     def _recording(self, rollout_func: Callable, first_row: int, size: int) -> Callable:
         """Return a `rollout_func` that keeps its output for the round, and refuses collectives meanwhile."""
-        what = f"`rollout_func` ({getattr(rollout_func, '__name__', type(rollout_func).__name__)})"
+        what = f"`rollout_func` ({name_of(rollout_func)})"
         rows = f", for rows {first_row} to {first_row + size - 1} of this rank"
 
         def record_output(prompts: list[Any], stand_in: Any) -> dict[str, Any]:
@@ -224,7 +225,7 @@ class Recorder:
             stand_in.accelerator = LocalAccelerator(local._accelerator, refuses=True)
             with self._tool_calls.named(what, rows, limited=False):
                 output = rollout_func(prompts, stand_in)
-            stand_in.accelerator, stand_in._rollout_output = local, output
+            stand_in.accelerator, stand_in.rollout_output = local, output
             return output
 
         return record_output
@@ -238,16 +239,22 @@ class Recorder:
             rows, finished.prompts, completions, completion_ids,
             turns=stand_in.vllm_generation.turns,
             environments=stand_in.environments,
-            tools=stand_in._loop,
-            output=stand_in._rollout_output,
+            tools=stand_in.tool_loop,
+            output=stand_in.rollout_output,
             pools=[] if stand_in.environment_factories is None else [stand_in._environment_pool],
         )  # fmt: skip
+
+
+def name_of(function: Callable) -> str:
+    """Return the name of a function, or the class of another callable."""
+    return function.__name__ if inspect.isfunction(function) else type(function).__name__
 
 
 def own_attributes(trainer: Any) -> dict[str, Any]:
     """Return a trainer's attributes without those that replace a method: a replay does so in the main thread."""
     kind = type(trainer)
-    return {name: value for name, value in vars(trainer).items() if not callable(getattr(kind, name, None))}
+    attributes = dict(vars(trainer))  # in one step: the main thread adds and removes some meanwhile
+    return {name: value for name, value in attributes.items() if not callable(getattr(kind, name, None))}
 
 
 def rows_of(fields: dict[str, Any], num_rows: int) -> list[dict[str, Any]]:
@@ -272,7 +279,7 @@ def _stand_in_kind(kind: type) -> type:
 
         def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
             found = super()._tool_call_loop(*args, **kwargs)
-            self._loop = ToolLoop(*found)
+            self.tool_loop = ToolLoop(*found)
             return found
 
     return StandIn

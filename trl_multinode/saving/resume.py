@@ -183,7 +183,7 @@ class Resume:
 
     @property
     def _in_flight(self) -> bool:
-        return self._trainer.host.settings.in_flight
+        return self._trainer.vllm_generation.continuous is not None and self._trainer.host.settings.in_flight
 
     def _inside_block(self) -> bool:
         return self._trainer._step % self._trainer.steps_per_round != 0

@@ -1,0 +1,411 @@
+"""Agents in one process: trainers with tools on an engine that lives in this process and speaks by a script.
+
+An assistant's turn depends on the conversation and the seed of its row alone, so conversations end after different
+numbers of turns, and are the same whenever a row is made. Log-probs are the model's own, so the library's alarms work.
+"""
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from importlib import resources
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import AddedToken
+from transformers import TrainerCallback
+from trl.trainer import grpo_trainer
+
+import trl_multinode
+from trl_multinode.engine.client import EngineClient, Rollout
+from trl_multinode.engine.row_stream import Peeking, RowRequest
+from trl_multinode.host import NodeHost
+from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.weights.sync import SyncTimings
+from trl_multinode.wire.messages import WeightVersion
+
+GROUP, CONTEXT, VOCABULARY = 4, 2048, 300
+END = "<|im_end|>"
+SYSTEM = (  # parts of the template's text, a token each: rows of bytes would be four times as long
+    "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.",
+    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with "
+    "function signatures within <tools></tools> XML tags:\n<tools>",
+    "</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    '{"type": "function", "function": {"name": "',
+    '", "description": "',
+    '", "parameters": {"type": "object", "properties": {"',
+    '": {"type": "integer", "description": "',
+    '"}}, "required": ["',
+    '"]}, "return": {"type": "',
+    '"}}}',
+    "string",
+    "number",
+    "The ",
+    "<tool_response>",
+    "</tool_response>",
+    '<tool_call>\n{"name": "',
+    '", "arguments": {',
+    "}}\n</tool_call>",
+)
+
+
+def agent_tokenizer():
+    """Qwen2.5's chat template over bytes."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", END)])
+    tokenizer.add_tokens([AddedToken(text) for text in SYSTEM])
+    tokenizer.eos_token = END
+    tokenizer.chat_template = resources.files("trl").joinpath("chat_templates/qwen2_5.jinja").read_text()
+    return tokenizer
+
+
+def agent_model(seed: int = 0):
+    model = tiny_qwen2(VOCABULARY, tied=False, seed=seed)
+    model.config.eos_token_id = model.generation_config.eos_token_id = agent_tokenizer().convert_tokens_to_ids(END)
+    return model
+
+
+def call_of(name: str, **arguments: object) -> str:
+    """One call of a tool, as the model writes it."""
+    shown = ", ".join(f'"{key}": {value}' for key, value in arguments.items())
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{{shown}}}}}\n</tool_call>'
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------------
+
+
+class Speaker:
+    """What an assistant says: a call of one of the tools that its prompt offers, or of two, or an answer that ends.
+
+    Args:
+        calls (`dict[str, list[str]]`):
+            Name of a tool -> calls of it. Tools that are in no prompt are called by nobody.
+        share (`float`, *optional*, defaults to 0.6):
+            Share of the turns that call a tool.
+    """
+
+    def __init__(self, calls: dict[str, list[str]], share: float = 0.6):
+        self._calls, self._share = calls, share
+
+    def __call__(self, conversation: str, seed: int) -> str:
+        random = np.random.default_rng([seed, len(conversation)])
+        offered = [name for name in self._calls if re.search(rf'"name": ?"{name}"', conversation)]
+        if not offered or random.random() > self._share:
+            return f"ok {random.integers(1000)}"[: 2 + int(random.integers(5))]
+        names = random.choice(offered, size=1 + int(random.random() < 0.25))
+        return "".join(str(random.choice(self._calls[name])) for name in names)
+
+
+class ScriptedEngine:
+    """The engines of a node, and a rank's connections to them. `speak(conversation, seed)` is an assistant's turn."""
+
+    max_model_len = CONTEXT
+    name = "engine 0 of node 0"
+    check_version = EngineClient.check_version
+    ready = SimpleNamespace(truncated_logprobs="")
+    lost, tolerant = None, False
+
+    def __init__(self, model, speak: Callable[[str, int], str], turn_s: float = 0.0):
+        self._trainer = model
+        self._model = deepcopy(model).eval()
+        self._speak = speak
+        self._tokenizer = agent_tokenizer()
+        self.turn_s = turn_s  # of every turn made ahead
+        self.version = WeightVersion()
+        self.versions: list[WeightVersion] = []
+        self.stream: ScriptedStream | None = None
+        self.calls: list[list[tuple[list[int], int]]] = []  # rows of every `generate` in the main call
+        self.swapping: Callable[[], None] = lambda: None  # called before the weights change
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator["ScriptedEngine"]:
+        yield self
+
+    def __getitem__(self, index: int) -> "ScriptedEngine":
+        return self
+
+    @property
+    def rows_left(self) -> int:
+        return self.stream.rows_left if self.stream else 0
+
+    def update(self, version: WeightVersion) -> None:
+        self.swapping()
+        self._model.load_state_dict(self._trainer.state_dict())
+        self.version = version
+        self.versions.append(version)
+
+    def generate(self, requests, max_tokens: int, sampling: dict, min_update: int):
+        self.calls.append([(r.prompt, r.seed + i) for r in requests for i in range(r.num_completions)])
+        return [[self.row(r.prompt, r.seed + i, max_tokens) for i in range(r.num_completions)] for r in requests]
+
+    @torch.no_grad()
+    def row(self, prompt, seed: int, max_tokens: int) -> Rollout:
+        text = self._speak(self._tokenizer.decode(prompt), seed) + END
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
+        ids = torch.tensor([[*prompt, *tokens]])
+        scores = self._model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        logprobs = scores.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+        return Rollout(np.array(tokens, dtype=np.int32), logprobs, self.version, 0)
+
+    def close(self) -> None:
+        """There is no connection."""
+
+    def post_score(self, tokens, temperature) -> Rollout:
+        return self.row_of(list(tokens))
+
+    @torch.no_grad()
+    def row_of(self, tokens: list[int]) -> Rollout:
+        ids = torch.tensor([tokens])
+        scores = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        return Rollout(ids[0, 1:].numpy(), scores.gather(1, ids[0, 1:, None])[:, 0].numpy(), self.version, 0)
+
+    def scored(self, request_id: Rollout) -> Rollout:
+        return request_id
+
+    def open_stream(self, max_tokens: int, sampling: dict) -> "ScriptedStream":
+        self.stream = ScriptedStream(self, max_tokens)
+        return self.stream
+
+
+class ScriptedStream:
+    """Rows under way, as [`~trl_multinode.engine.row_stream.RowStream`] has them; `turns` keeps all that ended."""
+
+    stopped = False
+
+    def __init__(self, engine: ScriptedEngine, max_tokens: int):
+        self._engine, self._max_tokens = engine, max_tokens
+        self._waiting: deque[tuple[float, RowRequest]] = deque()
+        self._changed = threading.Condition()
+        self.num_added = self.num_ended = 0
+        self.turns: list[tuple[RowRequest, Rollout]] = []
+
+    @property
+    def rows_left(self) -> int:
+        return self.num_added - self.num_ended
+
+    def add(self, requests) -> None:
+        with self._changed:
+            self.num_added += len(requests)
+            self._waiting.extend((time.monotonic() + self._engine.turn_s, request) for request in requests)
+            self._changed.notify_all()
+
+    def poll(self, timeout_s: float = 0.05):
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting, timeout_s)
+            ready = [request for at, request in self._waiting if at <= time.monotonic()]
+            self._waiting = deque(one for one in self._waiting if one[1] not in ready)
+        if not ready:
+            time.sleep(0.005)
+        found = [(one, self._engine.row(one.prompt, one.seed, self._max_tokens)) for one in ready]
+        self.turns += found
+        self.num_ended += len(found)
+        return found
+
+    def peek(self) -> Peeking:
+        peeking = Peeking()
+        peeking.complete.set()
+        return peeking
+
+
+# ---- trainers -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engines_here(speak: Callable[[str, int], str], turn_s: float = 0.0) -> Iterator[None]:
+    """Let trainers that are built inside have a [`ScriptedEngine`] of this process."""
+
+    def start_engines(host, model, processing_class, keywords):
+        host._model, host._dtype = model, torch.float32
+        host.engines = host.ahead_engines = ScriptedEngine(model, speak, turn_s)
+        return host.engines
+
+    def sync(host, version) -> SyncTimings:
+        host.engines.update(version)
+        return SyncTimings()
+
+    with (
+        mock.patch.object(NodeHost, "start_engines", start_engines),
+        mock.patch.object(NodeHost, "sync", sync),
+        mock.patch.object(NodeHost, "_end_engines", lambda host: host.watch.forget_processes()),
+    ):
+        yield
+
+
+class Gradients(TrainerCallback):
+    """The whole gradient of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        self.steps.append(torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad]))
+
+
+SETTINGS = {
+    "use_cpu": True, "bf16": False, "num_generations": GROUP, "max_completion_length": 400, "logging_steps": 1,
+    "report_to": [], "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True, "optim": "sgd",
+    "max_grad_norm": 0.0, "learning_rate": 0.05, "max_steps": 3, "per_device_train_batch_size": 2 * GROUP,
+    "lr_scheduler_type": "constant", "max_tool_calling_iterations": 4,
+    "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0,
+}  # fmt: skip
+
+
+def chats(rows: int = 12, **columns: list) -> Dataset:
+    prompts = [[{"role": "user", "content": f"{i} + {i + 1}?"}] for i in range(rows)]
+    return Dataset.from_dict({"prompt": prompts} | columns)
+
+
+class Seen:
+    """A reward function that keeps what it got. Reward: letters of the completion, so no group is flat."""
+
+    __name__ = "seen"
+
+    def __init__(self, *columns: str):
+        self.rounds: list[dict] = []
+        self._columns = columns
+        self.environments: list[list] = []
+
+    def __call__(self, prompts, completions, completion_ids, environments=None, **columns):
+        extra = {name: list(columns[name]) for name in self._columns}
+        self.rounds.append(
+            {"prompts": deepcopy(prompts), "completions": deepcopy(completions), "ids": deepcopy(completion_ids)}
+            | extra
+        )
+        self.environments.append(list(environments or []))
+        return [float(sum(ids) % 11) for ids in completion_ids]
+
+
+def build(kind: type, folder: Path, reward, dataset: Dataset | None = None, keywords: dict | None = None, **settings):
+    """A trainer on the tiny agent. `trainer.gradients` has the gradient of every step."""
+    config = trl_multinode.GRPOConfig if issubclass(kind, trl_multinode.GRPOTrainer) else trl.GRPOConfig
+    gradients = Gradients()
+    trainer = kind(
+        agent_model(), reward, config(output_dir=str(folder), **(SETTINGS | settings)),
+        chats() if dataset is None else dataset, processing_class=agent_tokenizer(), callbacks=[gradients],
+        **(keywords or {}),
+    )  # fmt: skip
+    trainer.gradients = gradients.steps
+    return trainer
+
+
+def ours(folder: Path, reward, dataset: Dataset | None = None, keywords: dict | None = None, **settings):
+    """Our trainer, inside of `engines_here`."""
+    return build(trl_multinode.GRPOTrainer, folder, reward, dataset, keywords, **({"rollout_seed": 5} | settings))
+
+
+# ---- the same completions in TRL's own trainer ----------------------------------------------------------------------
+
+
+Conversation = list[tuple[list[int], Rollout]]  # prompt and completion of every turn of a row
+
+
+def keep_rounds(trainer) -> list[tuple[list[dict], list[Conversation]]]:
+    """Rows of the dataset and conversations of every round of a run ahead, from now on."""
+    kept: list[tuple[list[dict], list[Conversation]]] = []
+    take, stream = trainer.vllm_generation.take_groups, trainer.host.ahead_engines.stream
+
+    def taken(*args):
+        rows = take(*args)
+        groups = trainer.vllm_generation.continuous.taken
+        found = conversations(stream.turns)
+        kept.append((
+            [dict(row) for group in groups for row in group.inputs],
+            [conversation for group in groups for conversation in found[group.id]],
+        ))  # fmt: skip
+        return rows
+
+    trainer.vllm_generation.take_groups = taken
+    return kept
+
+
+def conversations(turns: list[tuple[RowRequest, Rollout]]) -> dict[tuple[int, int], list[Conversation]]:
+    """Group -> conversation of each of its rows."""
+    found: dict[tuple[int, int], list[Conversation]] = {}
+    for request, rollout in turns:
+        rows, prompt = found.setdefault(request.group, []), list(request.prompt)
+        continued = next((row for row in rows if is_beginning(whole(row), prompt)), None)
+        if continued is None:
+            rows.append(continued := [])
+        continued.append((prompt, rollout))
+    return found
+
+
+def whole(conversation: Conversation) -> list[int]:
+    prompt, rollout = conversation[-1]
+    return [*prompt, *rollout.tokens.tolist()]
+
+
+def is_beginning(tokens: list[int], longer: list[int]) -> bool:
+    return len(tokens) < len(longer) and longer[: len(tokens)] == tokens
+
+
+class Replay:
+    """TRL's `VLLMGeneration`, with the conversations of our run. It insists on the same prompts in every turn."""
+
+    mode = "colocate"
+    rounds: list[tuple[list[dict], list[Conversation]]]
+
+    def __init__(self, **_):
+        engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=CONTEXT))
+        self.llm = SimpleNamespace(llm_engine=engine)  # asked for by TRL's tool loop
+        self.number, self._left = -1, []
+
+    def sync_weights(self) -> None:
+        """The weights of each row are those of our run."""
+
+    def begin_round(self) -> list[dict]:
+        assert not any(self._left), f"turns of round {self.number} are left"
+        self.number += 1
+        rows, made = self.rounds[self.number]
+        self._left = [deque(conversation) for conversation in made]
+        return rows
+
+    def generate(self, prompts, images=None, num_generations=1, profiler=None):
+        rows = [turns for turns in self._left if turns][: len(prompts)]
+        assert [turns[0][0] for turns in rows] == [list(prompt) for prompt in prompts], f"round {self.number}"
+        made = [turns.popleft()[1] for turns in rows]
+        logprobs = [[[value] for value in row.logprobs.tolist()] for row in made]
+        return prompts, [row.tokens.tolist() for row in made], logprobs, None
+
+
+class Replaying(trl.GRPOTrainer):
+    """TRL's own trainer; the rows of a batch are those that our run took."""
+
+    def _generate_and_score_completions(self, inputs):
+        rows = self.vllm_generation.begin_round()
+        self.batches.append(([dict(row) for row in inputs], [dict(row) for row in rows]))
+        return super()._generate_and_score_completions(rows)
+
+
+def trls(folder: Path, rounds: list, reward, dataset=None, keywords=None, **settings):
+    """TRL's own trainer on the conversations of our run. `batches` has each batch and the rows in its place."""
+    with mock.patch.object(grpo_trainer, "VLLMGeneration", type("Replayed", (Replay,), {"rounds": rounds})):
+        trainer = build(Replaying, folder, reward, dataset, keywords, use_vllm=True, vllm_mode="colocate", **settings)
+    trainer.batches = []
+    return trainer
+
+
+def keep_outputs(trainer) -> list[dict]:
+    """What TRL made of each round of training, from now on: its masks, tokens, log-probs and advantages."""
+    kept, score = [], trainer._generate_and_score_completions
+
+    def scored(inputs):
+        output = score(inputs)
+        if trainer.model.training:
+            kept.append(dict(output))
+        return output
+
+    trainer._generate_and_score_completions = scored
+    return kept

@@ -1,0 +1,279 @@
+"""Agents beside training, in one process: seeds, environments, evaluation, resume, endings, and what ends a run."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections import Counter as Count
+from pathlib import Path
+
+import agent_kinds
+import pytest
+from agent_kinds import KINDS, SPEAKER, Kind, add
+from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, keep_outputs, keep_rounds, ours
+from forks import forked
+from store_host import topology_of
+
+
+from trl_multinode.errors import ConfigurationError, RolloutError
+from trl_multinode.rollouts.stand_in import own_attributes
+from trl_multinode.rollouts.tool_calls import ToolCalls
+from trl_multinode.testing.waiting import wait_until
+
+AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
+
+
+def trained(folder: Path, kind: Kind, reward=None, rows: int = 12, speaker: Speaker = SPEAKER, **settings):
+    """A trainer that has trained, and the reward function that it called."""
+    reward = reward or Seen(*kind.seen)
+    columns = {name: (values * rows)[:rows] for name, values in kind.columns.items()}
+    with engines_here(speaker):
+        trainer = ours(folder, reward, chats(rows, **columns), kind.keywords, **settings)
+        outputs = keep_outputs(trainer)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+    trainer.outputs = outputs
+    return trainer, reward
+
+
+# ---- seeds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_a_change_of_weights_a_run_ahead_is_the_synchronous_run(name, tmp_path):
+    """Rows of all turns have the seeds of the synchronous run, whenever they are made."""
+    kind, frozen = KINDS[name], {"learning_rate": 0.0}
+    fresh, seen = trained(tmp_path / "fresh", kind, **frozen)
+    ahead, seen_ahead = trained(tmp_path / "ahead", kind, max_staleness=1, **frozen)
+    assert seen.rounds == seen_ahead.rounds and len({str(one) for one in seen.rounds}) == 3
+    for mine, its in zip(ahead.gradients, fresh.gradients, strict=True):
+        assert mine.equal(its) and mine.abs().max() > 0
+    for mine, its in zip(ahead.outputs, fresh.outputs, strict=True):
+        assert mine["tool_mask"].equal(its["tool_mask"])
+
+
+SCHEDULES = {
+    "blocks": {"steps_per_generation": 2, "per_device_train_batch_size": GROUP, "num_train_epochs": 2},
+    "two rounds a step": {
+        "steps_per_generation": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": GROUP,
+        "num_train_epochs": 2,
+    },
+    "iterations": {"num_iterations": 2, "num_train_epochs": 1},
+    "a short last step": {
+        "steps_per_generation": 1, "gradient_accumulation_steps": 4, "per_device_train_batch_size": GROUP,
+        "num_train_epochs": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_row_of_every_epoch_is_trained_once(name, mode, tmp_path):
+    schedule = {"max_steps": -1, "max_tool_calling_iterations": 1} | SCHEDULES[name]
+    trainer, seen = trained(tmp_path, KINDS["tools"], Seen(), rows=6, **schedule, **AHEAD[mode])
+    prompts = [one["prompts"][row][0]["content"] for one in seen.rounds for row in range(len(one["prompts"]))]
+    epochs = SCHEDULES[name]["num_train_epochs"]
+    assert Count(prompts) == Count({f"{i} + {i + 1}?": GROUP * epochs for i in range(6)})
+    assert trainer.vllm_generation.continuous.groups.ids == [] and threads_of_groups() == []
+
+
+def threads_of_groups(limit_s: float = 5.0) -> list[str]:
+    """Names of the threads that still make rollouts after so long."""
+    found: list[str] = []
+
+    def none_left() -> bool:
+        found[:] = [one.name for one in threading.enumerate() if one.name.startswith(("rollouts", "open-groups"))]
+        return not found
+
+    wait_until(none_left, limit_s)
+    return found
+
+
+def test_attributes_are_copied_while_another_thread_replaces_methods():
+    """As a replay does in the main thread when a group begins."""
+    trainer, interval, stop = type("Trainer", (), {"_generate": lambda self: None})(), sys.getswitchinterval(), []
+    vars(trainer).update({f"a{i}": i for i in range(200)})
+
+    def replace() -> None:
+        number = 0
+        while not stop:
+            number += 1
+            setattr(trainer, f"b{number % 50}", 1)
+            delattr(trainer, f"b{number % 50}")
+
+    thread = threading.Thread(target=replace)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert own_attributes(trainer)["a7"] == 7
+    finally:
+        stop.append(True)
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+# ---- environments ---------------------------------------------------------------------------------------------------
+
+
+class Tracked(agent_kinds.Counter):
+    """An environment that notes which row it was reset for."""
+
+    built: list["Tracked"] = []
+    __hash__ = object.__hash__
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built.append(self)
+        self.row = None
+
+    def reset(self, start: int = 0, **row) -> str:
+        self.row = start
+        return super().reset(start=start, **row)
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_again(mode, tmp_path):
+    Tracked.built, wrong, rounds = [], [], []
+
+    def reads_late(environments, start, completions, **_):
+        time.sleep(0.05)  # the following rounds run meanwhile
+        rounds.append([id(one) for one in environments])
+        wrong.extend(row for row, one in zip(start, environments, strict=True) if one.row != row)
+        return [float(one.total) for one in environments]
+
+    kind = Kind({"environment_factory": Tracked}, {"start": list(range(20))})
+    settings = {"max_steps": -1, "num_train_epochs": 1}
+    trainer, _ = trained(tmp_path, kind, reads_late, rows=20, **settings, **AHEAD[mode])
+    assert wrong == [] and len(rounds) == 10 and all(len(set(one)) == 2 * GROUP for one in rounds)
+    in_use = 1 + trainer.rounds_ahead  # rounds: the one that is scored, and those that are open
+    assert len(Tracked.built) <= 1 + 2 * GROUP * in_use, "environments are not used again"
+    assert len({one for ids in rounds for one in ids}) < 10 * 2 * GROUP
+    assert [one.resets for one in Tracked.built].count(0) <= 1  # TRL's probe
+    if mode == "drain":
+        assert all(not set(one) & set(following) for one, following in zip(rounds, rounds[1:], strict=False))
+
+
+# ---- evaluation, checkpoints, endings -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_an_evaluation_beside_open_groups_changes_no_row_of_training(mode, tmp_path):
+    kind = Kind({"environment_factory": agent_kinds.Counter}, {"start": list(range(12))})
+    found, rows = [], []
+    for number, evaluates in enumerate((False, True)):
+        seen = Seen()
+        with engines_here(SPEAKER, turn_s=0.02):
+            more = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": GROUP}
+            more = more | {"eval_dataset": chats(2, start=[50, 60])} if evaluates else {}
+            keywords = kind.keywords | ({"eval_dataset": more.pop("eval_dataset")} if evaluates else {})
+            trainer = ours(
+                tmp_path / str(number), seen, chats(12, **kind.columns), keywords, learning_rate=0.0,
+                num_generations_eval=GROUP, **more, **AHEAD[mode],
+            )  # fmt: skip
+            trainer.train()
+            trainer.close()
+        rounds = [one for one in seen.rounds if starts_of(one) < 50]
+        found.append(rounds if mode == "drain" else sorted(map(str, groups_of(rounds))))
+        rows.append([one for one in seen.rounds if starts_of(one) >= 50])
+    assert found[0] == found[1] and len(found[0])
+    assert rows[0] == [] and len(rows[1]) == 2 * 3  # two batches of four rows, after every step
+    assert rows[1][:2] == rows[1][2:4] == rows[1][4:]
+
+
+def starts_of(one: dict) -> int:
+    return int(one["prompts"][0][0]["content"].rsplit("Begin at ", 1)[1].rstrip("."))
+
+
+def groups_of(rounds: list[dict]) -> list[list]:
+    return [one["completions"][at : at + GROUP] for one in rounds for at in range(0, len(one["completions"]), GROUP)]
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mode, tmp_path):
+    kind = Kind({"environment_factory": Tracked}, {"start": list(range(12))})
+    settings = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, **AHEAD[mode]}
+    before, after = Seen("start"), Seen("start")
+    trained(tmp_path, kind, before, rows=12, max_steps=2, **settings)
+    with engines_here(SPEAKER):
+        resumed = ours(tmp_path, after, chats(12, **kind.columns), kind.keywords, max_steps=-1, **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        resumed.close()
+    rows = Count(row for seen in (before, after) for one in seen.rounds for row in one["start"])
+    assert len(before.rounds) == 2 and len(after.rounds) == 4
+    assert rows == Count({row: GROUP for row in range(12)})
+
+
+class Stop(Exception):
+    """Ends `train()` early."""
+
+
+class Holding:
+    """A trainer whose tool waits from the second round on; its first `train()` stops while it does."""
+
+    def __init__(self, folder: Path):
+        self.hold, self.held, self.seen = threading.Event(), [], Seen()
+        self.hold.set()  # tools of the first round return at once
+
+        def hold_on(question: int) -> str:
+            """
+            Waits.
+
+            Args:
+                question: A number.
+            """
+            self.held.append(self.hold.is_set())
+            self.hold.wait(60)
+            return "at last"
+
+        def reward(**columns):
+            if not self.seen.rounds:
+                self.hold.clear()  # the first turn of the next round, 0.3 s, is not over
+            return self.seen(**columns)
+
+        self.trainer = ours(folder, reward, chats(12), {"tools": [hold_on]}, max_staleness=1)
+        step = self.trainer.training_step
+        self.trainer.training_step = lambda *args, **kwargs: (step(*args, **kwargs), self.stop())[0]
+
+    def stop(self) -> None:
+        assert wait_until(lambda: False in self.held, 20)
+        raise Stop
+
+
+HOLDS = Speaker({"hold_on": [call_of("hold_on", question=1)]}, share=0.5)
+
+
+def test_a_run_that_stops_early_drops_its_tools_and_trains_again(tmp_path):
+    """A group that is in a tool then ends at its next turn, and the next `train()` makes its rows again."""
+    with engines_here(HOLDS, turn_s=0.3):
+        run = Holding(tmp_path)
+        with pytest.raises(Stop):
+            run.trainer.train()
+        assert threads_of_groups(0)
+        del run.trainer.training_step
+        threading.Timer(1.0, run.hold.set).start()  # in the next run, which has a group with the same number
+        run.trainer.train()
+        run.trainer.close()
+    prompts = [one["prompts"][0][0]["content"] for one in run.seen.rounds]
+    assert len(prompts) == 4 and prompts[0] == prompts[1] and len(set(prompts)) == 3
+    assert run.seen.rounds[0] == run.seen.rounds[1]
+    assert threads_of_groups() == []
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_process_ends_although_a_tool_does_not_return(closes, tmp_path):
+    def body(rank: int) -> list[str]:
+        with engines_here(HOLDS, turn_s=0.3):
+            run = Holding(tmp_path)
+            with pytest.raises(Stop):
+                run.trainer.train()
+            if closes:
+                run.trainer.close()
+            return threads_of_groups(0)
+
+    start = time.monotonic()
+    with forked(body, 1, tmp_path) as (one,):
+        assert any("rollouts" in name for name in one.result)
+    assert time.monotonic() - start < 30  # the tool waits for 60 s

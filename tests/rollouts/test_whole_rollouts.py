@@ -1,0 +1,98 @@
+"""Whole rollouts ahead against TRL's own trainer: on the same engine output all else is equal, to the bit."""
+
+import math
+
+import pytest
+import torch
+from agent_kinds import KINDS, SPEAKER, Kind
+from agents import GROUP, Seen, chats, engines_here, keep_outputs, keep_rounds, ours, trls
+
+AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
+
+
+def rewarded(kind: Kind) -> Seen:
+    return Seen(*kind.seen)
+
+
+def numbers(log: list[dict]) -> list[dict]:
+    """What TRL logs and no clock made."""
+    clocks = ("time", "runtime", "per_second", "flos", "vllm")
+    return [{key: value for key, value in entry.items() if not any(word in key for word in clocks)} for entry in log]
+
+
+class Pair:
+    """A run ahead, and TRL's trainer on its engine output."""
+
+    def __init__(self, folder, kind: Kind, **settings):
+        torch.manual_seed(0)
+        dataset, rewards = chats(12, **kind.columns), [rewarded(kind), rewarded(kind)]
+        with engines_here(SPEAKER):
+            self.ours = ours(folder / "ours", rewards[0], dataset, kind.keywords, **settings)
+            rounds = keep_rounds(self.ours)
+            self.our_outputs = keep_outputs(self.ours)
+            self.ours.train()
+            self.ours.close()
+        self.trls = trls(folder / "trl", rounds, rewards[1], dataset, kind.keywords)
+        self.trl_outputs = keep_outputs(self.trls)
+        self.trls.train()
+        self.rounds, self.rewards = rounds, rewards
+
+
+@pytest.fixture(scope="module", params=[(kind, mode) for mode in AHEAD for kind in KINDS], ids=" ".join)
+def pair(request, tmp_path_factory):
+    kind, mode = request.param
+    made = Pair(tmp_path_factory.mktemp("pair"), KINDS[kind], **AHEAD[mode])
+    made.kind, made.mode = kind, mode
+    return made
+
+
+def test_rewards_get_what_trls_own_loop_gives_them(pair):
+    mine, its = (seen.rounds for seen in pair.rewards)
+    assert mine == its and len(mine) == 3
+    turns = {len(completion) for one in mine for completion in one["completions"]}
+    assert len(turns) > (2 if pair.kind != "rollout_func" else 0), "all conversations end at the same turn"
+
+
+def test_tokens_masks_logprobs_and_advantages_are_trls(pair):
+    for mine, its in zip(pair.our_outputs, pair.trl_outputs, strict=True):
+        assert mine.keys() == its.keys() and {"tool_mask", "sampling_per_token_logps"} <= mine.keys()
+        different = [name for name in its if isinstance(its[name], torch.Tensor) and not its[name].equal(mine[name])]
+        assert different == []
+        assert 0 < its["tool_mask"].float().mean() < 1
+
+
+def test_gradients_are_trls_to_the_bit(pair):
+    assert len(pair.ours.gradients) == len(pair.trls.gradients) == 3
+    for mine, its in zip(pair.ours.gradients, pair.trls.gradients, strict=True):
+        assert mine.equal(its) and mine.abs().max() > 1e-4
+
+
+def test_the_log_is_trls(pair):
+    mine, its = numbers(pair.ours.state.log_history), numbers(pair.trls.state.log_history)
+    for ours_at, trls_at in zip(mine, its, strict=True):
+        differing = {
+            key: (value, ours_at.get(key))
+            for key, value in trls_at.items()
+            if ours_at.get(key) != value and not (isinstance(value, float) and math.isnan(value))
+        }
+        assert differing == {}
+    if pair.kind != "rollout_func":
+        calls = [entry["tools/call_frequency"] for entry in its if "loss" in entry]
+        failures = [entry["tools/failure_frequency"] for entry in its if "loss" in entry]
+        assert min(calls) > 0.5 and max(failures) > 0
+
+
+def test_rows_are_the_datasets_in_its_order(pair):
+    """A round in flight may take groups in another order."""
+    for batch, rows in pair.trls.batches:
+        assert pair.mode == "in flight" or batch == rows
+        assert len(rows) == 2 * GROUP
+
+
+def test_later_rounds_ran_ahead_of_their_weights(pair):
+    steps = [[rollout.version.step for row in rows for _, rollout in row] for _, rows in pair.rounds]
+    assert set(steps[0]) == {0}
+    assert all(max(made_at) <= number for number, made_at in enumerate(steps))
+    assert any(min(made_at) < number for number, made_at in enumerate(steps))
+    log = [entry for entry in pair.ours.state.log_history if "loss" in entry]
+    assert max(entry["staleness/rounds_mean"] for entry in log) > 0
