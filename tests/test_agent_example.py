@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from statistics import mean, variance
 
 import deepspeed  # noqa: F401  sets a variable when it is imported: let that be before the tests
 import pytest
@@ -27,7 +28,7 @@ def demo():
         import agent_model
 
         yield agent, agent_model
-    for name in ("agent", "agent_model"):
+    for name in ("agent", "agent_model", "report"):
         sys.modules.pop(name, None)  # short names, which others may use
 
 
@@ -136,6 +137,16 @@ def test_only_the_assistants_tokens_are_learned_in_the_warm_up(demo, tokenizer):
 # ---- the recorded run
 
 
-def test_the_page_has_the_recorded_run_and_its_reward_rose():
-    record, page = json.loads((DOCS / "agents.json").read_text()), (DOCS / "agents.md").read_text()
-    assert record["markdown"] in page
+def test_the_recorded_run_learned_to_call_the_tool_and_to_answer(demo):
+    from report import markdown
+
+    record = json.loads((DOCS / "agents.json").read_text())
+    rows, (before, after) = record["rows"], record["eval_reward"]
+    assert markdown([rows[0], *rows[9::10]]) in (DOCS / "agents.md").read_text()
+    assert f"| {before:.3f} | {after:.3f} |" in (DOCS / "agents.md").read_text()
+    assert (record["summary"]["nodes"], len(rows)) == (2, record["summary"]["steps"])
+    rewards = [row["reward"] for row in rows]
+    first, last = rewards[:10], rewards[-10:]
+    assert mean(last) - mean(first) > 5 * ((variance(first) + variance(last)) / 10) ** 0.5
+    assert after > 0.5 + mean(first), "half of the reward is for the answer, which only the notes tell"
+    assert rows[0]["called"] < 0.8 and mean(row["calls"] for row in rows[-10:]) > 1.9

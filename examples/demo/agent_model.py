@@ -90,7 +90,7 @@ def make_model(vocab_size: int, seed: int) -> PreTrainedModel:
         num_attention_heads=hidden // 32,  # head_dim 32 is the smallest for vLLM's CPU attention
         num_key_value_heads=hidden // 32,
         max_position_embeddings=256,
-        initializer_range=0.06,  # 3 times the default: it learns in 100 steps, not in 500, to repeat a word it has read
+        initializer_range=0.06,  # 3 times the default: it learns to repeat a word in 100 steps, not in 500
         tie_word_embeddings=False,
         pad_token_id=0,
         eos_token_id=1,

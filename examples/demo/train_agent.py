@@ -58,7 +58,8 @@ def main() -> None:
     config = make_config(options)
     shard_every_parameter(config)
     trainer = make_trainer(config, model, processing_class=AutoTokenizer.from_pretrained(folder))
-    train_and_record(trainer, options.output_dir, best_constant=0.5 / (len(COLORS) - 1))
+    guess = 0.5 / (len(COLORS) - 1)  # among the boxes that the prompt does not name
+    train_and_record(trainer, options.output_dir, best_constant=guess)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""examples/agent.py and the scripts in examples/recipes/, launched as a user would, on two nodes with the fake engine."""
+"""examples/agent.py and examples/recipes/, launched as a user would, on two nodes with the fake engine."""
 
 import json
 import subprocess
