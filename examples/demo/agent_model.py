@@ -55,7 +55,7 @@ RESPONSE_TEMPLATE = {
 MAX_CALLS = 3
 ATTENTION = 0.3  # share of the careless player's moves that follow the last message
 HASTE = 0.3  # share of moves that answer too early
-WARM_UP_HUNTS, WARM_UP_ROWS, WARM_UP_RATE = 4000, 64, 3e-3
+HUNTS_PER_STEP, WARM_UP_ROWS, WARM_UP_RATE = 20, 64, 3e-3  # each hunt is learned about three times
 IGNORED = -100  # label that the loss leaves out
 
 
@@ -131,7 +131,7 @@ def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: i
     """Train the model on careless hunts, and return the last loss."""
     draw, hunts = random.Random(seed), list(make_datasets()[0])
     begin, end = tokenizer.convert_tokens_to_ids(["<assistant>", EOS])
-    chats = [careless_hunt(hunt, draw) for hunt in draw.choices(hunts, k=WARM_UP_HUNTS)]
+    chats = [careless_hunt(hunt, draw) for hunt in draw.choices(hunts, k=HUNTS_PER_STEP * steps)]
     rows = [torch.tensor(tokenizer.apply_chat_template(chat, return_dict=False)) for chat in chats]
     ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     labels = pad_sequence([labels_of(row, begin, end) for row in rows], batch_first=True, padding_value=IGNORED)

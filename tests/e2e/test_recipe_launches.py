@@ -77,7 +77,7 @@ def test_two_stages_train_rows_whose_log_probs_are_the_engines(nodes):
 
 def test_the_agent_trains_on_hunts_of_several_turns_that_ran_ahead(nodes):
     folder = nodes.folder / "agent"
-    made = [sys.executable, EXAMPLES / "demo" / "agent_model.py", folder / "model", "--steps", "80"]
+    made = [sys.executable, EXAMPLES / "demo" / "agent_model.py", folder / "model", "--steps", "50"]
     subprocess.run(made, check=True, capture_output=True, timeout=200)
     words = f"""
         --model_name_or_path {folder}/model --output_dir {folder}/run --use_cpu true --bf16 false --dtype float32
