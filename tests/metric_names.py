@@ -9,7 +9,8 @@ from trl_multinode.run.phases import PHASES
 PAGE = Path(__file__).parents[1] / "docs" / "log.md"
 TRLS = "\n### TRL's own metrics\n"  # heading of the part with TRL's names
 AMONG_TRLS = {"rewards/all_nan_rows"}  # all others with this prefix are TRL's
-PREFIXES = ("perf", "memory", "engine", "node<k>", "sync", "staleness", "logprobs", "balance", "in_flight")
+PREFIXES = ("perf", "memory", "engine", "node<k>", "sync", "staleness", "logprobs", "balance", "in_flight",
+            "dynamic_sampling")  # fmt: skip
 
 
 def _rows(text: str) -> list[list[str]]:

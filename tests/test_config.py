@@ -4,16 +4,18 @@ from dataclasses import FrozenInstanceError, fields, replace
 from unittest import mock
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
 import trl_multinode
-from trl_multinode import node_settings
-from trl_multinode.call_checks import check_call, check_in_flight, check_recorded
+from trl_multinode import engine_keys
+from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_in_flight, check_recorded
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
+from trl_multinode.engine_keys import sampling_keys
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode, sampling_keys
+from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
 from trl_multinode.reporting import report_choices
 
 
@@ -139,11 +141,11 @@ def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_
 
 
 def test_without_vllms_source_only_known_slips_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_settings, "sampling_keys", frozenset)
+    monkeypatch.setattr(engine_keys, "sampling_keys", frozenset)
     assert ours(tmp_path, generation_kwargs={"min_tokens": 1, "no_such_setting": 1})
     assert "no beam search" in refusal(ours, tmp_path, generation_kwargs={"num_beams": 2})
-    monkeypatch.setattr(node_settings, "find_spec", lambda name: None)
-    assert node_settings.sampling_keys() == sampling_keys.__wrapped__() == frozenset()
+    monkeypatch.setattr(engine_keys, "find_spec", lambda name: None)
+    assert engine_keys.sampling_keys() == sampling_keys.__wrapped__() == frozenset()
 
 
 @pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}])
@@ -288,6 +290,57 @@ def test_a_group_in_flight_may_not_straddle_ranks_and_the_nearest_batches_are_na
         message = refusal(ours, tmp_path, per_device_train_batch_size=12, **sizes, **IN_FLIGHT)
         assert "12 x 1 = 12. The nearest is 8 or 16" in message
         assert ours(tmp_path, per_device_train_batch_size=8, **sizes, **IN_FLIGHT).open_rounds == 2
+
+
+# ---- dynamic sampling
+
+
+def checked_again(folder, config=ours, **fields) -> str:
+    """The refusal of a config in which `score_groups` and what needs it are set; none is empty."""
+    scored = {name: fields.pop(name) for name in ("score_groups", "score_with_batch") if name in fields}
+    args = config(folder)
+    for name, value in (fields | scored).items():
+        setattr(args, name, value)
+    try:
+        check_settings(args)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_dynamic_sampling_is_off_by_default_and_taken_as_given(tmp_path):
+    settings = NodeSettings.of(ours(tmp_path))
+    assert (settings.dynamic_sampling, settings.max_resample_rounds) == (False, 8)
+    assert checked_again(tmp_path, dynamic_sampling=True, score_groups=True, max_resample_rounds=3) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"score_groups": False}, ["`dynamic_sampling=True` needs `score_groups=True`, got False", "Set it."]),
+        ({"score_with_batch": ["diversity"]}, ["got ['diversity'] in `score_with_batch`", "Leave them out"]),
+        ({"max_resample_rounds": 0}, ["`max_resample_rounds` must be at least 1, got 0"]),
+        ({"dynamic_sampling": False, "max_resample_rounds": 3}, ["needs `dynamic_sampling=True`, got 3", "at 8"]),
+        ({"vllm_mode": "colocate"}, ["`dynamic_sampling=True` needs node mode"]),
+        ({"num_generations": 3}, ["With `dynamic_sampling=True` a group may not straddle ranks"]),
+    ],
+)
+def test_what_cannot_be_sampled_again_is_refused_with_a_way_out(tmp_path, fields, words):
+    message = checked_again(tmp_path, **{"dynamic_sampling": True, "score_groups": True} | fields)
+    assert words and all(word in message for word in words), message
+
+
+def test_reward_models_and_streams_are_not_sampled_again(tmp_path):
+    args, rows = ours(tmp_path), Dataset.from_dict({"prompt": ["a"]})
+    call = {"reward_funcs": [len], "train_dataset": rows}
+    streams = call | {"train_dataset": rows.to_iterable_dataset()}
+    check_dynamic_sampling(args, streams | {"reward_funcs": "a/model"})
+    args.dynamic_sampling = True
+    check_dynamic_sampling(args, call)
+    assert "got a stream (IterableDataset)" in refusal(check_dynamic_sampling, args, streams)
+    for model, name in ("a/model", "a/model"), ([len, torch.nn.Linear(1, 1)], "Linear"):
+        message = refusal(check_dynamic_sampling, args, call | {"reward_funcs": model})
+        assert f"reward model ({name}) is a collective" in message
 
 
 def test_streams_and_images_are_not_in_flight(tmp_path):

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import transformers
+from torch.nn import Module
 from torch.utils.data import IterableDataset
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
@@ -42,6 +43,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_rewards(call)
     check_recorded(args, call)
     check_in_flight(args, call.get("train_dataset"))
+    check_dynamic_sampling(args, call)
     check_fsdp_version()
     check_own_folders(args, call, host.topology.num_nodes)
     check_push(args, call)
@@ -136,7 +138,7 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
     """Raise `ConfigurationError` if `weight_update='in_flight'` cannot work with the training dataset."""
     if dataset is None or not NodeSettings.of(args).in_flight:
         return
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if not has_index(dataset):
         raise ConfigurationError(
             f"`weight_update='in_flight'` needs a dataset with an index, got a stream ({type(dataset).__name__}): a "
             "resumed run must find the rows of its open groups again. Use a `Dataset`, or `weight_update='drain'`."
@@ -146,6 +148,37 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
             f"`weight_update='in_flight'` generates from token ids, and TRL builds prompts with images (column "
             f"{min(images)!r}) only while it scores them. Use `weight_update='drain'`."
         )
+
+
+def has_index(dataset: Any) -> bool:
+    """Return whether a dataset gives a row by its index; a stream does not."""
+    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
+
+
+def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> None:
+    """Raise `ConfigurationError` if `dynamic_sampling` cannot work with the training dataset or the rewards."""
+    if not NodeSettings.of(args).dynamic_sampling:
+        return
+    dataset = call.get("train_dataset")
+    if dataset is not None and not has_index(dataset):
+        raise ConfigurationError(
+            f"`dynamic_sampling=True` needs a dataset with an index, got a stream ({type(dataset).__name__}): it "
+            "draws other rows of it. Use a `Dataset`."
+        )
+    rewards = call.get("reward_funcs") or []
+    models = [one for one in (rewards if isinstance(rewards, list) else [rewards]) if is_reward_model(one)]
+    if models:
+        name = models[0] if isinstance(models[0], str) else type(models[0]).__name__
+        raise ConfigurationError(
+            f"`dynamic_sampling=True` needs all rewards of a group before its round is chosen, and the forward of a "
+            f"reward model ({name}) is a collective of all ranks. Use reward functions, for example one that asks a "
+            "server with that model, or leave `dynamic_sampling` out."
+        )
+
+
+def is_reward_model(reward: Any) -> bool:
+    """Return whether TRL runs a reward as a model on all ranks: a module, or a name from which it loads one."""
+    return isinstance(reward, str | Module)
 
 
 def check_dataset(dataset: Any, args: TrainingArguments) -> None:

@@ -19,6 +19,7 @@ GRPO_ONLY = {
     "weight_update": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
     "micro_batch_tokens": "only GRPO's micro-batches can be regrouped. Leave it out, or use GRPO.",
     "rehearse_longest": "only GRPO's batches can be made up. Leave it out, or use GRPO.",
+    "dynamic_sampling": "only GRPO's rollouts are made group by group. Leave it out, or use GRPO.",
 }
 NO_LOGPROBS = {
     "logprob_divergence_limit": "this trainer never scores what it sampled, so there is nothing to compare. Leave it "
@@ -144,6 +145,22 @@ class NodeFields(_Arguments):
         tool_errors (`str`, *optional*, defaults to `"answer"`):
             `"answer"`: an exception in a tool is its answer to the model, as in TRL. `"raise"`: it ends the run, with
             a line that has the tool's name, the rank and the row.
+        score_groups (`bool`, *optional*, defaults to `False`):
+            Compute the rewards of a group as soon as its completions are made, beside the generation of other groups
+            and, with rounds ahead, beside training. Needs groups that do not straddle ranks. See docs/scoring.md.
+        score_with_batch (`list[str]`, *optional*):
+            With `score_groups`: names of reward functions that look at all rows of a rank, or call collectives. TRL
+            calls them when the round is used, as it calls reward models.
+        score_processes (`int`, *optional*, defaults to `0`):
+            With `score_groups`: processes of each rank for sync reward functions that hold the interpreter. By default
+            only TRL's `accuracy_reward` and `reasoning_accuracy_reward` get one, because they need a main thread.
+        dynamic_sampling (`bool`, *optional*, defaults to `False`):
+            Whether a group whose completions all get the same reward, which teaches nothing, is dropped, and another
+            prompt of the training dataset takes its place in the round. Needs `score_groups=True`. Steps, epochs and
+            rows per rank stay the same. See docs/dynamic-sampling.md.
+        max_resample_rounds (`int`, *optional*, defaults to `8`):
+            With `dynamic_sampling`: prompts that a place in the round tries after the first one. Then the last group
+            is kept, and if that happens to all groups of all ranks in one round, the run ends.
         hub_push_must_succeed (`bool`, *optional*, defaults to `False`):
             End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the
             command that repeats the push. See docs/hub.md.
@@ -298,6 +315,26 @@ class NodeFields(_Arguments):
     tool_errors: str = field(
         default=NodeSettings.tool_errors,
         metadata={"help": "'answer': an exception in a tool is its answer to the model. 'raise': it ends the run."},
+    )
+    score_groups: bool = field(
+        default=NodeSettings.score_groups,
+        metadata={"help": "Whether a group's rewards are computed as soon as its completions are made."},
+    )
+    score_with_batch: list[str] | None = field(
+        default=NodeSettings.score_with_batch,
+        metadata={"help": "With score_groups: reward functions that need all rows of a rank at once."},
+    )
+    score_processes: int = field(
+        default=NodeSettings.score_processes,
+        metadata={"help": "With score_groups: processes of each rank for its sync reward functions."},
+    )
+    dynamic_sampling: bool = field(
+        default=NodeSettings.dynamic_sampling,
+        metadata={"help": "Whether groups with equal rewards are dropped and sampled again with another prompt."},
+    )
+    max_resample_rounds: int = field(
+        default=NodeSettings.max_resample_rounds,
+        metadata={"help": "With dynamic_sampling: prompts that a place in the round tries after the first one."},
     )
     hub_push_must_succeed: bool = field(
         default=NodeSettings.hub_push_must_succeed,

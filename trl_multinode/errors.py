@@ -12,7 +12,7 @@
     │   ├── WeightVersionError                 a reply came from other weights than expected
     │   └── LogprobDivergenceError             log-probs of engine and trainer differ or are NaN
     ├── WeightsNotFiniteError                  a weight is NaN or infinite; found before a sync or a save
-    ├── RolloutError                           a tool, an environment or a `rollout_func` failed
+    ├── RolloutError                           a tool, an environment or a `rollout_func` failed, or nothing to learn
     ├── RehearsalError                         the longest rows do not fit in memory; found before step 1
     ├── SavedWeightsError                      saved weights are not the trained model; nothing is pushed
     ├── DiskError                          a disk is full or read-only
@@ -72,7 +72,8 @@ class WeightsNotFiniteError(MultiNodeError):
 
 
 class RolloutError(MultiNodeError):
-    """A tool, an environment or a `rollout_func` failed with what TRL does not give to the model as an answer."""
+    """A tool, an environment or a `rollout_func` failed with what TRL does not give to the model as an answer, or no
+    rollout of a round has anything to teach."""
 
 
 class RehearsalError(MultiNodeError):

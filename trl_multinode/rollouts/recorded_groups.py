@@ -53,7 +53,7 @@ class RecordedGroups(OpenGroups):
 
     def _run(self, group: Group) -> None:
         try:
-            recorded = self._make(replace(group), lambda prompts, seeds: self._ask(group, prompts, seeds))
+            recorded = self._make(group, lambda prompts, seeds: self._ask(group, prompts, seeds))
             with self._changed:
                 first = recorded.turns[0] if recorded.turns else None
                 group.prompts = first.prompts if first else []

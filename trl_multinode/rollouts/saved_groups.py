@@ -45,8 +45,8 @@ def to_arrays(
         "updates": [[update, *found] for update, found in continuous.updates.of_rows(rows).items()],
         "groups": [
             {
-                "number": group.number, "place": group.place, "index": index_of(group), "due": group.due,
-                "begun": group.begun, "seeds": group.seeds, "size": len(group.rollouts),
+                "number": group.number, "place": group.place, "index": index_of(group), "attempt": group.attempt,
+                "due": group.due, "begun": group.begun, "seeds": group.seeds, "size": len(group.rollouts),
             }
             for group in groups
         ],
@@ -80,6 +80,7 @@ def restore(
                 saved["due"], saved["begun"], seeds=saved["seeds"],
                 rollouts=[rollouts.get(place) for place in places],
                 begun_rows=[begun.get(place) for place in places],
+                attempt=saved.get("attempt", 0),
             )
         )  # fmt: skip
     updates = {update - last - 1: (number, step) for update, number, step in notes["updates"]}

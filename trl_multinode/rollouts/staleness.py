@@ -39,6 +39,10 @@ class RoundSums:
     ended_tokens: float = 0.0
     swaps: float = 0.0
     swapped_rows: float = 0.0  # rows under way at a swap, summed over swaps
+    sampled_groups: float = 0.0  # with `dynamic_sampling`
+    sampled_tokens: float = 0.0
+    dropped_groups: float = 0.0  # part of `sampled_groups` that was sampled again
+    dropped_tokens: float = 0.0
     ahead_s: float = 0.0  # seconds of generating ahead
     waited_s: float = 0.0  # part of `ahead_s` in which the rank waited
     wall_s: float = 0.0
@@ -94,6 +98,12 @@ class StalenessMeter:
         sums.ended_rows, sums.ended_tokens = sums.ended_rows + ended_rows, sums.ended_tokens + ended_tokens
         swaps, swapped_rows = continuous.take_swaps()
         sums.swaps, sums.swapped_rows = sums.swaps + swaps, sums.swapped_rows + swapped_rows
+
+    def add_sampled(self, groups: int, dropped: int, tokens: int, dropped_tokens: int) -> None:
+        """Add the groups that `dynamic_sampling` sampled, those of them that it dropped, and the tokens of both."""
+        sums = self._sums
+        sums.sampled_groups, sums.dropped_groups = sums.sampled_groups + groups, sums.dropped_groups + dropped
+        sums.sampled_tokens, sums.dropped_tokens = sums.sampled_tokens + tokens, sums.dropped_tokens + dropped_tokens
 
     def add_checked(self, trained_tokens: int, nan_tokens: int) -> None:
         """Add the tokens that the check of log-probs counted in a training round."""
@@ -190,6 +200,9 @@ def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[s
         metrics["in_flight/ended_length"] = total.ended_tokens / total.ended_rows
     if total.swaps:  # every rank counts every swap
         metrics["in_flight/swapped_rows"] = total.swapped_rows / max(rank.swaps for rank in ranks)
+    if total.sampled_groups:
+        metrics["dynamic_sampling/dropped_share"] = total.dropped_groups / total.sampled_groups
+        metrics["dynamic_sampling/extra_tokens"] = total.dropped_tokens / max(total.sampled_tokens, 1.0)
     if total.tokens and total.weights_squared:
         metrics["staleness/effective_sample_size"] = total.weights**2 / (total.tokens * total.weights_squared)
         metrics["staleness/clipped_share"] = total.clipped / total.tokens

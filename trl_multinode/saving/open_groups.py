@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ConfigurationError
 from ..rollouts.groups import Group
+from ..rollouts.sampling_again import drawn_index
 from ..rollouts.saved_groups import restore, to_arrays
 from .saved_rollouts import SavedRollouts
 
@@ -58,6 +59,8 @@ class OpenGroupsFile:
         per_round = args.generation_batch_size // self._trainer.num_generations
         epoch, number = divmod(group.number, len(dataset) // per_round)
         first = self._trainer.accelerator.process_index * per_round // self._trainer.accelerator.num_processes
+        if group.attempt:  # `dynamic_sampling` has drawn it
+            return drawn_index(args.seed, group.number, first + group.place, group.attempt, len(dataset))
         position = number * per_round + first + group.place
         shuffled = self._trainer.shuffle_dataset
         index = permutation(len(dataset), args.seed, epoch)[position] if shuffled else position
