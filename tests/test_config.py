@@ -10,11 +10,12 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 import trl_multinode
-from trl_multinode import node_settings
+from trl_multinode import engine_keys
 from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_in_flight, check_recorded
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
+from trl_multinode.engine_keys import sampling_keys
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode, sampling_keys
+from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
 from trl_multinode.reporting import report_choices
 
 
@@ -140,11 +141,11 @@ def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_
 
 
 def test_without_vllms_source_only_known_slips_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_settings, "sampling_keys", frozenset)
+    monkeypatch.setattr(engine_keys, "sampling_keys", frozenset)
     assert ours(tmp_path, generation_kwargs={"min_tokens": 1, "no_such_setting": 1})
     assert "no beam search" in refusal(ours, tmp_path, generation_kwargs={"num_beams": 2})
-    monkeypatch.setattr(node_settings, "find_spec", lambda name: None)
-    assert node_settings.sampling_keys() == sampling_keys.__wrapped__() == frozenset()
+    monkeypatch.setattr(engine_keys, "find_spec", lambda name: None)
+    assert engine_keys.sampling_keys() == sampling_keys.__wrapped__() == frozenset()
 
 
 @pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}])

@@ -145,6 +145,15 @@ class NodeFields(_Arguments):
         tool_errors (`str`, *optional*, defaults to `"answer"`):
             `"answer"`: an exception in a tool is its answer to the model, as in TRL. `"raise"`: it ends the run, with
             a line that has the tool's name, the rank and the row.
+        score_groups (`bool`, *optional*, defaults to `False`):
+            Compute the rewards of a group as soon as its completions are made, beside the generation of other groups
+            and, with rounds ahead, beside training. Needs groups that do not straddle ranks. See docs/scoring.md.
+        score_with_batch (`list[str]`, *optional*):
+            With `score_groups`: names of reward functions that look at all rows of a rank, or call collectives. TRL
+            calls them when the round is used, as it calls reward models.
+        score_processes (`int`, *optional*, defaults to `0`):
+            With `score_groups`: processes of each rank for sync reward functions that hold the interpreter. By default
+            only TRL's `accuracy_reward` and `reasoning_accuracy_reward` get one, because they need a main thread.
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Whether a group whose completions all get the same reward, which teaches nothing, is dropped, and another
             prompt of the training dataset takes its place in the round. Needs `score_groups=True`. Steps, epochs and
@@ -306,6 +315,18 @@ class NodeFields(_Arguments):
     tool_errors: str = field(
         default=NodeSettings.tool_errors,
         metadata={"help": "'answer': an exception in a tool is its answer to the model. 'raise': it ends the run."},
+    )
+    score_groups: bool = field(
+        default=NodeSettings.score_groups,
+        metadata={"help": "Whether a group's rewards are computed as soon as its completions are made."},
+    )
+    score_with_batch: list[str] | None = field(
+        default=NodeSettings.score_with_batch,
+        metadata={"help": "With score_groups: reward functions that need all rows of a rank at once."},
+    )
+    score_processes: int = field(
+        default=NodeSettings.score_processes,
+        metadata={"help": "With score_groups: processes of each rank for its sync reward functions."},
     )
     dynamic_sampling: bool = field(
         default=NodeSettings.dynamic_sampling,

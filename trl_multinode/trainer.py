@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ from .rollouts.generation import Prompts
 from .rollouts.look_ahead import Batch, UpcomingBatches
 from .rollouts.making import GroupMaker
 from .rollouts.monitor import DivergenceMonitor
+from .rollouts.recorded import joined
 from .rollouts.replay import replayed
 from .rollouts.sampling_again import SamplingAgain
+from .rollouts.scoring import GroupScorer
 from .rollouts.stand_in import Recorder
 from .rollouts.tool_calls import ToolCalls, ToolFailed
 
@@ -55,6 +57,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     _trl, _config = GRPOTrainer, MultiNodeGRPOConfig
     _tool_calls: ToolCalls | None = None
     _recorder: Recorder | None = None  # of whole rollouts, if they run ahead of their round
+    _scorer: GroupScorer | None = None  # of groups, before their round
     _again: SamplingAgain | None = None  # of groups with equal rewards, with `dynamic_sampling`
     _first_row = 0  # of the batch that generates, among the rows of this rank
 
@@ -73,7 +76,13 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self._again = SamplingAgain(host.settings, self)
         if runs_ahead(self, host.settings):
             self._recorder = Recorder(self, self._tool_calls)
-            self.vllm_generation.record(GroupMaker(self._recorder, again=self._again))
+            self._scorer = GroupScorer(self, host, self._reward_calls) if host.settings.score_groups else None
+            self.vllm_generation.record(GroupMaker(self._recorder, self._scorer, self._again))
+
+    def close(self) -> None:
+        super().close()
+        if self._scorer is not None:
+            self._scorer.close()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -113,10 +122,12 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             yield
             return
         generation = self.vllm_generation
-        with replayed(self, generation.continuous.recorded, generation.use_first_turns):
+        taken = [group.recorded for group in generation.continuous.taken]
+        scored = self._scorer.replaying(taken) if self._scorer is not None else nullcontext()
+        with replayed(self, joined(taken), generation.use_first_turns), scored:
             yield
-        for group in generation.continuous.taken:
-            self._recorder.give_back(group.recorded)
+        for recorded in taken:
+            self._recorder.give_back(recorded)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(*args, **kwargs)

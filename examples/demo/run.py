@@ -152,9 +152,7 @@ def announce(demo: Demo) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
-    parser.add_argument(
-        "--steps", type=int, help="default: 80, in mode continuous 120, agent 60, real 24, fake 30"
-    )
+    parser.add_argument("--steps", type=int, help="default: 80, in mode continuous 120, agent 60, real 24, fake 30")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")

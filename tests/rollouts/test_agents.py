@@ -1,6 +1,5 @@
 """Agents beside training, in one process: seeds, environments, evaluation, resume, endings, and what ends a run."""
 
-import asyncio
 import sys
 import threading
 import time
@@ -9,15 +8,11 @@ from pathlib import Path
 
 import agent_kinds
 import pytest
-from agent_kinds import KINDS, SPEAKER, Kind, add
-from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, keep_outputs, keep_rounds, ours
+from agent_kinds import KINDS, SPEAKER, Kind
+from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, keep_outputs, ours
 from forks import forked
-from store_host import topology_of
 
-
-from trl_multinode.errors import ConfigurationError, RolloutError
 from trl_multinode.rollouts.stand_in import own_attributes
-from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.testing.waiting import wait_until
 
 AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
@@ -203,7 +198,7 @@ def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mo
         resumed.close()
     rows = Count(row for seen in (before, after) for one in seen.rounds for row in one["start"])
     assert len(before.rounds) == 2 and len(after.rounds) == 4
-    assert rows == Count({row: GROUP for row in range(12)})
+    assert rows == Count(dict.fromkeys(range(12), GROUP))
 
 
 class Stop(Exception):

@@ -23,7 +23,6 @@ from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from .groups import Group, OpenGroups, Stream
 from .look_ahead import Batch, RoundRollouts
-from .recorded import Recorded, joined
 from .updates import TokenAges, UpdateLog
 
 # returns the batch that is so many rounds ahead and its prompts as token ids; `None` if none follows
@@ -142,7 +141,7 @@ class ContinuousRollouts:
     def made(self, prompts: list[list[int]]) -> RoundRollouts | None:
         """Return the completions of the taken groups; `None` if `prompts` are not theirs."""
         if [prompt for group in self.taken for prompt in group.prompts] != prompts:
-            if self.recorded is not None:
+            if any(group.recorded is not None for group in self.taken):
                 raise RolloutError(
                     f"{self._where}: round {self._number} has other prompts than its rollouts that ran ahead. A "
                     "callback or a subclass changes the chat template, the tools or the rows; use `max_staleness=0`."
@@ -157,12 +156,6 @@ class ContinuousRollouts:
             self.taken = []
             return None
         return self.first_turns()
-
-    @property
-    def recorded(self) -> Recorded | None:
-        """The rollouts of the taken groups, if they are recorded whole."""
-        found = [group.recorded for group in self.taken if group.recorded is not None]
-        return joined(found) if found else None
 
     def first_turns(self) -> RoundRollouts:
         """Return the completions of the taken groups, those of recorded ones from their first `generate` call."""

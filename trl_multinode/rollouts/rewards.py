@@ -115,7 +115,7 @@ class RewardCalls:
             return
         named = zip(functions, trainer.reward_func_names, strict=True)
         trainer.reward_funcs = [
-            function if isinstance(function, torch.nn.Module) else self._limited(function, name)
+            function if isinstance(function, torch.nn.Module) else self.limit(function, name)
             for function, name in named
         ]
         try:
@@ -123,8 +123,11 @@ class RewardCalls:
         finally:
             trainer.reward_funcs = functions
 
-    def _limited(self, function: Callable, name: str) -> Callable:
-        if not _is_async(function):
+    def limit(self, function: Callable, name: str) -> Callable:
+        """Return a reward function whose calls have the limit, if there is one."""
+        if self._timeout_s is None:
+            return function
+        if not is_async(function):
 
             def _calculate_rewards(**kwargs: Any) -> Any:  # below this name `user_code.py` finds a user's frame
                 with self._call(name, threading.get_ident()) as call:
@@ -203,7 +206,7 @@ def _with_rows(kwargs: dict[str, Any], call: Call) -> dict[str, Any]:
     return kwargs | found
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
     """Return whether TRL awaits a reward function."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -1,0 +1,213 @@
+"""Rewards of a group as soon as it is complete, in the group's thread or in a process, beside generation."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import ConfigurationError, RolloutError
+from ..libraries import replaced
+from ..run.reporter import report
+from .recorded import Recorded, Scores
+from .rewards import RewardCalls, is_async
+from .scoring_pool import ScoringPool, is_importable
+
+# TRL's functions that limit their time by a signal, which only the main thread of a process can
+NEED_MAIN_THREAD = {"accuracy_reward", "reasoning_accuracy_reward"}
+NOT_GIVEN = ("prompt", "completion", "completion_ids")  # columns that TRL leaves out
+
+
+@dataclass
+class Logged:
+    """What the reward functions of one group gave to `log_extra` and `log_metric`."""
+
+    extras: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    metrics: list[tuple[str, float]] = field(default_factory=list)
+
+    def add_extra(self, column: str, values: list[Any]) -> None:
+        self.extras[column].extend(values)
+
+    def add_metric(self, name: str, value: float) -> None:
+        self.metrics.append((name, value))
+
+
+class GroupScorer:
+    """
+    Scorer of one rank: it calls reward functions for one group at a time, with the arguments that TRL would give them.
+
+    Reward models, whose forward is a collective, and the functions of `score_with_batch` are left to TRL's own call. A
+    sync function runs in the group's thread, or in a process of the rank; an async one on the trainer's event loop.
+
+    Args:
+        trainer ([`~trl_multinode.MultiNodeGRPOTrainer`]):
+            Trainer with the reward functions.
+        host ([`~trl_multinode.host.NodeHost`]):
+            Host of this rank.
+        calls ([`RewardCalls`]):
+            Limit for one call of a function.
+
+    Raises:
+        `ConfigurationError`: if `score_with_batch` names no reward function of the trainer.
+    """
+
+    def __init__(self, trainer: Any, host: Any, calls: RewardCalls):
+        self._trainer, self._calls = trainer, calls
+        self._where = str(host.topology)
+        self._functions = list(trainer.reward_funcs)
+        self._names = list(trainer.reward_func_names)
+        self._with_batch = set(host.settings.score_with_batch or ())
+        if unknown := sorted(self._with_batch.difference(self._names)):
+            raise ConfigurationError(
+                f"`score_with_batch` names {unknown}, and the reward functions are {self._names}. Use these names."
+            )
+        several = host.settings.score_processes
+        in_process = [one for one in self._scored() if self._needs_process(one, several)]
+        self._in_process = set(in_process)
+        self._pool = ScoringPool(several or 1, self._where) if in_process else None
+        if host.topology.rank == 0:
+            report(self._plan())
+
+    # ---- which function runs where ----------------------------------------------------------------------------------
+
+    def _scored(self) -> list[int]:
+        """Return the places of the functions that are called for a group."""
+        return [place for place in range(len(self._functions)) if not self._is_trls_call(place)]
+
+    def _is_trls_call(self, place: int) -> bool:
+        return isinstance(self._functions[place], torch.nn.Module) or self._names[place] in self._with_batch
+
+    def _needs_process(self, place: int, several: int) -> bool:
+        function = self._functions[place]
+        if is_async(function):
+            return False
+        module = getattr(function, "__module__", "") or ""
+        needs = self._names[place] in NEED_MAIN_THREAD and module.startswith("trl.")
+        return needs or bool(several and is_importable(function))
+
+    def _plan(self) -> str:
+        def where(place: int) -> str:
+            if self._is_trls_call(place):
+                return "with the whole batch"
+            if place in self._in_process:
+                return "in a process"
+            return "on the event loop" if is_async(self._functions[place]) else "in the group's thread"
+
+        each = ", ".join(f"{name} {where(place)}" for place, name in enumerate(self._names))
+        return f"score_groups=True: rewards of a group are computed when it is complete: {each}"
+
+    @property
+    def scores_all(self) -> bool:
+        """Whether no reward is left to TRL's own call."""
+        return len(self._scored()) == len(self._functions)
+
+    # ---- in the group's thread --------------------------------------------------------------------------------------
+
+    def score(self, recorded: Recorded) -> Scores:
+        """Return the rewards of a group. Only the caller's thread waits; the functions may run in several at once.
+
+        Raises:
+            `RolloutError`: if a function failed, or returned another number of rewards than the group has rows.
+        """
+        logged = Logged()
+        arguments = self._arguments(recorded, logged)
+        values: list[list[float | None] | None] = [None] * len(self._functions)
+        begun = {place: self._begin_async(place, arguments) for place in self._scored() if self._is_async(place)}
+        for place in self._scored():
+            with self._named(place):
+                found = begun[place].result() if place in begun else self._call(place, arguments, logged)
+            values[place] = self._checked(place, found, len(recorded.completions))
+        return Scores(values, dict(logged.extras), logged.metrics)
+
+    def _arguments(self, recorded: Recorded, logged: Logged) -> dict[str, Any]:
+        """Return the keywords with which TRL calls its reward functions, of one group."""
+        columns = [name for name in recorded.inputs[0] if name not in NOT_GIVEN]
+        found: dict[str, Any] = {name: [row[name] for row in recorded.inputs] for name in columns}
+        found |= {"trainer_state": self._trainer.state, "log_extra": logged.add_extra, "log_metric": logged.add_metric}
+        if recorded.environments is not None:
+            found["environments"] = recorded.environments
+        rows = {"prompts": recorded.prompts, "completions": recorded.completions}
+        return rows | {"completion_ids": recorded.completion_ids} | found
+
+    def _is_async(self, place: int) -> bool:
+        return is_async(self._functions[place])
+
+    def _begin_async(self, place: int, arguments: dict[str, Any]) -> Any:
+        function = self._calls.limit(self._functions[place], self._names[place])
+        return asyncio.run_coroutine_threadsafe(function(**arguments), self._trainer.async_loop)
+
+    def _call(self, place: int, arguments: dict[str, Any], logged: Logged) -> Sequence[Any]:
+        function, name = self._functions[place], self._names[place]
+        if place not in self._in_process:
+            return self._calls.limit(function, name)(**arguments)
+        assert self._pool is not None
+        call = self._calls.limit(partial(self._pool.call, function, name), name)
+        answer = call(arguments=arguments)
+        for column, column_values in answer.extras.items():
+            logged.add_extra(column, column_values)
+        logged.metrics += answer.metrics
+        return answer.rewards
+
+    @contextmanager
+    def _named(self, place: int) -> Iterator[None]:
+        """Name the function in the error of one that failed."""
+        try:
+            yield
+        except (RolloutError, ConfigurationError):
+            raise
+        except Exception as error:
+            raise RolloutError(
+                f"{self._where}: the reward function `{self._names[place]}` failed for a group with "
+                f"{type(error).__name__}: {error}. Mend it, or return None for a row that it cannot score."
+            ) from error
+
+    def _checked(self, place: int, rewards: Sequence[Any], rows: int) -> list[float | None]:
+        if len(rewards) != rows:
+            raise RolloutError(
+                f"{self._where}: the reward function `{self._names[place]}` returned {len(rewards)} rewards for a "
+                f"group of {rows} rows. It must return one per completion; one that needs the rows of all groups "
+                "belongs into `score_with_batch`."
+            )
+        return [None if reward is None else float(reward) for reward in rewards]
+
+    # ---- in the round -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def replaying(self, taken: Sequence[Recorded]) -> Iterator[None]:
+        """Let TRL's `_calculate_rewards` get the rewards of the taken groups, and call the other functions itself."""
+        functions = [
+            one if self._is_trls_call(place) else partial(self._replay, place, taken)
+            for place, one in enumerate(self._functions)
+        ]
+        with replaced(self._trainer, "reward_funcs", functions):
+            yield
+
+    def _replay(self, place: int, taken: Sequence[Recorded], **arguments: Any) -> list[float | None]:
+        """Return the rewards that one function gave to the rows of the taken groups; the first one logs for all."""
+        if place == self._scored()[0]:
+            for column in sorted({name for group in taken for name in scores_of(group).extras}):
+                arguments["log_extra"](column, joined_column(taken, column))
+            for name, value in [pair for group in taken for pair in scores_of(group).metrics]:
+                arguments["log_metric"](name, value)
+        return [reward for group in taken for reward in scores_of(group).values[place] or []]
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def scores_of(group: Recorded) -> Scores:
+    """Return the scores of a group that was scored."""
+    assert group.scores is not None
+    return group.scores
+
+
+def joined_column(taken: Sequence[Recorded], column: str) -> list[Any]:
+    """Return a column of the completions' log; a group whose functions logged none of it has `None`."""
+    parts: list[list[Any]] = [scores_of(group).extras.get(column, [None] * len(group.inputs)) for group in taken]
+    return [value for part in parts for value in part]
