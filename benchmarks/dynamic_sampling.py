@@ -5,12 +5,12 @@
     off    every group is trained
     on     dynamic_sampling=True
 
-The demo's task with a reward of 0 or 1: the first symbol must be right. A new model guesses it with probability 1/12, so
-(11/12)^8 = half of the groups of 8 completions are flat at the start, and so are most of them again near the end.
+The demo's task with a reward of 0 or 1: the first symbol must be right. A new model guesses it with probability 1/12,
+so (11/12)^8 = half of the groups of 8 completions are flat at the start, and most of them are again near the end.
 
-The measure is the expected reward on held-out prompts, by the model's probabilities, because the rewards in the log of a
-run with dynamic sampling are those of the kept groups. A run ends when it reaches the target. One rank and one vLLM engine
-per run; every run is a process of its own. The picture shows the expected reward by steps and by tokens.
+The measure is the expected reward on held-out prompts, by the model's probabilities, because the rewards in the log of
+a run with dynamic sampling are those of the kept groups. A run ends when it reaches the target. One rank and one vLLM
+engine per run; every run is a process of its own. The picture shows the expected reward by steps and by tokens.
 """
 
 import argparse
