@@ -125,7 +125,7 @@ def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
     """Write the report, print table and verdict; return whether the run has the expected result."""
     report = Report(folder, wall_s)
     summary = report.write()
-    Console(width=100).print(report.table())
+    Console(width=112).print(report.table())
     good, line = verdict(demo, summary, report, synced)
     print(f"[demo] {line}")
     print(f"[demo] {wall_s / 60:.1f} minutes; {folder / 'summary.json'}, {folder / 'reward.png'}")
