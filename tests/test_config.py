@@ -321,8 +321,8 @@ def test_dynamic_sampling_is_off_by_default_and_taken_as_given(tmp_path):
         ({"score_with_batch": ["diversity"]}, ["got ['diversity'] in `score_with_batch`", "Leave them out"]),
         ({"max_resample_rounds": 0}, ["`max_resample_rounds` must be at least 1, got 0"]),
         ({"dynamic_sampling": False, "max_resample_rounds": 3}, ["needs `dynamic_sampling=True`, got 3", "at 8"]),
-        ({"vllm_mode": "colocate"}, ["`dynamic_sampling=True` needs node mode"]),
-        ({"num_generations": 3}, ["With `dynamic_sampling=True` a group may not straddle ranks"]),
+        ({"vllm_mode": "colocate"}, ["`score_groups=True` needs node mode"]),
+        ({"num_generations": 3}, ["With `score_groups=True` a group may not straddle ranks"]),
     ],
 )
 def test_what_cannot_be_sampled_again_is_refused_with_a_way_out(tmp_path, fields, words):

@@ -276,9 +276,7 @@ def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
                 f"`max_resample_rounds` needs `dynamic_sampling=True`, got {most}. Set that, or leave it at {default}."
             )
         return
-    if not is_node_mode(args):
-        raise ConfigurationError("`dynamic_sampling=True` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
-    if not settings.score_groups:
+    if not settings.score_groups:  # whose own checks are node mode and groups that do not straddle ranks
         raise ConfigurationError(
             "`dynamic_sampling=True` needs `score_groups=True`, got False: whether a group is used depends on its "
             "rewards, which TRL computes once the round is chosen. Set it."
@@ -293,7 +291,6 @@ def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
             f"`max_resample_rounds` must be at least 1, got {settings.max_resample_rounds}. Leave out "
             "`dynamic_sampling` to keep every group."
         )
-    _check_whole_groups(args, "dynamic_sampling=True")
 
 
 def _check_whole_groups(args: Any, setting: str) -> None:
