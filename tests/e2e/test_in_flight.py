@@ -49,7 +49,7 @@ TOOLS = {
 # Whole rollouts one round ahead, and engines that are empty when they get new weights
 AGENTS = TOOLS | {
     "name": "agents", "output": "agents", "tools": False, "environment": True, "weight_update": "drain",
-    "open_rounds": 1, "max_staleness": 1, "prompts": 12, "mean": 16,
+    "open_rounds": 1, "max_staleness": 1, "prompts": 16, "mean": 1, "min_tokens": 0, "max_tool_calling_iterations": 3,
 }  # fmt: skip
 HANGS = AGENTS | {"name": "hangs", "output": "hangs", "hangs": 3, "tool_timeout": 3.0}  # on rank 3
 LOSSES = {"name": "losses", "prompts": 84}
@@ -236,7 +236,8 @@ def test_whole_rollouts_end_at_different_turns_on_every_rank(folder, job):
     assert trained(runs) == every and [run["rows_left"] for run in runs] == [0] * WORLD
     rounds = zip(*(run["rounds"] for run in runs), strict=True)
     assert any(len({max(one["turns"]) for one in ranks}) > 1 for ranks in rounds)
-    assert {3, 5} <= {turns for run in runs for one in run["rounds"] for turns in one["turns"]}
+    turns = {count for run in runs for one in run["rounds"] for count in one["turns"]}
+    assert turns >= ({1, 3, 5, 7} if job is AGENTS else {1, 3})
     assert max(one["lag"][0] for run in runs for one in run["rounds"]) > 0
 
 

@@ -14,6 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import IO, Any, TypeVar
 
 import msgspec
@@ -61,14 +62,12 @@ def read(stream: IO[bytes], kind: type[Message]) -> Message | None:
 
 def answer(request: Request) -> Answer:
     """Call the function of a request."""
-    from transformers import TrainerState  # takes seconds, which only a process that is used pays
-
     found = Answer(extras=defaultdict(list), metrics=[])
     try:
         function: Callable = getattr(import_module(request.module), request.name)
         rewards = function(
             **request.arguments,
-            trainer_state=TrainerState(**request.trainer_state),
+            trainer_state=SimpleNamespace(**request.trainer_state),
             log_extra=lambda column, values: found.extras[column].extend(values),
             log_metric=lambda name, value: found.metrics.append((name, float(value))),
         )

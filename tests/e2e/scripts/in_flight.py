@@ -4,7 +4,7 @@ A job is a trainer; several run one after the other. Of its settings, `name` is 
 SIGKILL at an optimizer step: "take" before its round takes groups, "step" between its backward pass and its update,
 "saving" in the middle of its checkpoint; `resume` goes to `train()`; `compare` is a round whose tensors are compared
 with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`; `lora`, `tools` and
-`environment` are what they say; from the second step on, the tool of rank `hangs` does not return. The job "losses"
+`environment` (half of whose turns call a tool) are what they say; from the second step on, the tool of rank `hangs` does not return. The job "losses"
 trains twice, see in_flight_losses.py.
 """
 
@@ -26,11 +26,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from in_flight_losses import compare as compare_losses
 from peft import LoraConfig
 from scenarios import Adder, add
-from tool_model import CALL, DONE, TURN_END, tool_model, tool_tokenizer
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.tool_model import CALL, DONE, TURN_END, tool_model, tool_tokenizer
 
 folder, jobs_json = sys.argv[1:]
 
@@ -209,7 +209,7 @@ def run(
         targets = ["q_proj", "v_proj", "down_proj"]
         settings["peft_config"] = LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=targets)
     trainer = make_trainer(
-        tool_model(7.75, words) if tools or environment else tiny_qwen2(tied=False),
+        tool_model(7.75 if tools else 8.0, words) if tools or environment else tiny_qwen2(tied=False),
         rounds, f"{folder}/{output}", texts,
         eval_prompts=["1 + 1 =", "2 + 2 ="] if "eval_strategy" in settings else None,
         rollout_seed=5, generation_kwargs=sampling, vllm_importance_sampling_mode="token_truncate",
