@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RolloutError
-from .rewards import Call, RewardCalls
+from .reward_call import Call
+from .rewards import RewardCalls
 
 
 @dataclass
@@ -76,7 +77,7 @@ class ToolCalls(RewardCalls):
                 Whether `tool_timeout` holds for it.
         """
         call = ToolCall(what, time.monotonic(), threading.get_ident(), place=place)
-        with self._open_call(call) if limited else nullcontext():
+        with self.open_call(call) if limited else nullcontext():
             try:
                 yield
             except (RolloutError, ToolFailed):
@@ -124,7 +125,7 @@ class ToolCalls(RewardCalls):
     def _async(self, name: str, tool: Callable, place: str, failures: list[RolloutError] | None) -> Callable:
         @functools.wraps(tool)
         async def call_tool(**arguments: Any) -> Any:
-            with self._open_call(ToolCall(f"the tool `{name}`", time.monotonic(), None, place=place)) as call:
+            with self.open_call(ToolCall(f"the tool `{name}`", time.monotonic(), None, place=place)) as call:
                 try:
                     call.coroutine = tool(**arguments)
                     return await call.coroutine
