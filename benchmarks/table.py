@@ -188,6 +188,29 @@ def learning(found: dict) -> str:
     )
 
 
+def dynamic_sampling(found: dict) -> str:
+    rows = [
+        [f"`dynamic_sampling={arm == 'on'}`", number, mean_of(found[arm][number]), listed(found[arm][number])]
+        for number in ("steps", "tokens")
+        for arm in ("off", "on")
+    ]
+    rows += [["ratio", number, found.get(f"{number}_on_over_off"), ""] for number in ("steps", "tokens")]
+    return (
+        "## Dynamic sampling\n\nSteps and sampled tokens of completions until the expected reward on held-out prompts "
+        f"is {found['target']}, by seed; {found['groups_per_step']} groups of {found['rows']} a step, of which "
+        f"{found['off']['flat_share_at_start']:.0%} are flat at the start (`benchmarks/dynamic_sampling.py`).\n\n"
+        + table(["arm", "until then", "mean", "seeds"], rows)
+    )
+
+
+def mean_of(values: list) -> str:
+    return "-" if None in values else f"{sum(values) / len(values):.0f}"
+
+
+def listed(values: list) -> str:
+    return ", ".join("not reached" if value is None else str(value) for value in values)
+
+
 def sync(found: dict) -> str:
     cells = found["cells"]
     columns = [f"{c['model']}, {c['nodes']} x {found['ranks_per_node']}, {c['link']}, {c['engine']}" for c in cells]
@@ -339,6 +362,7 @@ SECTIONS = (
     ("balance", balance),
     ("balance_nodes", balance_nodes),
     ("learning", learning),
+    ("dynamic_sampling", dynamic_sampling),
     ("control_plane", control_plane),
 )
 

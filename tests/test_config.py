@@ -239,6 +239,8 @@ def test_whole_rollouts_ahead_have_no_images_in_their_requests(tmp_path, name):
     check_recorded(ours(tmp_path, max_staleness=1), {name: print, "train_dataset": rows.select_columns("prompt")})
     check_recorded(ours(tmp_path, max_staleness=1), {"tools": [print], "train_dataset": rows})  # made when needed
     check_recorded(ours(tmp_path), {name: print, "train_dataset": rows})
+    message = refusal(check_recorded, ours(tmp_path, score_groups=True), {"train_dataset": rows})
+    assert "`score_groups=True`" in message and "(column 'images')" in message and "Leave it out" in message
 
 
 # ---- rounds in flight

@@ -60,6 +60,9 @@ class ToolCalls(RewardCalls):
         host.watch.add_chore(calls.check)
         return calls
 
+    def _what(self, call: Call) -> str:
+        return call.name
+
     def _cause(self, call: Call, seconds: float) -> str:
         what = f"{call.name} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
         return f"{what}. Give what it waits for a limit, or raise `tool_timeout` (got {self._timeout_s:g} s)"
