@@ -2,8 +2,8 @@
 
     python benchmarks/scoring.py [--quick] [--mixes waits ...]
 
-The reward takes `reward_s` for each group, and the step is compared with the same reward free of charge. The seconds are a
-column of the dataset, so arms take turns in one training run, and drift of the machine meets all of them:
+The reward takes `reward_s` for each group, and the step is compared with the same reward free of charge. The seconds
+are a column of the dataset, so arms take turns in one training run, and drift of the machine meets all of them:
 
     free      the reward takes no time
     slow      it takes `reward_s` for a group
@@ -146,7 +146,7 @@ def pin_all() -> None:
 
 
 def rounds_of(mix: Mix, arms: list[str], segment: int, score_groups: bool) -> dict[tuple[int, str], list[dict]]:
-    """Train, and return the seconds of each segment's rounds but the first one, beside which the arm before trained."""
+    """Train, and return the rounds of each segment."""
     schedule = Segments(arms, segment, mix.num_iterations)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(mix, Path(folder), schedule, WARM_UP_ROUNDS + len(arms) * segment, score_groups)
