@@ -28,7 +28,7 @@ def demo():
         import agent_model
 
         yield agent, agent_model
-    for name in ("agent", "agent_model", "report"):
+    for name in ("agent", "agent_model", "modes", "report", "rows", "task", "train", "train_agent"):
         sys.modules.pop(name, None)  # short names, which others may use
 
 
@@ -132,6 +132,22 @@ def test_only_the_assistants_tokens_are_learned_in_the_warm_up(demo, tokenizer):
     color, answer = chat[1]["tool_calls"][0]["function"]["arguments"]["color"], chat[-1]["content"]
     assert tokenizer.decode(labels[labels >= 0]) == f"<call> open_box color = {color} <eos> {answer} <eos>"
     assert torch.equal(labels[labels >= 0], ids[labels >= 0])
+
+
+# ---- the demo's mode
+
+
+def test_the_mode_of_the_demo_trains_whole_hunts_ahead(demo, monkeypatch, tmp_path):
+    import modes
+    import train
+    import train_agent
+
+    mode = modes.DEMOS["agent"]
+    assert all((ROOT / "examples" / "demo" / script).is_file() for script in (mode.script, mode.model))
+    monkeypatch.setattr(sys, "argv", ["train_agent.py", "--mode", "agent", "--output_dir", str(tmp_path)])
+    config = train_agent.make_config(train.parse_arguments(modes=["agent"]))
+    assert (config.max_staleness, config.tool_timeout, config.max_tool_calling_iterations) == (1, 60, 3)
+    assert config.max_tool_calling_iterations == demo[1].MAX_CALLS
 
 
 # ---- the recorded run
