@@ -39,6 +39,7 @@ from trl_multinode import GRPOConfig, GRPOTrainer
 from trl_multinode.testing.tool_model import tool_model, tool_tokenizer
 
 GROUP = 2
+CALLS = "tools/call_frequency"
 ARMS = ("alone", "ahead", "control")
 WARM_UP_ROUNDS = 2
 SHORT = ("step_ratio_vs_max", "control_ratio", "speedup_over_alone", "speedup_over_synchronous")
@@ -160,7 +161,7 @@ def rounds_of(mix: Mix, arms: list[str], segment: int, max_staleness: int) -> di
             pin(process.pid, ENGINE_CORE)
         pin(os.getpid(), RANK_CORE)
         trainer.train()
-        calls = [entry["tools/call_frequency"] for entry in trainer.state.log_history if "loss" in entry]
+        calls = [entry[CALLS] for entry in trainer.state.log_history if CALLS in entry]
         assert min(calls) >= 1.0, "a row called no tool"
         trainer.close()
     return by_segment(schedule.steps, mix.num_iterations)

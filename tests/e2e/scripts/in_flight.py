@@ -4,8 +4,8 @@ A job is a trainer; several run one after the other. Of its settings, `name` is 
 SIGKILL at an optimizer step: "take" before its round takes groups, "step" between its backward pass and its update,
 "saving" in the middle of its checkpoint; `resume` goes to `train()`; `compare` is a round whose tensors are compared
 with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`; `lora`, `tools` and
-`environment` (half of whose turns call a tool) are what they say; from the second step on, the tool of rank `hangs` does not return. The job "losses"
-trains twice, see in_flight_losses.py.
+`environment` (half of whose turns call a tool) are what they say; from the second step on, the tool of rank `hangs`
+does not return. The job "losses" trains twice, see in_flight_losses.py.
 """
 
 import json
