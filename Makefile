@@ -63,6 +63,7 @@ bench: setup
 	python benchmarks/scaling.py
 	python benchmarks/balance.py
 	python benchmarks/learning.py
+	python benchmarks/scoring.py
 	python benchmarks/dynamic_sampling.py
 	python benchmarks/control_plane.py
 	python benchmarks/table.py

@@ -294,6 +294,31 @@ def test_a_group_in_flight_may_not_straddle_ranks_and_the_nearest_batches_are_na
         assert ours(tmp_path, per_device_train_batch_size=8, **sizes, **IN_FLIGHT).open_rounds == 2
 
 
+# ---- rewards of a group before its round
+
+
+def test_groups_are_scored_only_if_asked_for(tmp_path):
+    settings = NodeSettings.of(ours(tmp_path))
+    assert (settings.score_groups, settings.score_with_batch, settings.score_processes) == (False, None, 0)
+    given = {"score_groups": True, "score_with_batch": ["diversity"], "score_processes": 2}
+    assert NodeSettings.of(ours(tmp_path, **given)).score_with_batch == ["diversity"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"score_with_batch": ["a"]}, ["`score_with_batch` needs `score_groups=True`, got ['a']. Set that, or leave"]),
+        ({"score_processes": 2}, ["`score_processes` needs `score_groups=True`, got 2"]),
+        ({"score_groups": True, "score_processes": -1}, ["`score_processes` must not be negative, got -1"]),
+        ({"score_groups": True, "vllm_mode": "colocate"}, ["`score_groups=True` needs node mode"]),
+        ({"score_groups": True, "num_generations": 3}, ["With `score_groups=True` a group may not straddle ranks"]),
+    ],
+)
+def test_settings_that_cannot_score_groups_are_refused_with_a_way_out(tmp_path, fields, words):
+    message = checked_again(tmp_path, **fields)
+    assert words and all(word in message for word in words), message
+
+
 # ---- dynamic sampling
 
 

@@ -30,13 +30,13 @@ CHAT_TEMPLATE = """\
     {{- '<' + message.role + '> ' }}
     {%- for call in message.tool_calls or [] %}
         {{- '<call> ' + call.function.name }}
-        {%- for name, value in call.function.arguments.items() %}{{ ' ' + name + ' = ' + value }}{% endfor %}
+        {%- for name, value in call.function.arguments.items() %}{{ ' ' + name + ' = ' + value | string }}{% endfor %}
     {%- endfor %}
     {{- (message.content or '') + ' <eos> ' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}
 """
-# How TRL and transformers find the calls in the text of a turn
+# TRL finds the calls in the text of a turn with it; transformers 5.13 or later
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<assistant>",
@@ -82,7 +82,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(vocab_size: int, seed: int) -> PreTrainedModel:
     """Build a random Llama of about 100 thousand parameters."""
     hidden = 64
-    config = LlamaConfig(
+    config = LlamaConfig(  # `AutoTokenizer` would read the words of a Qwen2 with a tokenizer class of its own
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=2 * hidden,

@@ -15,7 +15,8 @@ from store_host import topology_of
 from trl.trainer import grpo_trainer
 
 from trl_multinode.rollouts import rewards as rewards_module
-from trl_multinode.rollouts.rewards import RewardCalls, Rows
+from trl_multinode.rollouts.reward_call import Rows
+from trl_multinode.rollouts.rewards import RewardCalls
 from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.run.endings.exit_codes import USER_CODE
 from trl_multinode.testing.faults import FAKE

@@ -2,15 +2,10 @@
 
 import functools
 import inspect
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import CoroutineType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -18,53 +13,9 @@ import torch
 from ..run.endings.exit_codes import USER_CODE
 from ..run.reporter import warn
 from ..run.topology import Topology
+from .reward_call import Call, with_rows
 
-PER_ROW = ("prompts", "completions", "completion_ids", "environments")  # arguments with one element per row
-NAMED_FRAMES = 3
-OWN_FRAMES = str(Path(__file__).parent)  # above those of the function
 SUSPENDED_S = 5.0  # between two looks; this process was stopped meanwhile, and so was the function
-
-
-class Rows(list):
-    """List that knows which of its elements a loop over it has reached. A finished loop has reached none."""
-
-    at: int | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        for self.at, row in enumerate(super().__iter__()):
-            yield row
-        self.at = None
-
-
-@dataclass
-class Call:
-    """Call of a reward function that has not returned."""
-
-    name: str
-    since: float
-    thread: int | None  # of a function that is not async
-    rows: list[Rows] = field(default_factory=list)
-    coroutine: Any = None
-
-    def row(self) -> str:
-        """Return the row that the function has reached, if it loops over the rows it got."""
-        reached = next((rows for rows in self.rows if rows.at is not None), None)
-        return f", in row {reached.at} of this rank's rows 0 to {len(reached) - 1}" if reached is not None else ""
-
-    def where(self) -> str:
-        """Return the frames of the function, the innermost last."""
-        if self.thread is None:
-            stack = [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in _waiting(self.coroutine)]
-        else:
-            found = traceback.extract_stack(sys._current_frames().get(self.thread))
-            own = max((index for index, one in enumerate(found) if one.filename.startswith(OWN_FRAMES)), default=-1)
-            stack = [(one.filename, one.lineno or 0, one.name) for one in found[own + 1 :]]
-        frames = [f"{path}:{line} ({name})" for path, line, name in stack]
-        if len(frames) > NAMED_FRAMES:
-            frames = [*frames[: NAMED_FRAMES - 1], "...", frames[-1]]
-        return f"; it is at {', '.join(frames)}" if frames else ""
-
-
 AnyCall = TypeVar("AnyCall", bound=Call)
 
 
@@ -129,24 +80,25 @@ class RewardCalls:
 
             def _calculate_rewards(**kwargs: Any) -> Any:  # below this name `user_code.py` finds a user's frame
                 with self._call(name, threading.get_ident()) as call:
-                    return function(**_with_rows(kwargs, call))
+                    return function(**with_rows(kwargs, call))
 
             return _calculate_rewards
 
         async def _calculate_rewards_async(**kwargs: Any) -> Any:
             with self._call(name, None) as call:
-                call.coroutine = function(**_with_rows(kwargs, call))
+                call.coroutine = function(**with_rows(kwargs, call))
                 return await call.coroutine
 
         return _calculate_rewards_async
 
     @contextmanager
     def _call(self, name: str, thread: int | None) -> Iterator[Call]:
-        with self._open_call(Call(name, time.monotonic(), thread)) as call:
+        with self.open_call(Call(name, time.monotonic(), thread)) as call:
             yield call
 
     @contextmanager
-    def _open_call(self, call: AnyCall) -> Iterator[AnyCall]:
+    def open_call(self, call: AnyCall) -> Iterator[AnyCall]:
+        """Let the limit hold for a call while the context is open."""
         self._open.append(call)
         try:
             yield call
@@ -209,22 +161,8 @@ class RewardCalls:
         return int(is_nan.sum())
 
 
-def _with_rows(kwargs: dict[str, Any], call: Call) -> dict[str, Any]:
-    found = {name: Rows(kwargs[name]) for name in PER_ROW if isinstance(kwargs.get(name), list)}
-    call.rows = list(found.values())
-    return kwargs | found
-
-
 def is_async(function: Any) -> bool:
     """Return whether TRL awaits a reward function."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _waiting(coroutine: Any) -> Iterator[FrameType]:
-    """Yield the frames of a chain of coroutines that wait for each other, the innermost last."""
-    while isinstance(coroutine, CoroutineType):
-        if coroutine.cr_frame is not None:
-            yield coroutine.cr_frame
-        coroutine = coroutine.cr_await

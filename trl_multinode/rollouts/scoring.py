@@ -1,8 +1,11 @@
 """Rewards of a group as soon as it is complete, in the group's thread or in a process, beside generation."""
 
 import asyncio
+import inspect
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +17,7 @@ from ..errors import ConfigurationError, RolloutError
 from ..libraries import replaced
 from ..run.reporter import report
 from .recorded import Recorded, Scores
+from .reward_call import Call, with_rows
 from .rewards import RewardCalls, is_async
 from .scoring_pool import ScoringPool, is_importable
 
@@ -52,7 +56,7 @@ class GroupScorer:
             Limit for one call of a function.
 
     Raises:
-        `ConfigurationError`: if `score_with_batch` names no reward function of the trainer.
+        `ConfigurationError`: if `score_with_batch` names no reward function of the trainer, or none is left to score.
     """
 
     def __init__(self, trainer: Any, host: Any, calls: RewardCalls):
@@ -65,10 +69,15 @@ class GroupScorer:
             raise ConfigurationError(
                 f"`score_with_batch` names {unknown}, and the reward functions are {self._names}. Use these names."
             )
+        if not self._scored():
+            raise ConfigurationError(
+                f"`score_groups=True` has no function to score groups with: {self._names} are reward models or in "
+                "`score_with_batch`. Leave `score_groups` out."
+            )
         several = host.settings.score_processes
-        in_process = [one for one in self._scored() if self._needs_process(one, several)]
-        self._in_process = set(in_process)
-        self._pool = ScoringPool(several or 1, self._where) if in_process else None
+        self._in_process = {one for one in self._scored() if self._needs_process(one, several)}
+        modules = sorted({self._functions[one].__module__ for one in self._in_process})
+        self._pool = ScoringPool(several or 1, self._where, calls, modules) if self._in_process else None
         if host.topology.rank == 0:
             report(self._plan())
 
@@ -86,8 +95,11 @@ class GroupScorer:
         if is_async(function):
             return False
         module = getattr(function, "__module__", "") or ""
-        needs = self._names[place] in NEED_MAIN_THREAD and module.startswith("trl.")
-        return needs or bool(several and is_importable(function))
+        if self._names[place] in NEED_MAIN_THREAD and module.startswith("trl."):
+            return True
+        return (
+            bool(several) and is_importable(function) and "environments" not in inspect.signature(function).parameters
+        )
 
     def _plan(self) -> str:
         def where(place: int) -> str:
@@ -118,8 +130,7 @@ class GroupScorer:
         values: list[list[float | None] | None] = [None] * len(self._functions)
         begun = {place: self._begin_async(place, arguments) for place in self._scored() if self._is_async(place)}
         for place in self._scored():
-            with self._named(place):
-                found = begun[place].result() if place in begun else self._call(place, arguments, logged)
+            found = begun[place].result() if place in begun else self._call(place, arguments, logged)
             values[place] = self._checked(place, found, len(recorded.completions))
         return Scores(values, dict(logged.extras), logged.metrics)
 
@@ -137,42 +148,53 @@ class GroupScorer:
         return is_async(self._functions[place])
 
     def _begin_async(self, place: int, arguments: dict[str, Any]) -> Any:
-        function = self._calls.limit(self._functions[place], self._names[place])
-        return asyncio.run_coroutine_threadsafe(function(**arguments), self._trainer.async_loop)
+        async def awaited() -> Any:
+            with self._open_call(place, None) as call:
+                call.coroutine = self._functions[place](**with_rows(arguments, call))
+                return await call.coroutine
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self._trainer.async_loop)
 
     def _call(self, place: int, arguments: dict[str, Any], logged: Logged) -> Sequence[Any]:
-        function, name = self._functions[place], self._names[place]
+        function: Callable = self._functions[place]
         if place not in self._in_process:
-            return self._calls.limit(function, name)(**arguments)
+            with self._open_call(place, threading.get_ident()) as call:
+                return function(**with_rows(arguments, call))
         assert self._pool is not None
-        call = self._calls.limit(partial(self._pool.call, function, name), name)
-        answer = call(arguments=arguments)
-        for column, column_values in answer.extras.items():
-            logged.add_extra(column, column_values)
+        answer = self._pool.call(function, self._names[place], arguments)
+        for column, values in answer.extras.items():
+            logged.add_extra(column, values)
         logged.metrics += answer.metrics
         return answer.rewards
 
     @contextmanager
-    def _named(self, place: int) -> Iterator[None]:
-        """Name the function in the error of one that failed."""
+    def _open_call(self, place: int, thread: int | None) -> Iterator[Call]:
+        """Let the limit hold for a call, and name the function and the row in the error of one that fails."""
+        call = Call(self._names[place], time.monotonic(), thread, whose="the group's")
         try:
-            yield
-        except (RolloutError, ConfigurationError):
-            raise
+            with self._calls.open_call(call):
+                yield call
         except Exception as error:
             raise RolloutError(
-                f"{self._where}: the reward function `{self._names[place]}` failed for a group with "
-                f"{type(error).__name__}: {error}. Mend it, or return None for a row that it cannot score."
+                f"{self._where}: the reward function `{call.name}` failed{call.row()} with {type(error).__name__}: "
+                f"{error}. Mend it, or return None for a row that it cannot score."
             ) from error
 
     def _checked(self, place: int, rewards: Sequence[Any], rows: int) -> list[float | None]:
-        if len(rewards) != rows:
+        try:
+            found = [None if reward is None else float(reward) for reward in rewards]
+        except (TypeError, ValueError) as error:
             raise RolloutError(
-                f"{self._where}: the reward function `{self._names[place]}` returned {len(rewards)} rewards for a "
+                f"{self._where}: the reward function `{self._names[place]}` returned what are no rewards ({error}). "
+                "It must return a list of numbers and None, one per completion."
+            ) from error
+        if len(found) != rows:
+            raise RolloutError(
+                f"{self._where}: the reward function `{self._names[place]}` returned {len(found)} rewards for a "
                 f"group of {rows} rows. It must return one per completion; one that needs the rows of all groups "
                 "belongs into `score_with_batch`."
             )
-        return [None if reward is None else float(reward) for reward in rewards]
+        return found
 
     # ---- in the round -----------------------------------------------------------------------------------------------
 

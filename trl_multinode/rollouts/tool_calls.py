@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import RolloutError
 from ..libraries import replaced
-from .rewards import Call, RewardCalls
+from .reward_call import Call
+from .rewards import RewardCalls
 
 
 @dataclass
@@ -82,7 +83,7 @@ class ToolCalls(RewardCalls):
                 Whether `tool_timeout` holds for it.
         """
         call = ToolCall(what, time.monotonic(), threading.get_ident(), place=place)
-        with self._open_call(call) if limited else nullcontext():
+        with self.open_call(call) if limited else nullcontext():
             try:
                 yield
             except (RolloutError, ToolFailed):
@@ -130,7 +131,7 @@ class ToolCalls(RewardCalls):
     def _async(self, name: str, tool: Callable, place: str, failures: list[RolloutError] | None) -> Callable:
         @functools.wraps(tool)
         async def call_tool(**arguments: Any) -> Any:
-            with self._open_call(ToolCall(f"the tool `{name}`", time.monotonic(), None, place=place)) as call:
+            with self.open_call(ToolCall(f"the tool `{name}`", time.monotonic(), None, place=place)) as call:
                 try:
                     call.coroutine = tool(**arguments)
                     return await call.coroutine

@@ -1,0 +1,72 @@
+"""A call of a reward function that has not returned: the row and the line that it has reached.
+
+This module loads neither torch nor transformers, because the processes that run reward functions need it.
+"""
+
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CoroutineType, FrameType
+from typing import Any
+
+PER_ROW = ("prompts", "completions", "completion_ids", "environments")  # arguments with one element per row
+NAMED_FRAMES = 3
+OWN_FRAMES = str(Path(__file__).parent)  # above those of the function
+
+
+class Rows(list):
+    """List that knows which of its elements a loop over it has reached. A finished loop has reached none."""
+
+    at: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for self.at, row in enumerate(super().__iter__()):
+            yield row
+        self.at = None
+
+
+@dataclass
+class Call:
+    """Call of a reward function that has not returned."""
+
+    name: str
+    since: float
+    thread: int | None  # of a function that is not async
+    rows: list[Rows] = field(default_factory=list)
+    coroutine: Any = None
+    whose: str = "this rank's"
+
+    def row(self) -> str:
+        """Return the row that the function has reached, if it loops over the rows it got."""
+        reached = next((rows for rows in self.rows if rows.at is not None), None)
+        return f", in row {reached.at} of {self.whose} rows 0 to {len(reached) - 1}" if reached is not None else ""
+
+    def where(self) -> str:
+        """Return the frames of the function, the innermost last."""
+        if self.thread is None:
+            stack = [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in _waiting(self.coroutine)]
+        else:
+            found = traceback.extract_stack(sys._current_frames().get(self.thread))
+            own = max((index for index, one in enumerate(found) if one.filename.startswith(OWN_FRAMES)), default=-1)
+            stack = [(one.filename, one.lineno or 0, one.name) for one in found[own + 1 :]]
+        frames = [f"{path}:{line} ({name})" for path, line, name in stack]
+        if len(frames) > NAMED_FRAMES:
+            frames = [*frames[: NAMED_FRAMES - 1], "...", frames[-1]]
+        return f"; it is at {', '.join(frames)}" if frames else ""
+
+
+def with_rows(kwargs: dict[str, Any], call: Call) -> dict[str, Any]:
+    """Return the arguments of a call with lists that know which row its function has reached."""
+    found = {name: Rows(kwargs[name]) for name in PER_ROW if isinstance(kwargs.get(name), list)}
+    call.rows = list(found.values())
+    return kwargs | found
+
+
+def _waiting(coroutine: Any) -> Iterator[FrameType]:
+    """Yield the frames of a chain of coroutines that wait for each other, the innermost last."""
+    while isinstance(coroutine, CoroutineType):
+        if coroutine.cr_frame is not None:
+            yield coroutine.cr_frame
+        coroutine = coroutine.cr_await
