@@ -17,6 +17,7 @@ help:
 	@echo "make demo MODE=fake         half a minute without vLLM, on the fake engine of the test kit"
 	@echo "make demo MODE=overlap      the same with rollouts one round ahead and balanced micro-batches"
 	@echo "make demo MODE=continuous   completions of 1 to 64 tokens that continue across weight updates"
+	@echo "make demo MODE=agent        an agent that must call a tool, in an environment; whole hunts one round ahead"
 	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; 20 minutes"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
 	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/gpu.md)"
@@ -62,6 +63,8 @@ bench: setup
 	python benchmarks/scaling.py
 	python benchmarks/balance.py
 	python benchmarks/learning.py
+	python benchmarks/scoring.py
+	python benchmarks/dynamic_sampling.py
 	python benchmarks/control_plane.py
 	python benchmarks/table.py
 

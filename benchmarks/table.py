@@ -188,6 +188,48 @@ def learning(found: dict) -> str:
     )
 
 
+def scoring(found: dict) -> str:
+    mixes = found.values()
+    rows = [
+        ["reward of a group, s", *(mix["mix"]["reward_s"] for mix in mixes)],
+        ["groups in a round", *(mix["groups"] for mix in mixes)],
+        ["`max_staleness`", *(mix["mix"]["max_staleness"] for mix in mixes)],
+        ["step with a free reward, s", *(mix["step_s"]["free"] for mix in mixes)],
+        ["step with `score_groups`, s", *(mix["step_s"]["slow"] for mix in mixes)],
+        ["step with TRL's call in the round, s", *(mix["step_s"]["in_round"] for mix in mixes)],
+        ["`step_ratio`", *(mix["step_ratio"] for mix in mixes)],
+        ["the same with TRL's call", *(mix["step_ratio_in_round"] for mix in mixes)],
+        ["`control_ratio`", *(mix["control_ratio"] for mix in mixes)],
+    ]
+    return (
+        "## Rewards while rows finish\n\nOne rank and one vLLM engine, a core each; the step against the same reward "
+        "free of charge (`benchmarks/scoring.py`).\n\n" + table(["", *found], rows)
+    )
+
+
+def dynamic_sampling(found: dict) -> str:
+    rows = [
+        [f"`dynamic_sampling={arm == 'on'}`", number, mean_of(found[arm][number]), listed(found[arm][number])]
+        for number in ("steps", "tokens")
+        for arm in ("off", "on")
+    ]
+    rows += [["ratio", number, found.get(f"{number}_on_over_off"), ""] for number in ("steps", "tokens")]
+    return (
+        "## Dynamic sampling\n\nSteps and sampled tokens of completions until the expected reward on held-out prompts "
+        f"is {found['target']}, by seed; {found['groups_per_step']} groups of {found['rows']} a step, of which "
+        f"{found['off']['flat_share_at_start']:.0%} are flat at the start (`benchmarks/dynamic_sampling.py`).\n\n"
+        + table(["arm", "until then", "mean", "seeds"], rows)
+    )
+
+
+def mean_of(values: list) -> str:
+    return "-" if None in values else f"{sum(values) / len(values):.0f}"
+
+
+def listed(values: list) -> str:
+    return ", ".join("not reached" if value is None else str(value) for value in values)
+
+
 def sync(found: dict) -> str:
     cells = found["cells"]
     columns = [f"{c['model']}, {c['nodes']} x {found['ranks_per_node']}, {c['link']}, {c['engine']}" for c in cells]
@@ -339,6 +381,8 @@ SECTIONS = (
     ("balance", balance),
     ("balance_nodes", balance_nodes),
     ("learning", learning),
+    ("scoring", scoring),
+    ("dynamic_sampling", dynamic_sampling),
     ("control_plane", control_plane),
 )
 

@@ -1,4 +1,4 @@
-"""GRPO of an agent on many nodes: a completion is a treasure hunt of several turns. Run this on every node, K = 0 to 3:
+"""GRPO of an agent on many nodes: a completion is a hunt of several turns. Run this on every node, K = 0 to 3:
 
     accelerate launch --config_file accelerate_configs/4node.yaml --machine_rank K --main_process_ip HOST0 \
         examples/agent.py --model_name_or_path Qwen/Qwen3-4B --max_tool_calling_iterations 3 --tool_timeout 60 \
@@ -6,8 +6,8 @@
 
 The prompt names a box; a note in it names a second box, whose note says where the treasure is. The answer is the color
 of that third box. Two calls of the tool `open_box` lead there; a guess is right in one case of seven. `docs/agents.md`
-has the rules for tools and environments, and a run of `make demo MODE=agent`: this trainer on two nodes of one machine,
-without a GPU.
+has the rules for tools and environments, and a run of `make demo MODE=agent`: this trainer on two nodes of one
+machine, without a GPU.
 """
 
 import itertools

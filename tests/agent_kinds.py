@@ -153,5 +153,3 @@ KINDS = {
     ),
     "rollout_func": Kind({"rollout_func": two_turns}, {"level": list(range(12))}, ("turns", "loop", "level")),
 }  # fmt: skip
-
-

@@ -50,7 +50,8 @@ ARROWS = {
     "wire": "errors",
     "images": "errors",
     "config": "errors node_settings",
-    "node_settings": "errors",
+    "node_settings": "engine_keys errors",
+    "engine_keys": "errors",
     "libraries": "",
     "errors": "",
 }

@@ -10,11 +10,12 @@ from transformers import TrainingArguments
 from trl import GRPOConfig
 
 import trl_multinode
-from trl_multinode import node_settings
+from trl_multinode import engine_keys
 from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_in_flight, check_recorded
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
+from trl_multinode.engine_keys import sampling_keys
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode, sampling_keys
+from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
 from trl_multinode.reporting import report_choices
 
 
@@ -140,11 +141,11 @@ def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_
 
 
 def test_without_vllms_source_only_known_slips_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_settings, "sampling_keys", frozenset)
+    monkeypatch.setattr(engine_keys, "sampling_keys", frozenset)
     assert ours(tmp_path, generation_kwargs={"min_tokens": 1, "no_such_setting": 1})
     assert "no beam search" in refusal(ours, tmp_path, generation_kwargs={"num_beams": 2})
-    monkeypatch.setattr(node_settings, "find_spec", lambda name: None)
-    assert node_settings.sampling_keys() == sampling_keys.__wrapped__() == frozenset()
+    monkeypatch.setattr(engine_keys, "find_spec", lambda name: None)
+    assert engine_keys.sampling_keys() == sampling_keys.__wrapped__() == frozenset()
 
 
 @pytest.mark.parametrize("fields", [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}])
@@ -238,6 +239,8 @@ def test_whole_rollouts_ahead_have_no_images_in_their_requests(tmp_path, name):
     check_recorded(ours(tmp_path, max_staleness=1), {name: print, "train_dataset": rows.select_columns("prompt")})
     check_recorded(ours(tmp_path, max_staleness=1), {"tools": [print], "train_dataset": rows})  # made when needed
     check_recorded(ours(tmp_path), {name: print, "train_dataset": rows})
+    message = refusal(check_recorded, ours(tmp_path, score_groups=True), {"train_dataset": rows})
+    assert "`score_groups=True`" in message and "(column 'images')" in message and "Leave it out" in message
 
 
 # ---- rounds in flight
@@ -345,8 +348,8 @@ def test_dynamic_sampling_is_off_by_default_and_taken_as_given(tmp_path):
         ({"score_with_batch": ["diversity"]}, ["got ['diversity'] in `score_with_batch`", "Leave them out"]),
         ({"max_resample_rounds": 0}, ["`max_resample_rounds` must be at least 1, got 0"]),
         ({"dynamic_sampling": False, "max_resample_rounds": 3}, ["needs `dynamic_sampling=True`, got 3", "at 8"]),
-        ({"vllm_mode": "colocate"}, ["`dynamic_sampling=True` needs node mode"]),
-        ({"num_generations": 3}, ["With `dynamic_sampling=True` a group may not straddle ranks"]),
+        ({"vllm_mode": "colocate"}, ["`score_groups=True` needs node mode"]),
+        ({"num_generations": 3}, ["With `score_groups=True` a group may not straddle ranks"]),
     ],
 )
 def test_what_cannot_be_sampled_again_is_refused_with_a_way_out(tmp_path, fields, words):

@@ -210,7 +210,7 @@ def test_a_ranks_state_for_those_that_wait_for_it():
         False,
         None,
     )
-    host.engines = SimpleNamespace(rows_left=12)
+    host.engines, host.user_calls = SimpleNamespace(rows_left=12), []
     assert re.fullmatch(r"in phase reward since \d\d:\d\d:\d\d", host._state())
     host.phases.current = "generate"
     assert host._state() == "generating, 12 rows left"

@@ -101,12 +101,15 @@ def test_a_host_knows_what_is_left_in_its_phases(tmp_path):
     host = SimpleNamespace(
         engines=SimpleNamespace(rows_left=3), ahead_engines=SimpleNamespace(rows_left=2), step=lambda: 8,
         _sync=SimpleNamespace(num_gathered=3, buckets=range(5)), args=SimpleNamespace(output_dir=tmp_path),
+        user_calls=[],
     )  # fmt: skip
     (tmp_path / "checkpoint-8" / "global_step8").mkdir(parents=True)
     (tmp_path / "checkpoint-8" / "global_step8" / "states.pt").write_bytes(b"")
     with open(tmp_path / "checkpoint-8" / "model.safetensors", "wb") as file:
         file.truncate(1_500_000_000)  # no disk space: a hole
     assert NodeHost._left(host, "generate") == "5 rows left"
+    host.user_calls = [lambda: "", lambda: "the tool `f` runs for 20 s"]
+    assert NodeHost._left(host, "generate") == "5 rows left, the tool `f` runs for 20 s"
     assert NodeHost._left(host, "sync") == "3 of 5 buckets gathered"
     assert NodeHost._left(host, "checkpoint") == "1.5 GB written"
     assert NodeHost._left(host, "train") == ""

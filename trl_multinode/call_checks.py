@@ -124,10 +124,15 @@ def check_recorded(args: TrainingArguments, call: dict[str, Any]) -> None:
     """Raise `ConfigurationError` if whole rollouts run ahead and the dataset has images."""
     settings = NodeSettings.of(args)
     agent = next((name for name in ("tools", "environment_factory", "rollout_func") if call.get(name)), None)
-    if not (settings.rounds_ahead and agent) or settings.in_flight:
-        return
     columns = getattr(call.get("train_dataset"), "column_names", None) or ()
-    if agent != "tools" and (images := {"image", "images"}.intersection(columns)):
+    if settings.in_flight or not (images := {"image", "images"}.intersection(columns)):
+        return
+    if settings.score_groups:
+        raise ConfigurationError(
+            f"`score_groups=True` makes the rollouts of each group apart, and their requests carry no images (column "
+            f"{min(images)!r}). Leave it out."
+        )
+    if settings.rounds_ahead and agent in ("environment_factory", "rollout_func"):
         raise ConfigurationError(
             f"`max_staleness=1` runs whole rollouts of `{agent}` ahead, and their requests carry no images (column "
             f"{min(images)!r}). Use `max_staleness=0`."

@@ -19,6 +19,7 @@ GRPO_ONLY = {
     "weight_update": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
     "micro_batch_tokens": "only GRPO's micro-batches can be regrouped. Leave it out, or use GRPO.",
     "rehearse_longest": "only GRPO's batches can be made up. Leave it out, or use GRPO.",
+    "score_groups": "only GRPO's rollouts are made group by group. Leave it out, or use GRPO.",
     "dynamic_sampling": "only GRPO's rollouts are made group by group. Leave it out, or use GRPO.",
 }
 NO_LOGPROBS = {

@@ -26,7 +26,7 @@ from .rollouts.replay import replayed
 from .rollouts.sampling_again import SamplingAgain
 from .rollouts.scoring import GroupScorer
 from .rollouts.stand_in import Recorder
-from .rollouts.tool_calls import ToolCalls, ToolFailed
+from .rollouts.tool_calls import ToolCalls, unwrapped
 
 
 class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
@@ -72,6 +72,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         self._upcoming: UpcomingBatches | None = None
         self._tool_calls = ToolCalls.of(host)
         self._tool_failures: list[RolloutError] = []
+        host.user_calls = [self._tool_calls.state, self._reward_calls.state]
+        if self.environment_factories is not None:
+            self._tool_calls.watch_environments(self)
         if host.settings.dynamic_sampling:
             self._again = SamplingAgain(host.settings, self)
         if runs_ahead(self, host.settings):
@@ -102,7 +105,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
         def make() -> dict[str, Any]:
             rows = self._rows_to_train(inputs)
-            with self._replaying():
+            with self._replaying(len(rows)):
                 return score(with_lists_of_images(rows))
 
         self.vllm_generation.seeds.num_rows = len(inputs)  # a `rollout_func` may generate fewer in its first call
@@ -116,10 +119,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         return output
 
     @contextmanager
-    def _replaying(self) -> Iterator[None]:
+    def _replaying(self, num_rows: int) -> Iterator[None]:
         """Let TRL use the recorded rollouts of this round, if there are any, and free their environments."""
         if not (self.model.training and self._recorder is not None):
-            yield
+            with self._tool_calls.naming(self, num_rows):  # type: ignore[union-attr]
+                yield
             return
         generation = self.vllm_generation
         taken = [group.recorded for group in generation.continuous.taken]
@@ -143,10 +147,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self._tool_calls is None:
             return super()._tool_call_loop(*args, **kwargs)
         self._tool_calls.watch(self, self._first_row, self._tool_failures)
-        try:
+        with unwrapped():
             found = super()._tool_call_loop(*args, **kwargs)
-        except ToolFailed as failed:
-            raise failed.error from failed.error.__cause__
         self._raise_tool_failure()
         return found
 

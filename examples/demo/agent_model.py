@@ -2,11 +2,12 @@
 
 Usage: `python examples/demo/agent_model.py FOLDER`; then `from_pretrained` loads the folder.
 
-A token is a word, and a call of a tool is 6 of them: `<call> open_box color = blue <eos>`. The model is warmed up for a
-minute, without rewards, on hunts of a careless player, who mostly opens and names random boxes. It
-then writes well-formed calls, as a pretrained model would, and knows little about the game.
+A token is a word, and a call of a tool is 6 of them: `<call> open_box color = blue <eos>`. The model is warmed up
+for 20 s, without rewards, on hunts of a careless player, who mostly opens and names random boxes. It then writes
+well-formed calls, as a pretrained model would, and plays badly.
 """
 
+import argparse
 import random
 import re
 import sys
@@ -29,13 +30,13 @@ CHAT_TEMPLATE = """\
     {{- '<' + message.role + '> ' }}
     {%- for call in message.tool_calls or [] %}
         {{- '<call> ' + call.function.name }}
-        {%- for name, value in call.function.arguments.items() %}{{ ' ' + name + ' = ' + value }}{% endfor %}
+        {%- for name, value in call.function.arguments.items() %}{{ ' ' + name + ' = ' + value | string }}{% endfor %}
     {%- endfor %}
     {{- (message.content or '') + ' <eos> ' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}
 """
-# How TRL and transformers find the calls in the text of a turn
+# TRL finds the calls in the text of a turn with it; transformers 5.13 or later
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<assistant>",
@@ -54,7 +55,7 @@ RESPONSE_TEMPLATE = {
 MAX_CALLS = 3
 ATTENTION = 0.3  # share of the careless player's moves that follow the last message
 HASTE = 0.3  # share of moves that answer too early
-WARM_UP_HUNTS, WARM_UP_STEPS, WARM_UP_ROWS, WARM_UP_RATE = 4000, 600, 64, 3e-3
+HUNTS_PER_STEP, WARM_UP_ROWS, WARM_UP_RATE = 20, 64, 3e-3  # each hunt is learned about three times
 IGNORED = -100  # label that the loss leaves out
 
 
@@ -81,7 +82,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(vocab_size: int, seed: int) -> PreTrainedModel:
     """Build a random Llama of about 100 thousand parameters."""
     hidden = 64
-    config = LlamaConfig(
+    config = LlamaConfig(  # `AutoTokenizer` would read the words of a Qwen2 with a tokenizer class of its own
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -89,6 +90,7 @@ def make_model(vocab_size: int, seed: int) -> PreTrainedModel:
         num_attention_heads=hidden // 32,  # head_dim 32 is the smallest for vLLM's CPU attention
         num_key_value_heads=hidden // 32,
         max_position_embeddings=256,
+        initializer_range=0.06,  # 3 times the default: it learns to repeat a word in 100 steps, not in 500
         tie_word_embeddings=False,
         pad_token_id=0,
         eos_token_id=1,
@@ -125,16 +127,16 @@ def labels_of(ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return labels
 
 
-def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int) -> float:
+def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int) -> float:
     """Train the model on careless hunts, and return the last loss."""
     draw, hunts = random.Random(seed), list(make_datasets()[0])
     begin, end = tokenizer.convert_tokens_to_ids(["<assistant>", EOS])
-    chats = [careless_hunt(hunt, draw) for hunt in draw.choices(hunts, k=WARM_UP_HUNTS)]
+    chats = [careless_hunt(hunt, draw) for hunt in draw.choices(hunts, k=HUNTS_PER_STEP * steps)]
     rows = [torch.tensor(tokenizer.apply_chat_template(chat, return_dict=False)) for chat in chats]
     ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
     labels = pad_sequence([labels_of(row, begin, end) for row in rows], batch_first=True, padding_value=IGNORED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP_RATE, weight_decay=0.0)
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(steps):
         batch = torch.randint(len(ids), (WARM_UP_ROWS,))
         loss = model(input_ids=ids[batch], labels=labels[batch]).loss  # padding on the right needs no mask
         loss.backward()
@@ -144,14 +146,18 @@ def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: in
     return loss.item()
 
 
-def save_model(folder: Path, seed: int = 0) -> None:
-    """Save a folder that `from_pretrained` loads."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=200, help="of the warm-up")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
     tokenizer = make_tokenizer()
-    model = make_model(len(tokenizer), seed)
-    print(f"loss after the warm-up: {warm_up(model, tokenizer, seed):.3f}")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model = make_model(len(tokenizer), options.seed)
+    print(f"loss after the warm-up: {warm_up(model, tokenizer, options.steps, options.seed):.3f}")
+    model.save_pretrained(options.folder)
+    tokenizer.save_pretrained(options.folder)
 
 
 if __name__ == "__main__":
-    save_model(Path(sys.argv[1]))
+    main()

@@ -16,8 +16,10 @@ PHASES = ("sync", "generate", "reward", "train", "wait")
 SECONDS = {phase: f"{phase} s" for phase in PHASES}  # column names, with " s" because "reward" is another column
 COLUMNS = {
     "step": "d", "reward": ".3f", "length": ".1f",
-    **dict.fromkeys(SECONDS.values(), ".3f"), "log-prob difference": ".1e",
+    "called": ".2f", "calls": ".2f", **dict.fromkeys(SECONDS.values(), ".3f"), "log-prob difference": ".1e",
 }  # fmt: skip
+# Only of a run with tools: share of the completions that called one, and calls per completion
+TOOLS = {"called": "hunt/called_a_tool", "calls": "tools/call_frequency"}
 REASONS = {
     "valid_tokens_per_device_hour": "the run had no devices: ranks and engines shared the cores of one CPU",
     "rollout_bytes_between_nodes": "both nodes are this machine: their traffic shares one loopback interface, which "
@@ -145,6 +147,7 @@ class Report:
                 "step": entry["step"],
                 "reward": entry["reward"],
                 "length": entry["completions/mean_length"],  # tokens
+                **{column: entry[name] for column, name in TOOLS.items() if name in entry},
                 **{column: self.phase_s(phase, entry["step"]) for phase, column in SECONDS.items()},
                 # |engine - trainer| of a token's log-prob, mean over tokens and ranks
                 "log-prob difference": entry["sampling/sampling_logp_difference/mean"],
@@ -154,9 +157,10 @@ class Report:
 
     def table(self) -> Table:
         table = Table(title="Reward, tokens and seconds of each step, mean over ranks", header_style="bold")
-        for column in COLUMNS:
+        rows = self.rows()
+        for column in rows[0]:
             table.add_column(column, justify="right")
-        for row in self.rows():
+        for row in rows:
             table.add_row(*cells(row))
         return table
 
@@ -176,7 +180,10 @@ class Report:
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         steps = [entry["step"] for entry in self.steps]
         axes.plot(steps, [entry["reward"] for entry in self.steps], label="training prompts")
-        axes.plot([0, steps[-1]][: len(self.evals)], self.evals, "o", label="held-out prompts")
+        if TOOLS["called"] in self.steps[0]:
+            called = [entry[TOOLS["called"]] for entry in self.steps]
+            axes.plot(steps, called, color="C2", alpha=0.6, label="share of completions that called a tool")
+        axes.plot([0, steps[-1]][: len(self.evals)], self.evals, "o", color="C1", label="held-out prompts")
         axes.axhline(self.run["best_constant"], linestyle=":", color="gray", label="best constant answer")
         axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=self._title())
         axes.legend(loc="center right")
@@ -205,12 +212,12 @@ def rounded(value):
 
 
 def cells(row: dict) -> list[str]:
-    return [format(row[column], spec) for column, spec in COLUMNS.items()]
+    return [format(value, COLUMNS[column]) for column, value in row.items()]
 
 
 def markdown(rows: list[dict]) -> str:
     """Return the table per step as Markdown, for a document."""
-    lines = [list(COLUMNS), ["---:"] * len(COLUMNS), *map(cells, rows)]
+    lines = [list(rows[0]), ["---:"] * len(rows[0]), *map(cells, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -125,7 +125,7 @@ def show(demo: Demo, folder: Path, wall_s: float, synced: bool) -> bool:
     """Write the report, print table and verdict; return whether the run has the expected result."""
     report = Report(folder, wall_s)
     summary = report.write()
-    Console(width=100).print(report.table())
+    Console(width=112).print(report.table())
     good, line = verdict(demo, summary, report, synced)
     print(f"[demo] {line}")
     print(f"[demo] {wall_s / 60:.1f} minutes; {folder / 'summary.json'}, {folder / 'reward.png'}")
@@ -152,9 +152,7 @@ def announce(demo: Demo) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
-    parser.add_argument(
-        "--steps", type=int, help="default: 80, in mode continuous 120, agent 60, real 24, fake 30"
-    )
+    parser.add_argument("--steps", type=int, help="default: 80, in mode continuous 120, agent 60, real 24, fake 30")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=DEMOS, default="sync", help="overlap is overlap-only and balance-only")
     parser.add_argument("--no-sync", action="store_true", help="test only: the engines keep their first weights")

@@ -30,8 +30,10 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         max_completion_length=96,  # of a whole hunt, the contents of the boxes included
         max_tool_calling_iterations=3,
         max_staleness=1,  # whole hunts run beside training
+        vllm_importance_sampling_mode="token_truncate",  # docs/overlap.md says why
+        vllm_importance_sampling_clip_max=2.0,
         tool_timeout=60.0,
-        learning_rate=1e-3,
+        learning_rate=5e-4,
         lr_scheduler_type="constant",
         beta=0.0,
         temperature=1.0,
@@ -56,7 +58,8 @@ def main() -> None:
     config = make_config(options)
     shard_every_parameter(config)
     trainer = make_trainer(config, model, processing_class=AutoTokenizer.from_pretrained(folder))
-    train_and_record(trainer, options.output_dir, best_constant=0.5 / (len(COLORS) - 1))
+    guess = 0.5 / (len(COLORS) - 1)  # among the boxes that the prompt does not name
+    train_and_record(trainer, options.output_dir, best_constant=guess)
 
 
 if __name__ == "__main__":

@@ -43,9 +43,15 @@ MERGED = ADAPTER | {"name": "merged", "output": "merged", "lora_sync": "merged"}
 # The fake engine computes the long prompt for every token, so there are few rows
 TOOLS = {
     "name": "tools", "output": "tools", "prompts": 24, "num_train_epochs": 1, "tools": True, "min_tokens": 2,
-    "per_device_train_batch_size": 4, "mean": 40, "max_completion_length": 300, "max_tool_calling_iterations": 1,
+    "per_device_train_batch_size": 4, "mean": 40, "max_completion_length": 300, "max_tool_calling_iterations": 2,
     "learning_rate": 1e-5,
 }  # fmt: skip
+# Whole rollouts one round ahead, and engines that are empty when they get new weights
+AGENTS = TOOLS | {
+    "name": "agents", "output": "agents", "tools": False, "environment": True, "weight_update": "drain",
+    "open_rounds": 1, "max_staleness": 1, "prompts": 16, "mean": 1, "min_tokens": 0, "max_tool_calling_iterations": 3,
+}  # fmt: skip
+HANGS = AGENTS | {"name": "hangs", "output": "hangs", "hangs": 3, "tool_timeout": 3.0}  # on rank 3
 LOSSES = {"name": "losses", "prompts": 84}
 
 # Two ranks, 8 prompts a round in two optimizer steps, four rounds in each of two epochs; a checkpoint at every third
@@ -84,7 +90,10 @@ def launch(nodes: Nodes, folder: Path, *jobs: dict) -> list[int]:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("in_flight")
     with Nodes(2, 2, folder=folder, env=SLOW.environment(FAKE), forked=True) as nodes:
-        assert launch(nodes, folder, WHOLE, FEATURES, TOOLS) == [0, 0], nodes.rank_log(0)[-3000:]
+        assert launch(nodes, folder, WHOLE, FEATURES, TOOLS, AGENTS) == [0, 0], nodes.rank_log(0)[-3000:]
+        assert all(launch(nodes, folder, HANGS)), "a tool hangs, and the run goes on"
+        for rank in range(WORLD):
+            (folder / f"hangs{rank}.log").write_text(nodes.rank_log(rank))
     return folder
 
 
@@ -218,6 +227,30 @@ def test_tools_continue_from_first_turns_that_saw_several_updates(folder):
     rows = [pair for run in runs for one in run["rounds"] for pair in zip(one["made"], one["rows"], strict=True)]
     assert all(row[: len(made)] == made for made, row in rows)  # later turns are appended to the first
     assert any(len(row) > len(made) for made, row in rows)
+
+
+@pytest.mark.parametrize("job", [TOOLS, AGENTS], ids=["in flight", "drain"])
+def test_whole_rollouts_end_at_different_turns_on_every_rank(folder, job):
+    runs = results(folder, job["name"])
+    every = Counter({f"{i} + {i + 1} =" + " Add!" * (job is AGENTS): GROUP for i in range(job["prompts"])})
+    assert trained(runs) == every and [run["rows_left"] for run in runs] == [0] * WORLD
+    rounds = zip(*(run["rounds"] for run in runs), strict=True)
+    assert any(len({max(one["turns"]) for one in ranks}) > 1 for ranks in rounds)
+    turns = {count for run in runs for one in run["rounds"] for count in one["turns"]}
+    assert turns >= ({1, 3, 5, 7} if job is AGENTS else {1, 3})
+    assert max(one["lag"][0] for run in runs for one in run["rounds"]) > 0
+
+
+def test_a_tool_that_hangs_ends_all_ranks_with_its_place(folder):
+    logs = [(folder / f"hangs{rank}.log").read_text() for rank in range(WORLD)]
+    assert "HANGS" in logs[3]
+    lines = {log.rstrip().splitlines()[-1] for log in logs}
+    assert len(lines) == 1, lines
+    assert re.search(
+        r"node 1, rank 3.*: the tool `add` has not returned after [3-9] s, for row \d of this rank; it is at .*"
+        r"\(add\).*`tool_timeout` \(got 3 s\)",
+        lines.pop(),
+    )
 
 
 def test_gradients_of_all_losses_are_trls_on_the_same_rows(pair):

@@ -1,6 +1,8 @@
-"""The scripts in examples/recipes/, launched as a user would, on two nodes with the fake engine."""
+"""examples/agent.py and examples/recipes/, launched as a user would, on two nodes with the fake engine."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from trl_multinode.testing.faults import FAKE, HOOK
 from trl_multinode.testing.models import save_tiny
 from trl_multinode.testing.nodes import Nodes
 
-RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = EXAMPLES / "recipes"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 REWARD = """
 import json
@@ -70,3 +73,28 @@ def test_two_stages_train_rows_whose_log_probs_are_the_engines(nodes):
     assert ranks[0] != ranks[1]
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs[:4])
     assert all(entry["grad_norm"] > 0 and entry["perf/generate_s"] > 0 for entry in logs[:4])
+
+
+def test_the_agent_trains_on_hunts_that_ran_ahead_and_are_not_flat(nodes):
+    folder = nodes.folder / "agent"
+    made = [sys.executable, EXAMPLES / "demo" / "agent_model.py", folder / "model", "--steps", "50"]
+    subprocess.run(made, check=True, capture_output=True, timeout=200)
+    words = f"""
+        --model_name_or_path {folder}/model --output_dir {folder}/run --use_cpu true --bf16 false --dtype float32
+        --report_to none --gradient_checkpointing false --disable_tqdm true --max_steps 3 --save_steps 3
+        --logging_steps 1 --per_device_train_batch_size 8 --num_generations 8 --rollout_seed 1 --max_staleness 1
+        --max_tool_calling_iterations 3 --tool_timeout 60 --max_completion_length 96 --learning_rate 1e-4
+        --score_groups true --dynamic_sampling true
+    """.split()
+    nodes.launch(EXAMPLES / "agent.py", *words)
+    assert nodes.wait(timeout_s=300) == [0, 0], nodes.rank_log(0)[-3000:]
+    logs = json.loads((folder / "run" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"][:3]
+    assert [entry["staleness/rounds_max"] for entry in logs] == [0, 1, 1]  # whole hunts
+    for entry in logs:
+        assert 0 < entry["hunt/called_a_tool"] <= 1 and entry["tools/call_frequency"] >= entry["hunt/called_a_tool"]
+        assert entry["rewards/TreasureHunt/mean"] + entry["rewards/right_box/mean"] == pytest.approx(entry["reward"])
+        assert entry["sampling/sampling_logp_difference/max"] < 0.5
+        assert entry["frac_reward_zero_std"] == 0 and entry["dynamic_sampling/effective_groups"] == 2  # one per rank
+    assert any(entry["tools/call_frequency"] > entry["hunt/called_a_tool"] for entry in logs)  # two calls in a row
+    assert logs[0]["sampling/sampling_logp_difference/max"] < 1e-3  # results of tools are masked
+    assert (folder / "run" / "model.safetensors").is_file()

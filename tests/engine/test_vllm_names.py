@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from trl_multinode.engine_keys import FOREIGN_GENERATION_KEYS, REFUSED_GENERATION_KEYS, sampling_keys
 from trl_multinode.libraries import installed
-from trl_multinode.node_settings import FOREIGN_GENERATION_KEYS, REFUSED_GENERATION_KEYS, sampling_keys
 
 pytestmark = pytest.mark.engine
 

@@ -17,6 +17,7 @@ from trl.trainer import grpo_trainer
 from trl_multinode.rollouts import rewards as rewards_module
 from trl_multinode.rollouts.reward_call import Rows
 from trl_multinode.rollouts.rewards import RewardCalls
+from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.run.endings.exit_codes import USER_CODE
 from trl_multinode.testing.faults import FAKE
 from trl_multinode.testing.nodes import Nodes
@@ -100,6 +101,15 @@ def test_row_18_a_function_that_loops_over_the_rows_is_named_with_the_row(hold):
         "the reward function `slow` has not returned after 0 s, in row 1 of this rank's rows 0 to 2; it is at " in text
     )
     assert f"{__file__}:" in text and "raise `reward_timeout` (got 0.2 s)" in text
+
+
+def test_the_oldest_call_that_runs_is_named_with_its_seconds():
+    rank = Hung(timeout_s=None)
+    tools = ToolCalls(topology_of(0), None, False, print)
+    assert rank.calls.state() == tools.state() == ""
+    with tools.named("the tool `f`", ", for row 3 of this rank"), tools.named("the tool `g`", ""):
+        assert tools.state() == "the tool `f`, for row 3 of this rank runs for 0 s and 1 more"
+    assert tools.state() == ""
 
 
 def test_row_18_a_function_that_has_left_its_loop_is_named_without_a_row(hold):

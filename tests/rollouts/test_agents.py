@@ -1,6 +1,7 @@
 """Agents beside training, in one process: seeds, environments, evaluation, resume, endings, and what ends a run."""
 
 import asyncio
+import re
 import sys
 import threading
 import time
@@ -9,15 +10,13 @@ from pathlib import Path
 
 import agent_kinds
 import pytest
-from agent_kinds import KINDS, SPEAKER, Kind, add
-from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, keep_outputs, keep_rounds, ours
+import torch
+from agent_kinds import KINDS, SPEAKER, Kind
+from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, keep_outputs, ours
 from forks import forked
-from store_host import topology_of
 
-
-from trl_multinode.errors import ConfigurationError, RolloutError
+from trl_multinode.errors import RolloutError
 from trl_multinode.rollouts.stand_in import own_attributes
-from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.testing.waiting import wait_until
 
 AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
@@ -203,77 +202,198 @@ def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mo
         resumed.close()
     rows = Count(row for seen in (before, after) for one in seen.rounds for row in one["start"])
     assert len(before.rounds) == 2 and len(after.rounds) == 4
-    assert rows == Count({row: GROUP for row in range(12)})
+    assert rows == Count(dict.fromkeys(range(12), GROUP))
 
 
 class Stop(Exception):
     """Ends `train()` early."""
 
 
-class Holding:
-    """A trainer whose tool waits from the second round on; its first `train()` stops while it does."""
+class Waiting(agent_kinds.Counter):
+    """An environment whose tool waits, except for the rows of the first round."""
 
-    def __init__(self, folder: Path):
-        self.hold, self.held, self.seen = threading.Event(), [], Seen()
-        self.hold.set()  # tools of the first round return at once
+    hold, held = threading.Event(), threading.Event()
 
-        def hold_on(question: int) -> str:
-            """
-            Waits.
+    def wait(self, number: int) -> str:
+        """
+        Waits.
 
-            Args:
-                question: A number.
-            """
-            self.held.append(self.hold.is_set())
+        Args:
+            number: A number.
+        """
+        if self.total > 1:
+            self.held.set()
             self.hold.wait(60)
-            return "at last"
+        return "at last"
 
-        def reward(**columns):
-            if not self.seen.rounds:
-                self.hold.clear()  # the first turn of the next round, 0.3 s, is not over
-            return self.seen(**columns)
 
-        self.trainer = ours(folder, reward, chats(12), {"tools": [hold_on]}, max_staleness=1)
-        step = self.trainer.training_step
-        self.trainer.training_step = lambda *args, **kwargs: (step(*args, **kwargs), self.stop())[0]
+WAITS = Speaker({"wait": [call_of("wait", number=1)]}, share=0.5)
 
-    def stop(self) -> None:
-        assert wait_until(lambda: False in self.held, 20)
+
+def stopped(folder: Path):
+    """A trainer that has stopped in its first step, while tools of the next round wait."""
+    Waiting.hold.clear()
+    Waiting.held.clear()
+    seen = Seen()
+    trainer = ours(
+        folder, seen, chats(12, start=list(range(12))), {"environment_factory": Waiting}, max_staleness=1,
+        shuffle_dataset=False,
+    )  # fmt: skip
+
+    def stop(*args, **kwargs):
+        step(*args, **kwargs)
+        assert Waiting.held.wait(20)
         raise Stop
 
-
-HOLDS = Speaker({"hold_on": [call_of("hold_on", question=1)]}, share=0.5)
+    step, trainer.training_step = trainer.training_step, stop
+    with pytest.raises(Stop):
+        trainer.train()
+    del trainer.training_step
+    return trainer, seen
 
 
 def test_a_run_that_stops_early_drops_its_tools_and_trains_again(tmp_path):
     """A group that is in a tool then ends at its next turn, and the next `train()` makes its rows again."""
-    with engines_here(HOLDS, turn_s=0.3):
-        run = Holding(tmp_path)
-        with pytest.raises(Stop):
-            run.trainer.train()
+    with engines_here(WAITS):
+        trainer, seen = stopped(tmp_path)
         assert threads_of_groups(0)
-        del run.trainer.training_step
-        threading.Timer(1.0, run.hold.set).start()  # in the next run, which has a group with the same number
-        run.trainer.train()
-        run.trainer.close()
-    prompts = [one["prompts"][0][0]["content"] for one in run.seen.rounds]
+        threading.Timer(0.5, Waiting.hold.set).start()  # in the next run, which has groups with the same numbers
+        trainer.train()
+        trainer.close()
+    prompts = [one["prompts"][0][0]["content"] for one in seen.rounds]
     assert len(prompts) == 4 and prompts[0] == prompts[1] and len(set(prompts)) == 3
-    assert run.seen.rounds[0] == run.seen.rounds[1]
+    assert seen.rounds[0]["prompts"] == seen.rounds[1]["prompts"]
     assert threads_of_groups() == []
 
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_process_ends_although_a_tool_does_not_return(closes, tmp_path):
     def body(rank: int) -> list[str]:
-        with engines_here(HOLDS, turn_s=0.3):
-            run = Holding(tmp_path)
-            with pytest.raises(Stop):
-                run.trainer.train()
+        with engines_here(WAITS):
+            trainer, _ = stopped(tmp_path)
             if closes:
-                run.trainer.close()
+                trainer.close()
             return threads_of_groups(0)
 
     start = time.monotonic()
     with forked(body, 1, tmp_path) as (one,):
         assert any("rollouts" in name for name in one.result)
     assert time.monotonic() - start < 30  # the tool waits for 60 s
+
+
+# ---- what ends a run -----------------------------------------------------------------------------------------------
+
+
+def breaks(number: int) -> str:
+    """
+    Fails.
+
+    Args:
+        number: How.
+    """
+    raise {1: ValueError, 2: SystemExit, 3: KeyboardInterrupt}[number]("broken")
+
+
+async def breaks_later(number: int) -> str:
+    """
+    Fails.
+
+    Args:
+        number: How.
+    """
+    await asyncio.sleep(0)
+    return breaks(number)
+
+
+class BreaksReset(agent_kinds.Counter):
+    def reset(self, start: int = 0, **_) -> str:
+        if start == 3:
+            raise ValueError("broken")
+        return super().reset(start)
+
+
+def breaks_loop(prompts, trainer):
+    raise ValueError("broken")
+
+
+def breaks_by_gathering(prompts, trainer):
+    trainer.accelerator.gather(torch.zeros(1))
+
+
+def caller_of(tool, number: int) -> Speaker:
+    return Speaker({tool.__name__: [call_of(tool.__name__, number=number)]}, share=0.4)
+
+
+RAISES = {"tool_errors": "raise"}
+BROKEN = {  # what fails -> the agent, settings, and what the line says
+    "tool": (Kind({"tools": [breaks]}), caller_of(breaks, 1), RAISES, "the tool `breaks` failed, for row"),
+    "async tool": (
+        Kind({"tools": [breaks_later]}), caller_of(breaks_later, 1), RAISES, "the tool `breaks_later` failed, for row",
+    ),
+    "exit in a tool": (Kind({"tools": [breaks]}), caller_of(breaks, 2), {}, "`breaks` failed, for row"),
+    "exit in an async tool": (
+        Kind({"tools": [breaks_later]}), caller_of(breaks_later, 2), {}, "`breaks_later` failed",
+    ),
+    "interrupt in an async tool": (
+        Kind({"tools": [breaks_later]}), caller_of(breaks_later, 3), {}, "`breaks_later` failed",
+    ),
+    "reset": (
+        Kind({"environment_factory": BreaksReset}, {"start": list(range(12))}), SPEAKER, {},
+        "the `reset` of the environment BreaksReset failed, for row",
+    ),
+    "rollout_func": (
+        Kind({"rollout_func": breaks_loop}), SPEAKER, {}, r"`rollout_func` \(breaks_loop\) failed, for rows 0 to 7",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "ahead"])
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.timeout(60)
+def test_what_fails_ends_the_run_with_its_place(name, ahead, tmp_path):
+    kind, speaker, settings, line = BROKEN[name]
+    where = r"node 0, rank 0.*: "
+    with pytest.raises(RolloutError, match=where + ".*" + line) as raised:
+        trained(tmp_path, kind, speaker=speaker, shuffle_dataset=False, max_staleness=int(ahead), **settings)
+    assert "broken" in str(raised.value) and raised.value.__cause__ is not None
+    if name != "rollout_func":
+        row = int(re.search(r"for row (\d+) of this rank", str(raised.value))[1])
+        assert 0 <= row < 2 * GROUP and (name != "reset" or row >= GROUP)
+
+
+def test_an_error_of_a_tool_is_its_answer_as_in_trl(tmp_path):
+    for number, tool in enumerate((breaks, breaks_later)):
+        kind = Kind({"tools": [tool]})
+        _, seen = trained(tmp_path / str(number), kind, speaker=caller_of(tool, 1), max_staleness=1)
+        messages = [message for one in seen.rounds for row in one["completions"] for message in row]
+        assert {one["content"] for one in messages if one["role"] == "tool"} == {"{'error': 'broken'}"}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ctrl_c_is_nobodys_error(ahead, tmp_path):
+    """In the main thread it is the user's."""
+    with pytest.raises(RolloutError if ahead else KeyboardInterrupt):
+        trained(tmp_path, Kind({"tools": [breaks]}), speaker=caller_of(breaks, 3), max_staleness=ahead)
+
+
+def test_a_reset_in_a_tool_is_no_row_of_trls(tmp_path):
+    class ResetsItself(agent_kinds.Counter):
+        async def raise_by(self, step: int) -> str:
+            """
+            Begins again.
+
+            Args:
+                step: A number.
+            """
+            self.reset(start=step)
+            return "again"
+
+    for ahead in (0, 1):
+        kind = Kind({"environment_factory": ResetsItself}, {"start": list(range(12))})
+        _, seen = trained(tmp_path / str(ahead), kind, max_staleness=ahead)
+        assert "again" in str(seen.rounds)
+
+
+def test_a_collective_in_a_rollout_func_that_runs_ahead_is_refused(tmp_path):
+    with pytest.raises(RolloutError, match="`accelerator.gather` cannot be called in a rollout that runs ahead"):
+        trained(tmp_path, Kind({"rollout_func": breaks_by_gathering}), max_staleness=1)

@@ -60,8 +60,8 @@ def again_of(rank=0, ranks=1, most=MOST, **fields) -> SamplingAgain:
 # ---- which groups are flat
 
 
-def trls_advantages(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str, scale: str) -> torch.Tensor:
-    """TRL's own lines, from the gathered rewards to the advantages of all ranks."""
+def trls(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str, scale: str) -> dict:
+    """The variables of TRL's own lines, from the gathered rewards to the advantages of all ranks."""
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     lines = source.split("        num_generations = self.num_generations if mode", 1)[1]
     lines = lines.split("        # Slice to keep only the local part of the data", 1)[0]
@@ -73,7 +73,11 @@ def trls_advantages(rewards: torch.Tensor, weights: torch.Tensor, aggregation: s
         ),
     }  # fmt: skip
     exec(textwrap.dedent("        num_generations = self.num_generations if mode" + lines), names)  # noqa: S102
-    return names["advantages"].view(rewards.shape[:2])
+    return names
+
+
+def trls_advantages(rewards: torch.Tensor, weights: torch.Tensor, aggregation: str, scale: str) -> torch.Tensor:
+    return trls(rewards, weights, aggregation, scale)["advantages"].view(rewards.shape[:2])
 
 
 GROUPS = {  # rows of (first function, second function) -> flat in the sum, flat if each is normalized first
@@ -116,6 +120,15 @@ def test_random_groups_are_flat_where_trl_gives_no_advantage():
         # the mean of all groups, which TRL subtracts with `normalize_then_sum`, is 0 but for rounding
         without = (trls_advantages(rewards, weights, aggregation, scale).abs() < 1e-4).all(dim=1)
         assert torch.equal(flat, without) and 40 < flat.sum() < 360, (aggregation, scale)
+
+
+def test_the_limit_of_a_standard_deviation_is_trls():
+    step = 9.3e-10  # between neighbours of 0.01 in float32
+    rows = [[0.01, 0.01 + step, 0.01, 0.01], [0.01, 0.01 + step, NAN, 0.01], [0.01, 0.01 + 40 * step, 0.01, 0.01]]
+    rewards, one = torch.tensor(rows).unsqueeze(2), torch.ones(1)
+    assert all(len(row.unique()) > 1 for row in rewards[:, :2])
+    is_std_zero = trls(rewards, one, "sum_then_normalize", "group")["is_std_zero"].view(3, 4)
+    assert are_flat(rewards, one, "sum_then_normalize").tolist() == is_std_zero[:, 0].tolist() == [True, True, False]
 
 
 def test_equal_rewards_are_flat_where_trls_rounding_makes_an_advantage_of_them():

@@ -78,6 +78,7 @@ class NodeHost(SyncingHost, EndingHost):
         self._sync: WeightSync | None = None
         self.engines: NodeEngines | None = None
         self.ahead_engines: NodeEngines | None = None  # connections of the thread that generates ahead, if any
+        self.user_calls: list[Callable[[], str]] = []  # each returns what a user's function does beside generation
         self._ends = False
         # per engine, at the last sync: busy seconds, total seconds, and row-seconds over slots
         self.engine_clocks: list[tuple[float, float, float, float]] = []
@@ -155,7 +156,8 @@ class NodeHost(SyncingHost, EndingHost):
         """Return what is left or done in a phase of this rank, as far as that is known. Any thread calls it."""
         if phase == "generate":
             connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
-            return f"{sum(engines.rows_left for engines in connections)} rows left"
+            rows = f"{sum(engines.rows_left for engines in connections)} rows left"
+            return ", ".join([rows, *filter(None, (call() for call in self.user_calls))])
         if phase == "restart":
             return self._fleet.restarts.state() if self._fleet.restarts is not None else ""
         if phase == "sync" and (sync := self._sync) is not None:

@@ -75,9 +75,7 @@ class RewardCalls:
             trainer.reward_funcs = functions
 
     def limit(self, function: Callable, name: str) -> Callable:
-        """Return a reward function whose calls have the limit, if there is one."""
-        if self._timeout_s is None:
-            return function
+        """Return a reward function whose calls have the limit, and are seen by [`state`]."""
         if not is_async(function):
 
             def _calculate_rewards(**kwargs: Any) -> Any:  # below this name `user_code.py` finds a user's frame
@@ -118,8 +116,19 @@ class RewardCalls:
                 self._report(self._cause(call, now - call.since), code=USER_CODE)
 
     def _cause(self, call: Call, seconds: float) -> str:
-        what = f"the reward function `{call.name}` has not returned after {seconds:.0f} s{call.row()}{call.where()}"
+        what = f"{self._what(call)} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
         return f"{what}. Give what it waits for a limit, or raise `reward_timeout` (got {self._timeout_s:g} s)"
+
+    def state(self) -> str:
+        """Return the call that has run longest, if any. Any thread calls it."""
+        calls = sorted(self._open, key=lambda call: call.since)
+        if not calls:
+            return ""
+        more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
+        return f"{self._what(calls[0])}{calls[0].row()} runs for {time.monotonic() - calls[0].since:.0f} s{more}"
+
+    def _what(self, call: Call) -> str:
+        return f"the reward function `{call.name}`"
 
     # ---- NaN --------------------------------------------------------------------------------------------------------
 

@@ -75,8 +75,9 @@ class SamplingAgain:
         """Return whether the advantages of a group are all zero, if rewards are normalized within the group."""
         values = [value for value in scores.values if value is not None]
         assert len(values) == len(scores.values), "a reward function of this group is called later"
-        rewards = torch.tensor([[torch.nan if one is None else one for one in value] for value in values])
-        return bool(self._flat(rewards.float().T.unsqueeze(0))[0])
+        known = [[torch.nan if one is None else one for one in value] for value in values]
+        rewards = torch.tensor(known, dtype=torch.float32)  # whatever default another thread has set meanwhile
+        return bool(self._flat(rewards.T.unsqueeze(0))[0])
 
     def next_group(self, group: Group) -> bool:
         """Change a group to the prompt of its next attempt.

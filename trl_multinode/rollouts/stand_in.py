@@ -3,7 +3,6 @@ objects of its own for everything that TRL changes meanwhile.
 """
 
 import copy
-import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from .recorded import Recorded, ToolLoop, Turn
 from .requests import Prompts, check_lengths
 from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
-from .tool_calls import ToolCalls, ToolFailed
+from .tool_calls import ToolCalls, name_of, unwrapped
 
 Ask = Callable[[Prompts, list[int] | None], list[Rollout]]  # prompts and seeds -> completions
 
@@ -154,11 +153,10 @@ class Recorder:
         rows = [dict(row) for row in group.inputs]
         stand_in = self._build(group, ask)
         try:
-            stand_in._generate_and_score_completions(rows)
+            with unwrapped():
+                stand_in._generate_and_score_completions(rows)
         except Finished as finished:
             return self._recorded(stand_in, rows, finished)
-        except ToolFailed as failed:
-            raise failed.error from failed.error.__cause__
         raise AssertionError("TRL's code returned without `_generate`")
 
     def give_back(self, recorded: Recorded) -> None:
@@ -203,16 +201,9 @@ class Recorder:
 
     def _give_environments(self, stand_in: Any, first_row: int) -> None:
         """Give a stand-in environments that no other group uses; TRL builds more of them if it needs to."""
-
-        def watched(build: Callable[[], Any]) -> Callable[[], Any]:
-            return lambda: self._tool_calls.watch_reset(build())
-
         with self._lock:
             pool = self._pools.pop() if self._pools else {name: [] for name in stand_in.environment_factories}
         stand_in._environment_pool = pool
-        stand_in.environment_factories = {
-            name: watched(build) for name, build in stand_in.environment_factories.items()
-        }
         self._tool_calls.resets.rows = count(first_row)
 
     def _recording(self, rollout_func: Callable, first_row: int, size: int) -> Callable:
@@ -243,11 +234,6 @@ class Recorder:
             output=stand_in.rollout_output,
             pools=[] if stand_in.environment_factories is None else [stand_in._environment_pool],
         )  # fmt: skip
-
-
-def name_of(function: Callable) -> str:
-    """Return the name of a function, or the class of another callable."""
-    return function.__name__ if inspect.isfunction(function) else type(function).__name__
 
 
 def own_attributes(trainer: Any) -> dict[str, Any]:

@@ -1,14 +1,17 @@
 """Calls of tools, environments and a `rollout_func`: a limit for one that does not return, and errors with a place."""
 
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ..errors import RolloutError
+from ..libraries import replaced
 from .reward_call import Call
 from .rewards import RewardCalls
 
@@ -58,6 +61,9 @@ class ToolCalls(RewardCalls):
         host.watch.add_chore(calls.check)
         return calls
 
+    def _what(self, call: Call) -> str:
+        return call.name
+
     def _cause(self, call: Call, seconds: float) -> str:
         what = f"{call.name} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
         return f"{what}. Give what it waits for a limit, or raise `tool_timeout` (got {self._timeout_s:g} s)"
@@ -83,7 +89,7 @@ class ToolCalls(RewardCalls):
             except (RolloutError, ToolFailed):
                 raise
             except (Exception, KeyboardInterrupt, SystemExit) as error:
-                if isinstance(error, Exception) and not fatal:
+                if (isinstance(error, Exception) and not fatal) or is_ctrl_c(error):
                     raise
                 raise ToolFailed(self.error(what, place, error)) from error
 
@@ -129,14 +135,27 @@ class ToolCalls(RewardCalls):
                 try:
                     call.coroutine = tool(**arguments)
                     return await call.coroutine
-                except Exception as error:
-                    if self._raises and failures is not None:
-                        failures.append(self.error(f"the tool `{name}`", place, error))
-                    raise
+                except (Exception, KeyboardInterrupt, SystemExit) as error:
+                    found = self.error(f"the tool `{name}`", place, error)
+                    if failures is not None and (self._raises or not isinstance(error, Exception)):
+                        failures.append(found)
+                    if isinstance(error, Exception):
+                        raise
+                    raise found from error  # itself it would end the thread of all async tools, which are waited for
 
         return call_tool
 
-    # ---- environments -----------------------------------------------------------------------------------------------
+    # ---- environments, and a round that TRL makes in the main call -----------------------------------------------
+
+    def watch_environments(self, trainer: Any) -> None:
+        """Limit and name the `reset` of a trainer's environments, also of those that TRL has not built yet."""
+
+        def watched(build: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: self.watch_reset(build())
+
+        trainer.environment_factories = {name: watched(build) for name, build in trainer.environment_factories.items()}
+        for environment in (one for pool in trainer._environment_pool.values() for one in pool):
+            self.watch_reset(environment)
 
     def watch_reset(self, environment: Any) -> Any:
         """Limit and name the `reset` of an environment, which TRL calls for each row, and return the environment. One
@@ -145,9 +164,45 @@ class ToolCalls(RewardCalls):
 
         @functools.wraps(reset)
         def call_reset(**row: Any) -> Any:
-            with self.named(what, f", for row {next(self.resets.rows)} of this rank"):
+            rows = getattr(self.resets, "rows", None)  # a tool may call `reset` too, in any thread
+            with self.named(what, "" if rows is None else f", for row {next(rows)} of this rank"):
                 return reset(**row)
 
         with suppress(AttributeError):  # `__slots__`
             environment.reset = call_reset
         return environment
+
+    @contextmanager
+    def naming(self, trainer: Any, num_rows: int) -> Iterator[None]:
+        """Name the rows of resets and the `rollout_func` while TRL makes a round of a trainer in this thread."""
+        self.resets.rows = count()
+        with ExitStack() as stack:
+            stack.enter_context(unwrapped())
+            if (loop := trainer.rollout_func) is not None:
+                place = f", for rows 0 to {num_rows - 1} of this rank"
+
+                def call_loop(*args: Any) -> Any:
+                    with self.named(f"`rollout_func` ({name_of(loop)})", place, limited=False):
+                        return loop(*args)
+
+                stack.enter_context(replaced(trainer, "rollout_func", call_loop))
+            yield
+
+
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise the error that a [`ToolFailed`] carries."""
+    try:
+        yield
+    except ToolFailed as failed:
+        raise failed.error from failed.error.__cause__
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Return whether an exception is the user's Ctrl-C, which Python raises in the main thread."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+
+
+def name_of(function: Callable) -> str:
+    """Return the name of a function, or the class of another callable."""
+    return function.__name__ if inspect.isfunction(function) else type(function).__name__

@@ -31,7 +31,7 @@ def make_trainer(
     **settings,
 ) -> GRPOTrainer:  # fmt: skip
     peft_config = settings.pop("peft_config", None)
-    keywords = {"tools": settings.pop("tools")} if "tools" in settings else {}
+    keywords = {name: settings.pop(name) for name in ("tools", "environment_factory") if name in settings}
     tokenizer = settings.pop("processing_class", None) or tiny_tokenizer()
     args = GRPOConfig(
         output_dir=folder,

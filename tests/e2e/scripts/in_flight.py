@@ -3,14 +3,16 @@
 A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill` ends every rank by
 SIGKILL at an optimizer step: "take" before its round takes groups, "step" between its backward pass and its update,
 "saving" in the middle of its checkpoint; `resume` goes to `train()`; `compare` is a round whose tensors are compared
-with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`; `lora` and `tools` are
-what they say. The job "losses" trains twice, see in_flight_losses.py.
+with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`; `lora`, `tools` and
+`environment` (half of whose turns call a tool) are what they say; from the second step on, the tool of rank `hangs`
+does not return. The job "losses" trains twice, see in_flight_losses.py.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("RANK", "0")
@@ -23,12 +25,12 @@ from datasets import Dataset
 from deepspeed.runtime.engine import DeepSpeedEngine
 from in_flight_losses import compare as compare_losses
 from peft import LoraConfig
-from scenarios import add
-from tool_model import CALL, DONE, TURN_END, tool_model, tool_tokenizer
+from scenarios import Adder, add
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.tool_model import CALL, DONE, TURN_END, tool_model, tool_tokenizer
 
 folder, jobs_json = sys.argv[1:]
 
@@ -42,7 +44,7 @@ class Rounds:
         self.rounds: list[dict] = []
         self.trained: dict[int, list[str]] = {}  # before optimizer step -> prompt of each row of its losses
 
-    def __call__(self, prompts, completion_ids, **_):
+    def __call__(self, prompts, completions, completion_ids, **_):
         generation = self.trainer.vllm_generation
         if self.trainer.model.training and not self.trainer.compares:
             rows = generation.used.rows
@@ -50,6 +52,7 @@ class Rounds:
                 "step": self.trainer.state.global_step,
                 "prompts": list(map(text_of, prompts)),
                 "rows": [list(row) for row in completion_ids],
+                "turns": [len(row) for row in completions],
                 "made": [row.tokens.tolist() for row in rows],
                 "versions": [[[s.update, s.step, s.end] for s in row.versions] for row in rows],
                 "engines": [row.engine for row in rows],
@@ -74,6 +77,28 @@ class Rounds:
 
 def text_of(prompt) -> str:
     return prompt if isinstance(prompt, str) else prompt[0]["content"]
+
+
+class HangingAdder(Adder):
+    """An environment whose tool does not return on one rank, if the job says so."""
+
+    _hangs = staticmethod(lambda: False)  # public methods are tools
+
+    def add(self, a: int, b: int) -> str:
+        """
+        Adds two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+
+        Returns:
+            The sum so far.
+        """
+        if self._hangs():
+            print("HANGS", flush=True)
+            time.sleep(1000)
+        return super().add(a, b)
 
 
 class Replayed:
@@ -165,28 +190,33 @@ def run(
     min_tokens=0,
     lora=False,
     tools=False,
+    environment=False,
+    hangs=None,
     **settings,
 ) -> None:
     rounds = Rounds()
     sampling = {"allowed_token_ids": [1, *range(100, 99 + mean)], "ignore_eos": ignore_eos, "min_tokens": min_tokens}
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     texts = [f"{i} + {i + 1} =" for i in range(prompts)]
-    if tools:
+    if tools or environment:
         tokenizer = tool_tokenizer()
         words = list(range(100, 99 + mean))
         sampling["allowed_token_ids"] = [*tokenizer.convert_tokens_to_ids([CALL, DONE, TURN_END]), *words]
         texts = [[{"role": "user", "content": text}] for text in texts]
-        settings |= {"tools": [add], "processing_class": tokenizer}
+        agent = {"environment_factory": HangingAdder} if environment else {"tools": [add]}
+        settings |= agent | {"processing_class": tokenizer}
     if lora:
         targets = ["q_proj", "v_proj", "down_proj"]
         settings["peft_config"] = LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=targets)
     trainer = make_trainer(
-        tool_model(7.75, words) if tools else tiny_qwen2(tied=False), rounds, f"{folder}/{output}", texts,
+        tool_model(7.75 if tools else 8.0, words) if tools or environment else tiny_qwen2(tied=False),
+        rounds, f"{folder}/{output}", texts,
         eval_prompts=["1 + 1 =", "2 + 2 ="] if "eval_strategy" in settings else None,
         rollout_seed=5, generation_kwargs=sampling, vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0, **{"learning_rate": 1e-2} | settings,
     )  # fmt: skip
     rounds.trainer, trainer.compares, trainer.found = trainer, False, None
+    HangingAdder._hangs = staticmethod(lambda: hangs == RANK and trainer.state.global_step > 0)
     rounds.record_losses()
     trainer.add_callback(Record(name, rounds))
     if kill_at is not None:

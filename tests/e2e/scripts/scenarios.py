@@ -12,11 +12,11 @@ from common import RANK
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from tensorboardX.proto.event_pb2 import Event
-from tool_model import tool_model, tool_tokenizer
 from trackio.sqlite_storage import SQLiteStorage
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.tool_model import tool_model, tool_tokenizer
 
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {}
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")

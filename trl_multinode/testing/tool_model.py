@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from importlib import resources
 
 import torch
-from transformers import AddedToken
+from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerFast
 
-from trl_multinode.testing.models import silence_layers, tiny_qwen2, tiny_tokenizer
+from .models import silence_layers, tiny_qwen2, tiny_tokenizer
 
 TURN_END = "<|im_end|>"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 DONE = "done"
 
 
-def tool_tokenizer():
-    """Qwen2.5's chat template over bytes; a turn's end, a tool call and "done" are a token each."""
+def tool_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer with Qwen2.5's chat template over bytes; a turn's end, a tool call and "done" are a token
+    each."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken(text, special=text.startswith("<|")) for text in ("<|im_start|>", TURN_END)])
     tokenizer.add_tokens([AddedToken(CALL), AddedToken(DONE)])
@@ -23,10 +24,19 @@ def tool_tokenizer():
     return tokenizer
 
 
-def tool_model(calls: float = 8.0, words: Sequence[int] = ()):
-    """As `counting_model`, with other rows in the head. With `calls` below 8 "done" is likelier. After one of `words`
-    all of them, "done" and an end are equally likely."""
-    tokenizer, model = tool_tokenizer(), tiny_qwen2(tied=False)
+def tool_model(calls: float = 8.0, words: Sequence[int] = (), **sizes: int) -> PreTrainedModel:
+    """
+    Build a model like [`counting_model`], with other rows in the head.
+
+    Args:
+        calls (`float`):
+            Weight of the tool call. With 8 it is as likely as "done", with less "done" is likelier.
+        words (`Sequence[int]`):
+            Tokens after which all of them, "done" and an end are equally likely.
+        **sizes:
+            Sizes of the model, as in [`tiny_qwen2`].
+    """
+    tokenizer, model = tool_tokenizer(), tiny_qwen2(tied=False, **sizes)
     newline = tokenizer.encode("\n", add_special_tokens=False)[-1]
     call, done, end = (tokenizer.convert_tokens_to_ids(text) for text in (CALL, DONE, TURN_END))
     with torch.no_grad():

@@ -1,0 +1,98 @@
+"""Keys of `generation_kwargs` and `engine_kwargs` that are refused, with the reason and the setting to use instead."""
+
+import ast
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from .errors import ConfigurationError
+
+REFUSED_GENERATION_KEYS = {
+    "n": "the number of completions is `num_generations`",
+    "seed": "use `rollout_seed`, which gives every row its own seed",
+    "logprobs": "the trainer needs exactly the sampled token's log-prob",
+} | dict.fromkeys(("detokenize", "flat_logprobs", "output_kind"), "node mode sets it for every request")
+NO_BEAMS = "vLLM's sampling has no beam search; leave it out"
+# names of transformers and of older versions of vLLM that vLLM's `SamplingParams` lacks
+FOREIGN_GENERATION_KEYS = {
+    "do_sample": "vLLM samples unless the temperature is 0; leave it out, or change `temperature`",
+    "max_new_tokens": "use `max_completion_length`",
+    "max_length": "use `max_completion_length`",
+    "min_new_tokens": "use `min_tokens`",
+    "min_length": "use `min_tokens`",
+    "num_return_sequences": "the number of completions is `num_generations`",
+    "stop_strings": "use `stop`",
+    "eos_token_id": "an engine has the model's; use `stop_token_ids` for further ones",
+    "pad_token_id": "engines do not pad; leave it out",
+    "use_cache": "engines always have a cache; leave it out",
+    "bad_words_ids": "use `bad_words`, a list of words",
+    "suppress_tokens": "use `logit_bias`",
+    "no_repeat_ngram_size": "vLLM has no such setting; `repetition_penalty` is the nearest",
+    "guided_decoding": "use `structured_outputs`",
+} | dict.fromkeys(("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"), NO_BEAMS)
+REFUSED_ENGINE_KEYS = {
+    "model": "the engines serve the trainer's model",
+    "dtype": "use `engine_dtype`",
+    "tensor_parallel_size": "use `vllm_tensor_parallel_size`",
+    "pipeline_parallel_size": "an engine's GPUs are `vllm_tensor_parallel_size`",
+    "data_parallel_size": "use `num_engines`",
+    "seed": "use the `seed` of the config, or `rollout_seed`, which gives every row its own seed",
+    "enable_lora": "use `lora_sync`",
+    "max_loras": "use `lora_sync`",
+    "max_lora_rank": "it is that of the trained adapter",
+    "load_format": "the trainer is the only source of weights",
+    "logprobs_mode": "TRL's correction needs processed log-probs",
+    "weight_transfer_config": "weights arrive by `weight_transport`",
+    "worker_extension_cls": "weights arrive through the one of this library",
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config"),
+        "after a sync this cache would still serve what older weights computed; leave it out, because a sync empties "
+        "only the engine's own prefix cache",
+    ),
+}
+
+
+def check_keys(generation_kwargs: dict | None, engine_kwargs: dict, node_mode: bool) -> None:
+    """Raise `ConfigurationError` for a key that an engine would refuse, or that node mode sets itself.
+
+    Args:
+        generation_kwargs (`dict`, *optional*):
+            Keywords of vLLM's `SamplingParams`, checked in node mode only.
+        engine_kwargs (`dict`):
+            Keywords of vLLM's `EngineArgs`.
+        node_mode (`bool`):
+            Whether the config selects node mode.
+    """
+    for key in (generation_kwargs or {}) if node_mode else ():
+        if (reason := _no_sampling_key(key)) is not None:
+            raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
+    for key in REFUSED_ENGINE_KEYS.keys() & engine_kwargs.keys():
+        raise ConfigurationError(f"`engine_kwargs` may not contain {key!r}: {REFUSED_ENGINE_KEYS[key]}.")
+
+
+def _no_sampling_key(key: str) -> str | None:
+    """Return the reason why an engine would refuse `key` in its sampling settings; `None` if it would not."""
+    if key in REFUSED_GENERATION_KEYS or key in (known := sampling_keys()):
+        return REFUSED_GENERATION_KEYS.get(key)
+    if key in FOREIGN_GENERATION_KEYS or not known:
+        return FOREIGN_GENERATION_KEYS.get(key)
+    near = get_close_matches(key, known, n=1)
+    return "vLLM's `SamplingParams` has no such setting" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+@cache
+def sampling_keys() -> frozenset[str]:
+    """Read the fields of vLLM's `SamplingParams` from its source, because an import of vLLM takes 7 to 13 s.
+
+    Returns:
+        `frozenset[str]`: the names of the installed version; empty if they cannot be found.
+    """
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        return frozenset()
+    source = Path(package.origin).with_name("sampling_params.py")
+    tree = ast.parse(source.read_text() if source.is_file() else "")
+    (body,) = [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "SamplingParams"] or [[]]
+    names = [n.target.id for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+    return frozenset(name for name in names if not name.startswith("_"))
