@@ -94,12 +94,10 @@ class GroupScorer:
         function = self._functions[place]
         if is_async(function):
             return False
-        module = getattr(function, "__module__", "") or ""
-        if self._names[place] in NEED_MAIN_THREAD and module.startswith("trl."):
+        if self._names[place] in NEED_MAIN_THREAD and is_of_trl(function):
             return True
-        return (
-            bool(several) and is_importable(function) and "environments" not in inspect.signature(function).parameters
-        )
+        sendable = is_importable(function) and "environments" not in inspect.signature(function).parameters
+        return bool(several) and sendable
 
     def _plan(self) -> str:
         def where(place: int) -> str:
@@ -221,6 +219,10 @@ class GroupScorer:
         """End the processes."""
         if self._pool is not None:
             self._pool.close()
+
+
+def is_of_trl(function: Any) -> bool:
+    return inspect.isfunction(function) and function.__module__.startswith("trl.")
 
 
 def scores_of(group: Recorded) -> Scores:
