@@ -222,6 +222,7 @@ class GroupScorer:
 
 
 def is_of_trl(function: Any) -> bool:
+    """Return whether a function is one of TRL's."""
     return inspect.isfunction(function) and function.__module__.startswith("trl.")
 
 
