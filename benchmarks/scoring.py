@@ -58,7 +58,7 @@ class Mix:
     max_staleness: int = 1
     num_rows: int = 16
     num_tokens: int = 24  # of every completion
-    num_iterations: int = 24  # optimizer steps per round: training is longer than a reward
+    num_iterations: int = 80  # optimizer steps per round: training is longer than generation and a reward
     max_num_seqs: int = 16
 
 

@@ -222,7 +222,7 @@ class GroupScorer:
 
 
 def is_of_trl(function: Any) -> bool:
-    """Return whether a function is one of TRL's."""
+    """Return whether a function comes with TRL."""
     return inspect.isfunction(function) and function.__module__.startswith("trl.")
 
 
