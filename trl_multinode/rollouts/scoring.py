@@ -94,8 +94,7 @@ class GroupScorer:
         function = self._functions[place]
         if is_async(function):
             return False
-        module = getattr(function, "__module__", "") or ""
-        if self._names[place] in NEED_MAIN_THREAD and module.startswith("trl."):
+        if self._names[place] in NEED_MAIN_THREAD and str(function.__module__).startswith("trl."):
             return True
         return (
             bool(several) and is_importable(function) and "environments" not in inspect.signature(function).parameters
