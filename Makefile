@@ -59,6 +59,7 @@ bench: setup
 	python benchmarks/transports.py
 	python benchmarks/lora.py
 	python benchmarks/overlap.py
+	python benchmarks/agents.py
 	python benchmarks/long_tail.py
 	python benchmarks/scaling.py
 	python benchmarks/balance.py

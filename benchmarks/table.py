@@ -49,6 +49,24 @@ def overlap(found: dict) -> str:
     )
 
 
+def agents(found: dict) -> str:
+    mixes = found.values()
+    rows = [
+        ["a tool, s", *(mix["mix"]["tool_s"] for mix in mixes)],
+        ["T_rollouts (generation and tools), s", *(mix["t_rollouts_s"] for mix in mixes)],
+        ["T_train, s", *(mix["t_train_s"] for mix in mixes)],
+        ["T_sync, s", *(mix["t_sync_s"] for mix in mixes)],
+        ["step, TRL's loop in the main call, s", *(mix["step_s"]["synchronous"] for mix in mixes)],
+        ["step, nothing ahead, s", *(mix["step_s"]["alone"] for mix in mixes)],
+        ["step, max_staleness=1, s", *(mix["step_s"]["ahead"] for mix in mixes)],
+        ["`step_ratio_vs_max`", *(mix["step_ratio_vs_max"] for mix in mixes)],
+        ["`control_ratio`", *(mix["control_ratio"] for mix in mixes)],
+    ]
+    return "## Agents\n\nOne rank and one vLLM engine, a core each; every completion calls a tool that sleeps\n" + (
+        "(`benchmarks/agents.py`).\n\n" + table(["", *found], rows)
+    )
+
+
 def busy(mix: dict, who: str) -> str:
     return " and ".join(f"{mix['busy_share'][arm][who]:.2f}" for arm in ("sync", "overlap"))
 
@@ -377,6 +395,7 @@ SECTIONS = (
     ("lora", lora),
     ("overlap", overlap),
     ("overlap", rivals),
+    ("agents", agents),
     ("long_tail", long_tail),
     ("balance", balance),
     ("balance_nodes", balance_nodes),

@@ -141,8 +141,8 @@ class NodeFields(_Arguments):
             that holds the interpreter's lock is not seen. By default there is no limit.
         tool_timeout (`float`, *optional*):
             Seconds after which a call of a tool that has not returned ends the run, with a line that has its name, the
-            rank and the row. It also holds for the `reset` of an environment whose rollout runs ahead. By default
-            there is no limit. See docs/agents.md.
+            rank and the row. It also holds for the `reset` of an environment. By default there is no limit. See
+            docs/agents.md.
         tool_errors (`str`, *optional*, defaults to `"answer"`):
             `"answer"`: an exception in a tool is its answer to the model, as in TRL. `"raise"`: it ends the run, with
             a line that has the tool's name, the rank and the row.

@@ -414,7 +414,7 @@ def test_a_process_ends_with_its_rank_while_a_function_runs(tmp_path):
     process, child = map(int, pid.read_text().split())
     assert start_time(process, running=True) is not None
     killed.kill()
-    killed.join(20)
+    killed.join()  # with a limit it would wait for its child's copy of a pipe
     try:
         assert wait_until(lambda: start_time(process, running=True) is None, 20.0), "the process outlives its rank"
     finally:

@@ -38,7 +38,10 @@ class Pair:
         self.rounds, self.rewards = rounds, rewards
 
 
-@pytest.fixture(scope="module", params=[(kind, mode) for mode in AHEAD for kind in KINDS], ids=" ".join)
+CASES = [*((kind, "drain") for kind in KINDS), ("environments", "in flight"), ("rollout_func", "in flight")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=" ".join)
 def pair(request, tmp_path_factory):
     kind, mode = request.param
     made = Pair(tmp_path_factory.mktemp("pair"), KINDS[kind], **AHEAD[mode])

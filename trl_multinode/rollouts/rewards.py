@@ -116,7 +116,7 @@ class RewardCalls:
                 self._report(self._cause(call, now - call.since), code=USER_CODE)
 
     def _cause(self, call: Call, seconds: float) -> str:
-        what = f"the reward function `{call.name}` has not returned after {seconds:.0f} s{call.row()}{call.where()}"
+        what = f"{self._what(call)} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
         return f"{what}. Give what it waits for a limit, or raise `reward_timeout` (got {self._timeout_s:g} s)"
 
     def state(self) -> str:

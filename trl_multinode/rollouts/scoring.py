@@ -94,11 +94,10 @@ class GroupScorer:
         function = self._functions[place]
         if is_async(function):
             return False
-        if self._names[place] in NEED_MAIN_THREAD and str(function.__module__).startswith("trl."):
+        if self._names[place] in NEED_MAIN_THREAD and is_of_trl(function):
             return True
-        return (
-            bool(several) and is_importable(function) and "environments" not in inspect.signature(function).parameters
-        )
+        sendable = is_importable(function) and "environments" not in inspect.signature(function).parameters
+        return bool(several) and sendable
 
     def _plan(self) -> str:
         def where(place: int) -> str:
@@ -220,6 +219,11 @@ class GroupScorer:
         """End the processes."""
         if self._pool is not None:
             self._pool.close()
+
+
+def is_of_trl(function: Any) -> bool:
+    """Return whether a function is one of TRL's."""
+    return inspect.isfunction(function) and function.__module__.startswith("trl.")
 
 
 def scores_of(group: Recorded) -> Scores:
