@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import threading
+import time
 from collections import defaultdict
 from contextlib import suppress
 from datetime import datetime
@@ -230,7 +231,8 @@ LETTERS = Speaker({})
 
 @pytest.mark.parametrize("ahead", [{}, {"max_staleness": 1}], ids=["sync", "ahead"])
 def test_a_run_is_the_one_whose_rounds_are_scored_at_once(ahead, tmp_path):
-    """Gradients to the bit, and TRL's log."""
+    """Advantages, TRL's log and, without threads beside training, gradients to the bit: beside it the engine of this
+    process computes other log-probs now and then, because transformers' forward pass has settings of the process."""
     found = []
     for settings in ({}, {"score_groups": True}):
         seen = Seen("rate")
@@ -252,13 +254,14 @@ def test_a_run_is_the_one_whose_rounds_are_scored_at_once(ahead, tmp_path):
     for mine, its in zip(outputs, plain_outputs, strict=True):
         assert mine["advantages"].equal(its["advantages"]) and mine["advantages"].abs().max() > 0
     for mine, its in zip(scored.gradients, plain.gradients, strict=True):
-        assert mine.equal(its) and mine.abs().max() > 0
-    logs = [[{key: value for key, value in one.items() if key in NAMES} for one in numbers(each.state.log_history)]
+        assert mine.abs().max() > 0 and (ahead or mine.equal(its))
+    names = NAMES - {"loss"} if ahead else NAMES
+    logs = [[{key: value for key, value in one.items() if key in names} for one in numbers(each.state.log_history)]
             for each in (scored, plain)]  # fmt: skip
-    assert logs[0] == logs[1] and logs[0][0].keys() == set(NAMES)
+    assert logs[0] == logs[1] and logs[0][0].keys() == names
 
 
-NAMES = ("loss", "reward", "reward_std", "frac_reward_zero_std", "rewards/seen/mean", "rewards/no_log/std")
+NAMES = {"loss", "reward", "reward_std", "frac_reward_zero_std", "rewards/seen/mean", "rewards/no_log/std"}
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -294,6 +297,7 @@ def test_trls_accuracy_reward_gets_a_process_without_a_setting(scorer_of):
 
 def test_a_process_has_no_place_in_the_world_and_what_it_prints_is_the_ranks(scorer_of, monkeypatch, capfd):
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "A_JUDGES_KEY": "k"}
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # which would print at once anyway
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     scorer = scorer_of(group_rewards.surroundings, score_processes=1)
@@ -398,17 +402,23 @@ def test_a_process_ends_with_its_rank_while_a_function_runs(tmp_path):
 
     def rank() -> None:
         process = ScoringProcess()
-        pid.write_text(str(process.pid))
+        if not (child := os.fork()):  # as a worker of the dataloader: it has copies of the pipes, which stay open
+            time.sleep(START_S)
+            os._exit(0)
+        pid.write_text(f"{process.pid} {child}")
         process.call(Request("group_rewards", "touches", {"completions": [str(runs)]}, {}))
 
     killed = FORK.Process(target=rank)
     killed.start()
     assert wait_until(runs.exists, START_S)
-    process = int(pid.read_text())
+    process, child = map(int, pid.read_text().split())
     assert start_time(process, running=True) is not None
     killed.kill()
-    killed.join(20)
-    assert wait_until(lambda: start_time(process, running=True) is None, 20.0), "the process outlives its rank"
+    killed.join()  # with a limit it would wait for its child's copy of a pipe
+    try:
+        assert wait_until(lambda: start_time(process, running=True) is None, 20.0), "the process outlives its rank"
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
