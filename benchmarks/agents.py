@@ -52,16 +52,16 @@ class Mix:
 
     tool_s: float = 0.5  # of each row's tool
     num_rows: int = 8
-    num_iterations: int = 2  # optimizer steps per round: more training for the same rollouts
+    num_iterations: int = 1  # optimizer steps per round: more training for the same rollouts
     hidden: int = 64  # of the model
     layers: int = 4
     repeats: int = 4
 
 
 MIXES = {
-    "training_heavy": Mix(),
-    "tools_heavy": Mix(tool_s=1.0, num_iterations=1),
-    "five_seconds": Mix(tool_s=5.0, num_iterations=8, repeats=2),
+    "training_heavy": Mix(num_iterations=4),
+    "tools_heavy": Mix(tool_s=1.0),
+    "five_seconds": Mix(tool_s=5.0, num_iterations=24, repeats=2),
 }
 
 
