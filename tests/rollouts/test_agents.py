@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter as Count
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import agent_kinds
@@ -399,3 +400,14 @@ def test_a_reset_in_a_tool_is_no_row_of_trls(tmp_path):
 def test_a_collective_in_a_rollout_func_that_runs_ahead_is_refused(tmp_path):
     with pytest.raises(RolloutError, match="`accelerator.gather` cannot be called in a rollout that runs ahead"):
         trained(tmp_path, Kind({"rollout_func": breaks_by_gathering}), max_staleness=1)
+
+
+def generates_in_two_threads(prompts, trainer):
+    ids = trainer.processing_class.apply_chat_template(prompts, tokenize=True, return_dict=True)["input_ids"]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda row: trainer.vllm_generation.generate([row]), ids))
+
+
+def test_two_calls_of_generate_at_once_in_one_rollout_are_refused(tmp_path):
+    with pytest.raises(RolloutError, match="called `generate` in two threads at once"):
+        trained(tmp_path, Kind({"rollout_func": generates_in_two_threads}), max_staleness=1)

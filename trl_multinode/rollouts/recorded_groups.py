@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..engine.client import Rollout
 from ..engine.row_stream import GroupId, RowRequest
+from ..errors import RolloutError
 from .groups import Group, OpenGroups, Stream
 from .recorded import Recorded
 from .requests import Prompts
@@ -73,6 +74,11 @@ class RecordedGroups(OpenGroups):
         update = self._update()
         with self._changed:
             self._check_open(group)
+            if group.id in self._turns:
+                raise RolloutError(
+                    f"A rollout of group {group.id} called `generate` in two threads at once, and would mix up "
+                    "their rows. Call it once with all rows of a turn, or in one thread after the other."
+                )
             self._turns[group.id] = turn
             self._send(
                 [
