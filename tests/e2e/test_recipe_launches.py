@@ -39,19 +39,19 @@ def nodes(tmp_path_factory):
             yield nodes
 
 
-def train(nodes: Nodes, name: str, *more: str) -> tuple[list[dict], list[list[list[list[int]]]]]:
+def train(nodes: Nodes, name: str, *more: str, run: str = "run") -> tuple[list[dict], list[list[list[list[int]]]]]:
     """Launch a recipe. Returns its logs, and for each rank the completions of every round."""
-    folder = nodes.folder
+    folder, run = nodes.folder, f"{name}-{run}"
     words = f"""
         --model_name_or_path {folder}/model --dataset_name {folder}/questions.jsonl --prompt_column question
-        --reward_funcs my_rewards:letters --output_dir {folder}/{name} --use_cpu true --bf16 false --report_to none
+        --reward_funcs my_rewards:letters --output_dir {folder}/{run} --use_cpu true --bf16 false --report_to none
         --gradient_checkpointing false --disable_tqdm true --max_steps 4 --save_steps 4 --logging_steps 1
         --per_device_train_batch_size 8 --num_generations 4 --rollout_seed 1
     """.split()
-    nodes.launch(RECIPES / f"{name}.py", *words, *more, env={"ROUNDS": f"{folder}/{name}-rounds"})
+    nodes.launch(RECIPES / f"{name}.py", *words, *more, env={"ROUNDS": f"{folder}/{run}-rounds"})
     assert nodes.wait(timeout_s=300) == [0, 0], nodes.rank_log(0)[-3000:]
-    logs = json.loads((folder / name / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-    files = [folder / f"{name}-rounds{rank}.jsonl" for rank in range(2)]
+    logs = json.loads((folder / run / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    files = [folder / f"{run}-rounds{rank}.jsonl" for rank in range(2)]
     return logs, [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
@@ -65,13 +65,18 @@ def test_completions_grow_on_all_ranks_while_they_are_cut(nodes):
     assert "Completions may now" not in nodes.rank_log(1)
 
 
-def test_two_stages_train_rows_whose_log_probs_are_the_engines(nodes):
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_two_stages_train_rows_whose_log_probs_are_the_engines(nodes, staleness):
+    """One round ahead, an engine scores the rows that are trained, and not the drafts that were made first."""
     limits = ["--drafts", "2", "--draft_tokens", "3", "--max_completion_length", "7"]
-    logs, ranks = train(nodes, "two_stage", *limits)
+    limits += ["--max_staleness", str(staleness), "--learning_rate", "1e-3"]
+    logs, ranks = train(nodes, "two_stage", *limits, run=f"ahead-{staleness}")
+    assert [entry["staleness/rounds_max"] for entry in logs[:4]] == [0] + 3 * [staleness]
     for rounds in ranks:
         assert [len(ids) for ids in rounds] == [8] * 4 and {max(map(len, ids)) for ids in rounds} == {7}
     assert ranks[0] != ranks[1]
-    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs[:4])
+    differences = [entry["sampling/sampling_logp_difference/max"] for entry in logs[:4]]
+    assert (max(differences) < 1e-3) == (staleness == 0) and differences[0] < 1e-3, differences
     assert all(entry["grad_norm"] > 0 and entry["perf/generate_s"] > 0 for entry in logs[:4])
 
 

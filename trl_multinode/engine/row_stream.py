@@ -28,6 +28,7 @@ class RowRequest:
     seed: int | None
     min_update: int  # number of the weight update that must have been attempted before the row starts
     num_made: int = 0  # tokens of the completion that `prompt` ends with
+    max_tokens: int | None = None  # of the completion; `None`: the stream's limit
 
 
 class Peeking:
@@ -206,7 +207,7 @@ class RowStream:
             self._last = request.group, engine
             message = replace(
                 self._message, prompt=pack_ids(request.prompt), seed=request.seed, min_update=request.min_update,
-                max_tokens=self._message.max_tokens - request.num_made,
+                max_tokens=self._left(request),
             )  # fmt: skip
             try:
                 self._open[engine, self._clients[engine].post(message)] = request
@@ -242,7 +243,12 @@ class RowStream:
         return room
 
     def _cost(self, request: RowRequest) -> int:
-        return len(request.prompt) + self._message.max_tokens - request.num_made
+        return len(request.prompt) + self._left(request)
+
+    def _left(self, request: RowRequest) -> int:
+        """Return the most tokens that a row may still make."""
+        limit = self._message.max_tokens if request.max_tokens is None else request.max_tokens
+        return limit - request.num_made
 
     def _receive(self, client: EngineClient) -> tuple[RowRequest, Rollout] | None:
         reply = client.receive()

@@ -91,9 +91,7 @@ class Group:
     @property
     def first_rows(self) -> list[Rollout]:
         """Completions of a complete group, those of the first turn."""
-        if self.recorded is None:
-            return self.rows
-        return self.recorded.turns[0].rows if self.recorded.turns else []
+        return self.rows if self.recorded is None else self.recorded.first_turn.rows
 
     @property
     def rows(self) -> list[Rollout]:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..engine.client import Rollout
 from .look_ahead import Batch
 
@@ -104,6 +106,20 @@ class Recorded:
     output: dict[str, Any] | None = None
     scores: Scores | None = None
     pools: list[Any] = field(default_factory=list)
+
+    @property
+    def first_turn(self) -> Turn:
+        """The first completion of each row, with which the row that is trained begins.
+
+        A `rollout_func` may generate more rows than it returns, so for one these are all tokens of its rows, and none
+        if it has not asked an engine.
+        """
+        if self.output is None or not self.turns:
+            return self.turns[0] if self.turns else Turn([], [])
+        version = min(row.version for turn in self.turns for row in turn.rows)
+        tokens = [np.asarray(ids, np.int32) for ids in self.output["completion_ids"]]
+        rows = [Rollout(ids, np.zeros(len(ids), np.float32), version, 0) for ids in tokens]
+        return Turn(self.output["prompt_ids"], rows)
 
 
 def joined(recorded: Sequence[Recorded]) -> Recorded:

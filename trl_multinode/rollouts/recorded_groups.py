@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ..engine.client import Rollout
 from ..engine.row_stream import GroupId, RowRequest
@@ -24,7 +25,7 @@ class RecordedGroups(OpenGroups):
     Args:
         make (`Callable`):
             Function that makes and returns the rollouts of a group. It runs in the group's thread, and calls its
-            second argument with prompts and seeds for the completions of each turn.
+            second argument with prompts, seeds and a limit in tokens for the completions of each turn.
         update (`Callable[[], int]`):
             Function that returns the number of the last weight update, which the engines have or will get.
         stream ([`Stream`]), check (`Callable`):
@@ -54,10 +55,9 @@ class RecordedGroups(OpenGroups):
 
     def _run(self, group: Group) -> None:
         try:
-            recorded = self._make(group, lambda prompts, seeds: self._ask(group, prompts, seeds))
+            recorded = self._make(group, partial(self._ask, group))
             with self._changed:
-                first = recorded.turns[0] if recorded.turns else None
-                group.prompts = first.prompts if first else []
+                group.prompts = recorded.first_turn.prompts
                 group.recorded = recorded
                 self._changed.notify_all()
         except Dropped:
@@ -68,7 +68,7 @@ class RecordedGroups(OpenGroups):
                     self._error = error
                 self._changed.notify_all()
 
-    def _ask(self, group: Group, prompts: Prompts, seeds: list[int] | None) -> list[Rollout]:
+    def _ask(self, group: Group, prompts: Prompts, seeds: list[int] | None, max_tokens: int) -> list[Rollout]:
         """Return the completions of one turn of a group. The group's thread calls it."""
         turn: list[Rollout | None] = [None] * len(prompts)
         update = self._update()
@@ -82,12 +82,14 @@ class RecordedGroups(OpenGroups):
             self._turns[group.id] = turn
             self._send(
                 [
-                    RowRequest(group.id, row, prompt, None if seeds is None else seeds[row], update)
+                    RowRequest(
+                        group.id, row, prompt, None if seeds is None else seeds[row], update, max_tokens=max_tokens
+                    )
                     for row, prompt in enumerate(prompts)
                 ]
             )
             self._changed.wait_for(lambda: None not in turn or self._error is not None)
-            del self._turns[group.id]
+            self._turns.pop(group.id, None)  # it is gone if all groups were dropped
             self._check_open(group)
         return [row for row in turn if row is not None]
 

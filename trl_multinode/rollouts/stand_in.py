@@ -9,6 +9,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import torch
+
 from ..engine.client import Rollout
 from ..errors import ConfigurationError, RolloutError
 from .groups import Group
@@ -20,7 +22,7 @@ from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
 from .tool_calls import ToolCalls, name_of, unwrapped
 
-Ask = Callable[[Prompts, list[int] | None], list[Rollout]]  # prompts and seeds -> completions
+Ask = Callable[[Prompts, list[int] | None, int], list[Rollout]]  # prompts, seeds, most tokens -> completions
 
 COLLECTIVES = {
     "gather", "gather_for_metrics", "gather_object", "reduce", "pad_across_processes", "wait_for_everyone",
@@ -36,7 +38,8 @@ class Finished(BaseException):
 
 
 class LocalAccelerator:
-    """Accelerator of a stand-in. `gather` returns what it gets, for TRL's metrics, which are dropped.
+    """Accelerator of a stand-in. `gather` returns what it gets, for TRL's metrics, which are dropped. They are
+    computed on the CPU, because a read from a GPU would wait for the training that is queued there.
 
     Args:
         accelerator (`Accelerator`):
@@ -49,6 +52,8 @@ class LocalAccelerator:
 
     def __init__(self, accelerator: Any, refuses: bool = False):
         self._accelerator, self._refuses = accelerator, refuses
+        if not refuses:
+            self.device = torch.device("cpu")
 
     def __getattr__(self, name: str) -> Any:
         if name not in COLLECTIVES:
@@ -82,17 +87,20 @@ class AheadGeneration:
 
     Args:
         ask (`Callable`):
-            Function that returns completions for prompts and seeds.
+            Function that returns completions for prompts, seeds and a limit in tokens.
         seeds ([`RowSeeds`]):
             Seeds of this group's rows.
         longest (`int`):
             Tokens of an engine's context.
         rank (`int`):
             This rank.
+        max_tokens (`int`):
+            Limit for a completion; a `rollout_func` may change it between its calls.
     """
 
-    def __init__(self, ask: Ask, seeds: RowSeeds, longest: int, rank: int):
+    def __init__(self, ask: Ask, seeds: RowSeeds, longest: int, rank: int, max_tokens: int):
         self.turns: list[Turn] = []
+        self.max_tokens = max_tokens
         self._ask, self._seeds, self._longest, self._rank = ask, seeds, longest, rank
 
     def sync_weights(self) -> None:
@@ -107,7 +115,7 @@ class AheadGeneration:
                 "Requests of a rollout that runs ahead carry no images. Use `max_staleness=0` without `score_groups`."
             )
         check_lengths(prompts, self._longest, self._rank)
-        rows = self._ask(prompts, self._seeds.of_call(prompts))
+        rows = self._ask(prompts, self._seeds.of_call(prompts), self.max_tokens)
         self.turns.append(Turn(prompts, rows))
         completion_ids = [row.tokens.tolist() for row in rows]
         self._seeds.add_completions(completion_ids)
@@ -172,6 +180,7 @@ class Recorder:
         first_row = group.place * size
         generation, rank = trainer.vllm_generation, trainer.accelerator.process_index
         seeds = generation.seeds.of_group(group.seed_mode, group.number, first_row, self._rank_rows)
+        limits = generation.engines.max_model_len, rank, generation.max_tokens
         vars(stand_in).update(
             host=None,  # every method is TRL's
             accelerator=LocalAccelerator(trainer.accelerator),
@@ -180,7 +189,7 @@ class Recorder:
             state=copy.copy(trainer.state),
             processing_class=self._tokenizers[0],
             _tokenizer=self._tokenizers[1],
-            vllm_generation=AheadGeneration(ask, seeds, generation.engines.max_model_len, rank),
+            vllm_generation=AheadGeneration(ask, seeds, *limits),
             _last_loaded_step=trainer.state.global_step,
             _buffered_inputs=None,
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
