@@ -30,7 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-RANK_CORE, ENGINE_CORE = 0, 1
+# the first two that this process may use; one core for both, if there is one, is refused later
+RANK_CORE, ENGINE_CORE = (sorted(os.sched_getaffinity(0)) * 2)[:2]
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(ENGINE_CORE))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
