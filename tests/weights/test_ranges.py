@@ -219,7 +219,9 @@ def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(node
     found = on_gloo_ranks(body, nodes * per_node, tmp_path)
     print(f"our buffers and resident memory, in buckets of {bucket / MIB} MiB: {found}")
     assert max(ours for ours, _ in found) <= 2.7  # gloo has the rest
-    assert max(resident for _, resident in found) < 4.0  # 3.0 mostly; on a busy core gloo holds two copies
+    # Mostly 3.0. Gloo flattens the output of each collective once more, so while the gathers over the nodes and in a
+    # node overlap it has up to 1.5 buckets of its own (4.1 seen on a busy machine); the whole tensor would be 24.
+    assert max(resident for _, resident in found) < 5.0
 
 
 def test_a_worker_needs_the_tensor_and_at_most_two_buckets(tmp_path):
