@@ -152,6 +152,8 @@ def test_rows_in_flight_count_all_ranks_of_the_node(tmp_path):
     two = EngineDevices((("6",), ("7",)), False)
     assert settings(tmp_path, two).arguments(tmp_path, 0)["max_num_seqs"] == 7 * 16
     assert settings(tmp_path, two).window == 12  # of 16 that are a rank's share of one engine
+    # nothing is left to balance: rows held back would wait for others beside free places of the only engine
+    assert settings(tmp_path).window >= 7 * 32
 
 
 def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_run_at_once(tmp_path):
@@ -184,7 +186,7 @@ def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):
 
 
 def test_engine_kwargs_win_also_as_json(tmp_path):
-    made = settings(tmp_path, engine_kwargs='{"max_num_seqs": 70}')
+    made = settings(tmp_path, EngineDevices((("6",), ("7",)), False), engine_kwargs='{"max_num_seqs": 70}')
     assert made.arguments(tmp_path, 0)["max_num_seqs"] == 70 and made.window == 7
 
 

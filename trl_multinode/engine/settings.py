@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,7 +81,9 @@ class EngineSettings:
 
     @property
     def window(self) -> int:
-        """Rows that one rank keeps in flight per engine if there are several."""
+        """Rows that one rank keeps in flight per engine if there are several; one engine gets all rows at once."""
+        if len(self._devices.per_engine) == 1:
+            return sys.maxsize
         return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self._topology.ranks_per_node)
 
     @property
