@@ -233,11 +233,13 @@ class Rank:
     def _continuous(self, arm: Arm, prompts_of: Callable):
         continuous = ContinuousRollouts("Rank 0", self.stream, arm.open_rounds, arm.max_age, lambda number, rows: None)
         for number in range(arm.rounds):
-            continuous.begin_round(number, GROUP, partial(self._batch, prompts_of, number, arm.rounds))
+            continuous.begin_round(
+                number, self.rows // GROUP, GROUP, partial(self._batch, prompts_of, number, arm.rounds)
+            )
             if must_sync := continuous.must_sync:
                 self._swap(continuous)
                 continuous.begin_following(self.trainer.version)
-            continuous.take(self.rows)
+            continuous.take()
             if not must_sync:
                 self._swap(continuous)
                 continuous.begin_following(self.trainer.version)

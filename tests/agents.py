@@ -195,6 +195,8 @@ class ScriptedStream:
     def rows_left(self) -> int:
         return self.num_added - self.num_ended
 
+    rows_under_way = rows_left
+
     def add(self, requests) -> None:
         with self._changed:
             self.num_added += len(requests)

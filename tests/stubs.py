@@ -77,7 +77,11 @@ class StubHost:
     def send_everything(self):
         self.whole += 1
 
+    def expect_after(self, version):
+        self.expected = WeightVersion(version.update + 1, self.step())
+
     def sync(self, version):
+        assert version == self.expected
         self.synced.append(version)
         return SyncTimings(num_buckets=2)
 

@@ -34,7 +34,7 @@ ARROWS = {
     "trainer": "batches config errors host images node_settings node_trainer rehearsal rollouts",
     "trainers": "config host node_trainer rollouts",
     "node_trainer": "call_checks config host libraries node_settings reporting rollouts saving",
-    "call_checks": "errors node_settings run saving",
+    "call_checks": "errors images node_settings run saving",
     "saving": "errors host libraries node_settings rollouts run weights",
     "rehearsal": "errors libraries node_settings run",
     "batches": "errors libraries node_settings run",

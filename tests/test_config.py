@@ -374,7 +374,10 @@ def test_streams_and_images_are_not_in_flight(tmp_path):
     rows = Dataset.from_dict({"prompt": ["a"], "images": [[]]})
     args = ours(tmp_path, **IN_FLIGHT)
     assert "got a stream (IterableDataset)" in refusal(check_in_flight, args, rows.to_iterable_dataset())
-    assert "(column 'images')" in refusal(check_in_flight, args, rows)
+    assert "a column 'images'" in refusal(check_in_flight, args, rows)
+    pixel = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
+    in_messages = refusal(check_in_flight, args, Dataset.from_dict({"prompt": [pixel]}))
+    assert "images in their messages" in in_messages and "weight_update='drain'" in in_messages
     check_in_flight(args, rows.select_columns("prompt"))
     check_in_flight(ours(tmp_path), rows.to_iterable_dataset())
 

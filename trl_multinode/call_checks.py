@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from .errors import ConfigurationError
+from .images import NOT_IN_FLIGHT, has_images
 from .node_settings import NodeSettings, check_settings, ignored_settings
 from .run.reporter import warn
 from .saving.hub import check_push
@@ -149,10 +150,9 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
             "resumed run must find the rows of its open groups again. Use a `Dataset`, or `weight_update='drain'`."
         )
     if images := {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
-        raise ConfigurationError(
-            f"`weight_update='in_flight'` generates from token ids, and TRL builds prompts with images (column "
-            f"{min(images)!r}) only while it scores them. Use `weight_update='drain'`."
-        )
+        raise ConfigurationError(f"The dataset has a column {min(images)!r}. {NOT_IN_FLIGHT}")
+    if len(dataset) and has_images(dataset[0]):
+        raise ConfigurationError(f"The prompts of the dataset have images in their messages. {NOT_IN_FLIGHT}")
 
 
 def has_index(dataset: Any) -> bool:

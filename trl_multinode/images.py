@@ -6,12 +6,24 @@ import torch
 
 from .errors import ConfigurationError
 
+NOT_IN_FLIGHT = (
+    "`weight_update='in_flight'` generates from token ids, and TRL builds prompts with images only while it scores "
+    "them. Use `weight_update='drain'`."
+)
+
 
 def images_of(row: dict) -> list:
     """Return the images of a dataset row, from its column `images` or `image`."""
     if "images" in row:
         return row["images"] or []
     return [row["image"]] if row.get("image") is not None else []
+
+
+def has_images(row: dict) -> bool:
+    """Return whether a dataset row has images, in a column or in the messages of its prompt."""
+    messages = row["prompt"] if isinstance(row.get("prompt"), list) else []
+    contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+    return bool(images_of(row)) or any(part.get("type") == "image" for content in contents for part in content)
 
 
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:
@@ -33,7 +45,7 @@ def check_images(accelerator: Any, inputs: list[dict]) -> None:
     """
     if not is_sharded(accelerator.state):
         return
-    some = torch.tensor([any(map(images_of, inputs))], device=accelerator.device)
+    some = torch.tensor([any(map(has_images, inputs))], device=accelerator.device)
     flags = accelerator.gather(some).tolist()
     if any(flags) and not all(flags):
         without = [rank for rank, flag in enumerate(flags) if not flag]

@@ -11,9 +11,9 @@ from trl import GRPOTrainer
 
 from .batches.microbatches import BalancedGRPOTrainer
 from .config import MultiNodeGRPOConfig
-from .errors import RolloutError
+from .errors import ConfigurationError, RolloutError
 from .host import NodeHost
-from .images import check_images, with_lists_of_images
+from .images import NOT_IN_FLIGHT, check_images, with_lists_of_images
 from .node_settings import NodeSettings
 from .node_trainer import RewardedNodeTrainer
 from .rehearsal.rehearsal import Rehearsal
@@ -189,21 +189,26 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _batch_ahead(self, inputs: Batch, rounds: int) -> tuple[Batch, Prompts] | None:
         """Return the batch that is `rounds` generation rounds ahead of `inputs`, and its prompts as token ids."""
-        if self._recorder is not None and rounds == 0:
-            return inputs, [[] for _ in inputs]
-        if self._upcoming is None:
-            return None
-        ahead = rounds * self.steps_per_round - self._step % self.steps_per_round
-        left = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
-        batch = self._upcoming.after(inputs, ahead)
-        if batch is None or ahead >= left - self._upcoming.place_in_window(inputs):
+        # not from `after`: a resumed run may generate in the middle of a block, whose first batches were never fetched
+        batch = inputs if rounds == 0 else self._after(inputs, rounds)
+        if batch is None:
             return None
         if self._recorder is not None:
             return batch, [[] for _ in batch]  # its group's thread tokenizes it, after the `reset` of its environment
         if "image" in batch[0] or "images" in batch[0]:  # TRL builds prompts with images only while it scores
             return None
         prompt_ids, images, _ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
+        if images is not None and self.host.settings.in_flight:  # type: ignore[union-attr]
+            raise ConfigurationError(f"A prompt of the dataset has images in its messages. {NOT_IN_FLIGHT}")
         return (batch, prompt_ids) if images is None else None
+
+    def _after(self, inputs: Batch, rounds: int) -> Batch | None:
+        if self._upcoming is None:
+            return None
+        ahead = rounds * self.steps_per_round - self._step % self.steps_per_round
+        left = (self.state.max_steps - self.state.global_step) * self.args.gradient_accumulation_steps
+        batch = self._upcoming.after(inputs, ahead)
+        return None if ahead >= left - self._upcoming.place_in_window(inputs) else batch
 
 
 def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:

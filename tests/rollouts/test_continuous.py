@@ -10,7 +10,7 @@ from stubs import StubEngines, StubHost
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.row_stream import Peeking
-from trl_multinode.errors import PromptTooLongError, WeightVersionError
+from trl_multinode.errors import PromptTooLongError, RolloutError, WeightVersionError
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.continuous import settings_from_the_start
 from trl_multinode.rollouts.generation import NodeGeneration
@@ -32,6 +32,10 @@ class Engines(StubEngines):
 
     def open_stream(self, max_tokens, sampling):
         return self
+
+    @property
+    def rows_under_way(self) -> int:
+        return self.rows_left
 
     def add(self, requests):
         with self.changed:
@@ -140,9 +144,9 @@ def test_a_group_that_is_older_than_the_limit_ends_the_run():
     run = Run(6)
     taken = [SimpleNamespace(due=3), SimpleNamespace(due=1)]
     run.continuous.groups.take = lambda count, number: taken
-    run.continuous.begin_round(2, SIZE, lambda rounds: None)
+    run.continuous.begin_round(2, QUOTA, SIZE, lambda rounds: None)
     with pytest.raises(WeightVersionError, match=r"round 2 took a group that was due in round 1"):
-        run.continuous.take(QUOTA * SIZE)
+        run.continuous.take()
 
 
 def test_the_first_round_syncs_begins_the_open_rounds_too_and_every_later_round_begins_one_more():
@@ -267,6 +271,22 @@ def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_th
     assert run.continuous.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
+def test_a_round_whose_groups_were_never_begun_ends_the_run_instead_of_waiting():
+    run = Run(rounds=3)
+    run.ahead = lambda number, rounds: None
+    with pytest.raises(RolloutError, match="Round 0 trains 2 groups and only 0 were begun"):
+        run.train(0)
+
+
+def test_a_rank_accepts_tokens_of_an_update_before_the_barrier_after_which_others_may_send_it():
+    run, accepted = Run(rounds=3), []
+    run.generation.accelerator.wait_for_everyone = lambda: accepted.append(run.host.expected)
+    run.first()
+    run.engines.end()
+    run.train(1)
+    assert accepted == [WeightVersion(1, 0), WeightVersion(2, 1)]
+
+
 def test_a_prompt_that_fills_the_context_is_named_when_it_would_begin():
     run = Run(rounds=1)
     run.batch = lambda number: ([{"prompt": "x"}] * 2, [[1] * 8] * 2)
@@ -309,6 +329,28 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
         again.engines.end()
         trained += again.train(number)
     assert sorted(trained) == [f"{number}/{place}" for number in range(6) for place in range(QUOTA)]
+
+
+def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late():
+    first = Run(9)  # `max_age` 6
+    first.engines.held = {(1, 0), (2, 0)}
+    first.first()
+    first.wait_for_rows(2 * SIZE)
+    arrays, notes = to_arrays(first.continuous, lambda group: 10 * group.number + group.place)
+    second, trained = Run(9, max_age=OPEN), []
+    restore(second.continuous, arrays, notes, lambda index, prompt: {"prompt": f"{index // 10}/{index % 10}"})
+    second.step = first.step
+    for number in range(1, 9):
+
+        def end(number=number):
+            """Slow rows of the checkpoint end when they are due, and at the latest in round 3, beside newer ones."""
+            open_groups = second.continuous.groups.snapshot()
+            slow = {g.id for g in open_groups if g.due > number and number < 3} & first.engines.held
+            second.engines.end(*(g.id for g in open_groups if g.id not in slow))
+
+        threading.Timer(0.05, end).start()
+        trained += second.train(number)
+    assert sorted(trained) == [f"{number}/{place}" for number in range(1, 9) for place in range(QUOTA)]
 
 
 def test_restored_tokens_keep_their_age():

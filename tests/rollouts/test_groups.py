@@ -35,6 +35,8 @@ class Rows:
     def rows_left(self) -> int:
         return self._left
 
+    rows_under_way = rows_left
+
     def add(self, requests):
         with self._changed:
             self.open += requests

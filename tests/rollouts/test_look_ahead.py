@@ -1,7 +1,9 @@
 """The look-ahead of a rank, and the batches that it must know early."""
 
 import threading
+from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import EngineStalledError
 from trl_multinode.rollouts.look_ahead import LookAhead, UpcomingBatches, from_arrays, to_arrays
+from trl_multinode.trainer import MultiNodeGRPOTrainer
 from trl_multinode.wire.messages import WeightVersion
 
 VERSION = WeightVersion(3, 12)
@@ -120,6 +123,21 @@ def test_batches_are_fetched_with_the_trainers_own_and_at_most_a_block_early():
     assert len(fetched) == 4
     upcoming.open_window()
     assert [next(upcoming) for _ in range(2)] == [[1], [2]] and len(fetched) == 6
+
+
+def test_a_run_that_resumes_inside_a_block_without_its_rollouts_generates_the_batch_at_hand():
+    batches = [[{"prompt": f"block {number // 8}"}] for number in range(96)]
+    upcoming = UpcomingBatches(iter(batches[12:]), 3 * 8)  # step 3 of 4 batches each, in the middle of block 1
+    fetch = upcoming.open_window()
+    window = [next(fetch) for _ in range(4)]
+    trainer = SimpleNamespace(
+        _recorder=None, _upcoming=upcoming, steps_per_round=8, _step=12, host=None,
+        state=SimpleNamespace(max_steps=24, global_step=3), args=SimpleNamespace(gradient_accumulation_steps=4),
+        _tokenize_prompts=lambda prompts: (prompts, None, {}),
+    )  # fmt: skip
+    trainer._after = partial(MultiNodeGRPOTrainer._after, trainer)
+    found = [MultiNodeGRPOTrainer._batch_ahead(trainer, window[0], rounds)[0] for rounds in range(4)]
+    assert [rows[0]["prompt"] for rows in found] == [f"block {1 + rounds}" for rounds in range(4)]
 
 
 def test_a_batch_that_is_not_of_this_epoch_has_no_next():

@@ -184,7 +184,8 @@ def recorded_of(group: Group, flat: bool) -> Recorded:
 class NoStream:
     """The rollouts of these tests ask no engine."""
 
-    rows_left, stopped = 0, False
+    rows_left = rows_under_way = 0
+    stopped = False
 
 
 class Rank:
@@ -219,10 +220,10 @@ class Rank:
     def train(self, number: int) -> dict[tuple[int, int], str]:
         """Train a round, as the trainer does, and return the prompt of each group by round and place."""
         rounds, version = self.rounds, WeightVersion(number + 1, number)
-        rounds.begin_round(number, SIZE, lambda ahead: self.batch(number + ahead))
+        rounds.begin_round(number, self.quota, SIZE, lambda ahead: self.batch(number + ahead))
         if rounds.must_sync:
             rounds.begin_following(version)
-        rows = rounds.take(self.quota * SIZE)
+        rows = rounds.take()
         assert len(rows) == self.quota * SIZE
         rounds.add_update(version, trains=True)
         rounds.begin_following(version)
@@ -340,7 +341,7 @@ def test_a_checkpoint_has_the_drawn_row_and_the_attempt_of_an_open_group():
             return recorded_of(group, flat=group.place == 0 and group.attempt < 3)
 
     rank = Slow(1, 2, order, open_rounds=1, max_age=1)
-    rank.rounds.begin_round(0, SIZE, rank.batch)
+    rank.rounds.begin_round(0, rank.quota, SIZE, rank.batch)
     rank.rounds.begin_following(WeightVersion(1, 0))
     deadline = time.monotonic() + 10
     while {one.attempt for one in rank.rounds.groups.snapshot() if one.place == 0} != {2}:

@@ -133,6 +133,11 @@ class RowStream:
         """Number of rows that were added and have not ended. Any thread may read it."""
         return self._num_added - self._num_ended
 
+    @property
+    def rows_under_way(self) -> int:
+        """Number of rows that were sent to an engine and have not ended. Any thread may read it."""
+        return sum(self._in_flight)
+
     def add(self, requests: Sequence[RowRequest]) -> None:
         """Queue rows, and wake the thread that polls."""
         self._num_added += len(requests)

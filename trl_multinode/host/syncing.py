@@ -160,6 +160,15 @@ class SyncingHost:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
+    def expect_after(self, version: WeightVersion) -> None:
+        """Accept completions of the update after `version` too. Every rank calls it before the barrier of that update.
+
+        Without sharded weights a sync has no collective, so after that barrier the local main process may be a whole
+        update ahead of the other ranks, whose open rows then have tokens of it.
+        """
+        for connections in filter(None, (self.engines, self.ahead_engines)):
+            connections.expect(WeightVersion(version.update + 1, self.step()))
+
     def sync(self, version: WeightVersion) -> SyncTimings:
         """Send the weights; after the first update, verify that no dummy weight remains. A collective of all ranks."""
         if self._sync is None or self.engines is None:
@@ -171,8 +180,6 @@ class SyncingHost:
             keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
             if self.topology.rank == 0 and (line := unchecked(self._model)):
                 self._report(line)
-        for connections in filter(None, (self.engines, self.ahead_engines)):
-            connections.expect(version)
         timings = self._sync.run(version)
         self._read_clocks(self.engines.post_all(Await(min_update=version.update)))  # the wait for them counts as sync
         if version.update == 1:

@@ -76,13 +76,13 @@ class ContinuousRollouts:
         self.last_begun = -1  # last round whose groups were begun
         self._restored = False  # groups of a checkpoint are open, and their missing rows are not under way
         self._batch_ahead: BatchAhead = lambda rounds: None
-        self._size = 1
+        self._num_groups = self._size = 1
 
-    def begin_round(self, number: int, size: int, batch_ahead: BatchAhead) -> None:
-        """Start training round `number` with groups of `size` rows. `batch_ahead(0)` is the batch of this round."""
+    def begin_round(self, number: int, num_groups: int, size: int, batch_ahead: BatchAhead) -> None:
+        """Start training round `number` of `num_groups` groups of `size` rows. `batch_ahead(0)` is its own batch."""
         if self._number < 0:  # a resumed run does not begin with round 0, and an evaluation may come first
             self.updates.move_to(number)
-        self._number, self._size, self._batch_ahead = number, size, batch_ahead
+        self._number, self._num_groups, self._size, self._batch_ahead = number, num_groups, size, batch_ahead
         self.taken = []
 
     @property
@@ -102,8 +102,14 @@ class ContinuousRollouts:
         Returns:
             Number of rows of a checkpoint that continue, and of rows that begin again.
         """
-        resumed = self.groups.go_on(version.update, self._longest) if self._restored else (0, 0)
-        self._restored = False
+        resumed = (0, 0)
+        if self._restored:
+            # a shorter `max_age` than before must not make more groups due in a round than it can train
+            self.groups.set_due(
+                lambda index, group: max(self._due(group.number), self._number + index // self._num_groups)
+            )
+            resumed = self.groups.go_on(version.update, self._longest)
+            self._restored = False
         for number in range(max(self.last_begun + 1, self._number), self._number + self._open_rounds + 1):
             found = self._batch_ahead(number - self._number)
             if found is None:
@@ -114,7 +120,7 @@ class ContinuousRollouts:
 
     def _groups_of(self, number: int, batch: Batch, prompts: list[list[int]], version: WeightVersion) -> list[Group]:
         seeds = self._seeds(number, len(batch))
-        due = number + self._max_age - self._open_rounds
+        due = self._due(number)
         rows = [slice(start, start + self._size) for start in range(0, len(batch), self._size)]
         return [
             Group(
@@ -124,13 +130,17 @@ class ContinuousRollouts:
             for place, part in enumerate(rows)
         ]  # fmt: skip
 
-    def take(self, num_rows: int) -> Batch:
+    def _due(self, number: int) -> int:
+        """Return the last round that may train the groups of round `number`."""
+        return number + self._max_age - self._open_rounds
+
+    def take(self) -> Batch:
         """Take the groups of this round, with `num_rows` rows together, and return their rows of the dataset.
 
         Raises:
             `WeightVersionError`: if a group is older than `max_age`, although its round should have waited for it.
         """
-        self.taken = self.groups.take(num_rows // self._size, self._number)
+        self.taken = self.groups.take(self._num_groups, self._number)
         if late := next((group for group in self.taken if group.due < self._number), None):
             raise WeightVersionError(
                 f"{self._where}: round {self._number} took a group that was due in round {late.due}, which should "

@@ -139,14 +139,15 @@ class NodeGeneration:
                 Function that returns the batch so many rounds ahead, and its prompts; `None` if none follows.
         """
         assert self.continuous is not None
-        self.continuous.begin_round(self._number, group_size, partial(self._checked_batch, batch_ahead))
+        num_groups = num_rows // group_size
+        self.continuous.begin_round(self._number, num_groups, group_size, partial(self._checked_batch, batch_ahead))
         if self.continuous.must_sync:
             self.sync_weights()
             self._begin_following()
         with self._phases("generate"):
-            while self.continuous.groups.wait_for(num_rows // group_size, self._number):
+            while self.continuous.groups.wait_for(num_groups, self._number):
                 self._recover()
-            return self.continuous.take(num_rows)
+            return self.continuous.take()
 
     def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
         if (found := batch_ahead(rounds)) is not None:
@@ -201,6 +202,7 @@ class NodeGeneration:
         if not self._host.settings.in_flight:
             with self._phases("generate"):
                 self._wait_for_open()  # before the barrier: an engine loads no weights while it generates
+        self._host.expect_after(self.version)
         # the barrier's limit is `ddp_timeout`, and a look-ahead may take longer
         while self._host.meet(self._host.engines_to_restore()):
             self._restore()
@@ -255,6 +257,7 @@ class NodeGeneration:
         """
         if self.continuous is None and not (self._engines_are_current or self._host.keeps_copy):
             raise next(client.lost for client in self.engines if client.lost is not None)
+        self._host.expect_after(self.version)
         if not (lost := self._host.lost_engines()):  # only the connections of the rows in flight have ended
             self._host.ahead_engines.renew_later(range(len(self.engines)))
             time.sleep(0.1)
@@ -284,10 +287,8 @@ class NodeGeneration:
                 Token ids, one row per requested completion.
             images (`list[list | None]`, *optional*):
                 PIL images of each row.
-            num_generations (`int`):
-                Group size; unused, because equal consecutive rows become one request wherever a group begins.
-            profiler (*optional*):
-                TRL's timing context.
+            num_generations (`int`), profiler (*optional*):
+                Group size, unused because equal consecutive rows become one request; TRL's timing context.
 
         Returns:
             `(prompt_ids, completion_ids, logprobs, logprob_token_ids)`, rows in the order of `prompts`. The last two
@@ -356,9 +357,7 @@ class NodeGeneration:
         self._begin_following()
 
     def _made_ahead(self, prompts: Prompts) -> RoundRollouts | None:
-        return (
-            self.look_ahead.take(self._number, prompts) if self.continuous is None else self.continuous.made(prompts)
-        )
+        return self.continuous.made(prompts) if self.continuous else self.look_ahead.take(self._number, prompts)
 
     def _begin_following(self) -> None:
         assert self.continuous is not None

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..engine.client import Rollout
 from ..engine.row_stream import GroupId, Peeking, RowRequest
+from ..errors import RolloutError
 from ..wire.messages import VersionSpan
 from .recorded import Recorded
 
@@ -141,6 +142,9 @@ class Stream(Protocol):
     def rows_left(self) -> int: ...
 
     @property
+    def rows_under_way(self) -> int: ...
+
+    @property
     def stopped(self) -> bool: ...
 
     def add(self, requests: list[RowRequest]) -> None: ...
@@ -172,8 +176,8 @@ class OpenGroups:
 
     @property
     def rows_under_way(self) -> int:
-        """Number of rows that were submitted and have not ended."""
-        return self._stream.rows_left
+        """Number of rows that an engine has and that have not ended. Further ones wait in this rank."""
+        return self._stream.rows_under_way
 
     @property
     def ids(self) -> list[GroupId]:
@@ -191,6 +195,11 @@ class OpenGroups:
             for group in groups:
                 assert group.id not in self._open, f"group {group.id} was begun twice"
                 self._open[group.id] = group
+
+    def set_due(self, due: Callable[[int, Group], int]) -> None:
+        """Give each open group the round `due(index, group)`, where `index` counts from the oldest."""
+        for index, group in enumerate(self._open.values()):
+            group.due = due(index, group)
 
     def go_on(self, min_update: int, longest: int) -> tuple[int, int]:
         """Begin the missing rows of restored groups, with weight update `min_update` or later.
@@ -228,6 +237,11 @@ class OpenGroups:
         """
         start = time.monotonic()
         with self._changed:
+            if count > len(self._open):  # else the wait would never end, and no request would have a deadline
+                raise RolloutError(
+                    f"Round {number} trains {count} groups and only {len(self._open)} were begun. A subclass or a "
+                    "callback changes the batches between the dataloader and the trainer; use `max_staleness=0`."
+                )
             self._changed.wait_for(
                 lambda: self._error is not None or self._may_take(count, number) or self._stream.stopped
             )
