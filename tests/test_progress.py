@@ -13,6 +13,28 @@ from trl_multinode.run.phases import Phases
 from trl_multinode.run.progress import ProgressLines
 
 
+def test_an_output_that_takes_nothing_holds_up_no_caller_and_gets_its_lines_later(monkeypatch):
+    monkeypatch.setattr(reporter, "BLOCKED_S", 0.2)
+    monkeypatch.setattr(reporter, "MAX_WAITING", 3)
+    monkeypatch.setattr(reporter, "_printer", None)
+    free, written = threading.Event(), []
+
+    def write(text: str) -> None:
+        free.wait(20)
+        written.append(text)
+
+    start = time.monotonic()
+    for number in range(9):
+        reporter.show(str(number), write)
+    assert time.monotonic() - start < 10, "each line waited"
+    free.set()
+    reporter.show("the last", write)
+    deadline = time.monotonic() + 20
+    while "the last" not in written and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert written[:4] == ["0", "1", "2", "3"] and "8" not in written  # one is being written, three wait
+
+
 @pytest.fixture
 def clock(monkeypatch):
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)

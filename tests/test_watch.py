@@ -85,9 +85,38 @@ def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceba
             raise Slow
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert "of rank 0" in the_line(ranks)
+        by_others = "printed slowly" in the_line(ranks)
         for rank in ranks[1:]:
-            assert rank.text.count("printed slowly") == 1, "the traceback was cut"
+            assert rank.text.count("printed slowly") == 1 + by_others, "the traceback was cut"
+
+
+@pytest.mark.fault("output_blocks")
+def test_a_rank_whose_output_blocks_ends_all_ranks_all_the_same(tmp_path, store):
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        if rank == 3:  # Ctrl-S, or a pager that was stopped
+            for stream in (1, 2):
+                os.dup2(full_pipe(), stream)
+        with watch.guard():
+            if rank == 3:
+                raise ValueError("the reward failed")
+            time.sleep(60)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert "node 1, rank 3" in the_line(ranks[:3]) and "the reward failed" in the_line(ranks[:3])
+        ranks[3].process.join(20)
+        assert ranks[3].process.exitcode == ranks[0].process.exitcode
+
+
+def full_pipe() -> int:
+    """Return the end of a pipe that takes no more bytes, as the output of a process has it."""
+    _, end = os.pipe()
+    os.set_blocking(end, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(end, b"x" * 512)
+    os.set_blocking(end, True)
+    return end
 
 
 @pytest.mark.fault("10")

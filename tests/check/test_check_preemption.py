@@ -1,5 +1,7 @@
 """The check says how long a checkpoint may take after a signal, and refuses a signal that cannot pre-empt a run."""
 
+from dataclasses import replace
+
 import check_kit
 from check_kit import launched, only_problem
 
@@ -13,6 +15,13 @@ def test_row_15_the_seconds_that_torchrun_leaves_are_named(write, monkeypatch):
     assert any("after a SIGTERM 25 s are left" in note for note in notes(launched(write())))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     assert any("115 s are left" in note and "after 120 s" in note for note in notes(launched(write())))
+
+
+def test_row_15_the_seconds_are_those_of_the_scripts_own_grace(write, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "900")
+    launch = launched(write())
+    asked = replace(launch, script=replace(launch.script, values={"preemption_grace": 120.0}))
+    assert any("after a SIGTERM 120 s are left" in note for note in notes(asked))
 
 
 def test_row_15_a_signal_of_the_environment_that_cannot_preempt_is_a_problem(write, monkeypatch):

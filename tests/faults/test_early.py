@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from forks import forked
-from store_host import RANKS, StoreHost, enter_early, launched_variables
+from store_host import RANKS, StoreHost, enter_early, launched_variables, topology_of
 
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.endings import exit_codes
@@ -225,3 +225,31 @@ def test_a_wrapper_between_launcher_and_rank_is_no_rank_of_its_own(store):
     assert subprocess.run(command, env=environment, timeout=LIMIT_S).returncode == 0
     without = {**environment, "TORCHELASTIC_USE_AGENT_STORE": "False"}
     assert subprocess.run(command, env=without, timeout=LIMIT_S).returncode == 5
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_row_frozen_early_ends_the_ranks_that_wait_for_it(tmp_path, store, monkeypatch, is_stopped):
+    monkeypatch.setattr(arrivals, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(arrivals, "ALIVE_EVERY_S", 0.5)
+    monkeypatch.setattr(arrivals, "START_TIMEOUT_S", 5.0)
+
+    def body(rank: int) -> None:
+        enter_early(rank, store)
+        if rank != 3:  # it loads its data
+            watch = Watchdog(topology_of(rank, launched=True), lambda: "set-up")
+            with watch.guard():
+                time.sleep(12.0 if not is_stopped else 4 * LIMIT_S)
+        print("imported", flush=True)
+        time.sleep(4 * LIMIT_S)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        ranks[3].wait_for("imported")
+        if not is_stopped:  # working is no fault, however long it takes
+            for rank in ranks:
+                rank.wait_for("imported")
+            return
+        time.sleep(2.0)
+        os.kill(ranks[3].process.pid, signal.SIGSTOP)
+        for rank in ranks[:3]:
+            assert rank.wait(LIMIT_S) == exit_codes.PEER_LOST, rank.text
+            assert "rank 3 (node 1) has shown no sign of life" in rank.text and "has no trainer yet" in rank.text

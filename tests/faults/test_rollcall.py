@@ -346,6 +346,14 @@ def test_every_node_runs_its_command_after_the_roll_call_and_ends_with_the_code_
         assert "the run ended with exit code 6: engine 0 of node 1 ended" in nodes[1].text
 
 
+@pytest.mark.parametrize(("ending", "own", "code"), [(0, 2, 2), (0, -11, 139), (0, 0, 0), (6, 0, 6), (6, 1, 6)])
+def test_a_command_that_failed_after_a_run_that_ended_well_has_failed(ending, own, code, tmp_path):
+    last = f"kill {own} $$" if own < 0 else f"exit {own}"
+    script = f"""echo '{{"code": {ending}, "cause": "a"}}' > $TRL_MULTINODE_ENDING_FILE; {last}"""
+    with forked(lambda rank: run_command(["sh", "-c", script]), 1, tmp_path) as (one,):
+        assert one.result == code
+
+
 def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
     """Node 1 has a version of its own, which a folder of its path shows."""
     distribution = tmp_path / "other" / "trl-0.9.0.dist-info"

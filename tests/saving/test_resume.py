@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.rollouts.look_ahead import LookAhead
+from trl_multinode.rollouts.look_ahead import LookAhead, RoundRollouts
+from trl_multinode.run.phases import Phases
 from trl_multinode.saving.checkpoints import (
     CheckpointLog,
     check_zero_ranks,
@@ -73,8 +74,10 @@ def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterati
     if args["max_staleness"] is None:  # TRL's own config has no such field
         del args["max_staleness"]
     args = SimpleNamespace(**args)
+    phases = Phases()
     return SimpleNamespace(
         args=args,
+        host=SimpleNamespace(phases=phases, preemption=SimpleNamespace(leaves=False)),
         accelerator=accelerator or Accelerator(),
         state=SimpleNamespace(global_step=step),
         callback_handler=SimpleNamespace(train_dataloader=Loader() if loader is None else loader),
@@ -144,6 +147,18 @@ def test_at_the_end_of_a_block_only_the_look_ahead_comes_back(tmp_path):
 def test_without_staleness_a_saved_look_ahead_is_left_alone(tmp_path):
     trainer = resumed(trainer_at(4, tmp_path, max_staleness=0), saved_at(4, tmp_path))
     assert trainer.vllm_generation.look_ahead.made is None
+
+
+def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption_does_not_wait(tmp_path):
+    trainer, seen = trainer_at(4, tmp_path), []
+    look_ahead = trainer.vllm_generation.look_ahead
+    look_ahead.wait = lambda: seen.append(trainer.host.phases.current)
+    look_ahead.restore(RoundRollouts(2, PROMPTS, rows(), VERSION))
+    with trainer.host.phases("checkpoint"):
+        assert "ahead" in Resume(trainer)._collect().notes
+        trainer.host.preemption.leaves = True
+        assert "ahead" not in Resume(trainer)._collect().notes
+    assert seen == ["generate"]  # which may take any time, while a checkpoint that writes nothing counts as stuck
 
 
 def test_a_run_that_begins_anew_has_nothing_left_of_the_last_one(tmp_path):

@@ -48,7 +48,8 @@ def run_command(command: Sequence[str]) -> int:
             Words of the command.
 
     Returns:
-        `int`: the code in the ending file; without one the command's own, 128 + N if signal N has ended it.
+        `int`: the code in the ending file. Without one, or if only the run ended well, the command's own, 128 + N if
+            signal N has ended it.
     """
     forwarded = FORWARDED | ({number} if (number := preempt_signal()) is not None else set())
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
@@ -76,7 +77,9 @@ def code_of(ending: Path, own: int) -> int:
         code = int(found["code"])
     except (OSError, ValueError, KeyError, TypeError):
         return own
-    if code not in range(256):
+    if code not in range(256) or (
+        code == 0 and own != 0
+    ):  # the run ended well, and a later line of the command failed
         return own
     if code != own:
         print(f"the run ended with exit code {code}: {found.get('cause')}", file=sys.stderr, flush=True)

@@ -43,6 +43,10 @@ class Call:
         reached = next((rows for rows in self.rows if rows.at is not None), None)
         return f", in row {reached.at} of {self.whose} rows 0 to {len(reached) - 1}" if reached is not None else ""
 
+    def known_row(self) -> str:
+        """Return the same, or nothing if this process would have to ask for it."""
+        return self.row()
+
     def where(self) -> str:
         """Return the frames of the function, the innermost last."""
         if self.thread is None:

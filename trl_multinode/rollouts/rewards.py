@@ -125,7 +125,7 @@ class RewardCalls:
         if not calls:
             return ""
         more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-        return f"{self._what(calls[0])}{calls[0].row()} runs for {time.monotonic() - calls[0].since:.0f} s{more}"
+        return f"{self._what(calls[0])}{calls[0].known_row()} runs for {time.monotonic() - calls[0].since:.0f} s{more}"
 
     def _what(self, call: Call) -> str:
         return f"the reward function `{call.name}`"

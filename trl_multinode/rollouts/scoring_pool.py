@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class ScoringProcess:
 
     def __init__(self, modules: Sequence[str] = ()):
         self._questions, theirs = socket.socketpair()
+        self._asking = threading.Lock()
         command = [sys.executable, "-m", "trl_multinode.rollouts.scoring_process", str(os.getpid())]
         with theirs:
             self._process = subprocess.Popen(
@@ -67,10 +69,10 @@ class ScoringProcess:
 
     def ask(self) -> str:
         """Return the row and the line that the function has reached, which any thread may ask."""
-        with suppress(OSError):
+        with suppress(OSError), self._asking:  # else two threads would wait for the answers that one of them has read
             self._questions.send(QUESTION)
             if select.select([self._questions], [], [], ASKED_S)[0]:
-                return self._questions.recv(1 << 16).decode().rstrip()
+                return self._questions.recv(1 << 16, socket.MSG_DONTWAIT).decode().rstrip()
         return f", in process {self.pid}, which does not say where"
 
     def how_it_ended(self) -> str:
@@ -101,6 +103,9 @@ class ProcessCall(Call):
     def row(self) -> str:
         assert self.process is not None
         return self.process.ask()
+
+    def known_row(self) -> str:
+        return ""  # heartbeats read it, and must not wait for an answer
 
     def where(self) -> str:
         return ""

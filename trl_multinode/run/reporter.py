@@ -5,10 +5,18 @@ through `logging`, so that a script's own settings apply to them.
 """
 
 import logging
+import os
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import IO
+
+BLOCKED_S = (
+    5.0  # longest wait for an output that takes nothing: Ctrl-S, a pager or `tee` that was stopped, a hung disk
+)
+MAX_WAITING = 1000  # lines that wait for such an output; later ones are dropped
 
 _last_line = time.monotonic()
 _failed = False  # whether a line could not be printed
@@ -42,16 +50,70 @@ def show(text: str, write: Callable[[str], object] | None = None) -> None:
         _print(text, sys.stdout)
 
 
+class Printer:
+    """Thread that prints, so that an output which blocks holds up no caller: not a heartbeat, nor the end of a run."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[tuple[Callable[[], None], threading.Event]] = queue.Queue(MAX_WAITING)
+        self._blocked = False
+        threading.Thread(target=self._run, name="printer", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            write, written = self._lines.get()
+            try:
+                write()
+            except Exception as error:
+                _warn_once(error)
+            self._blocked = False
+            written.set()
+
+    def print(self, write: Callable[[], None]) -> None:
+        """Call `write`, and wait until it has returned, unless the output blocks."""
+        written = threading.Event()
+        try:
+            self._lines.put_nowait((write, written))
+        except queue.Full:
+            return
+        if not self._blocked and not written.wait(BLOCKED_S):
+            self._blocked = True
+
+
+_printer: Printer | None = None
+_starting = threading.Lock()
+
+
+def _forget_printer() -> None:
+    """A forked process has no threads, and its parent may have held the lock."""
+    global _printer, _starting
+    _printer, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_printer)
+
+
 def _print(text: str, to: IO[str] | Callable[[str], object]) -> None:
     """Print a line. One that cannot be written is dropped with one warning: no run ends for want of a log."""
-    global _last_line, _failed
+    global _last_line, _printer
     _last_line = time.monotonic()
-    try:
+
+    def write() -> None:
         to(text) if callable(to) else print(text, file=to, flush=True)
-    except OSError as error:
-        if not _failed:
-            _failed = True
-            warn(f"lines of this library are missing, because the output of this rank cannot be written ({error})")
+
+    try:
+        with _starting:
+            _printer = _printer or Printer()
+    except RuntimeError:  # no thread starts while the interpreter ends
+        write()
+        return
+    _printer.print(write)
+
+
+def _warn_once(error: Exception) -> None:
+    global _failed
+    if not _failed:
+        _failed = True
+        warn(f"lines of this library are missing, because the output of this rank cannot be written ({error})")
 
 
 def silent_since() -> float:

@@ -91,7 +91,8 @@ class Resume:
             trainer.args.gradient_accumulation_steps,
         )
         trainer._buffered_inputs = None
-        trainer.vllm_generation.look_ahead.drop()
+        with trainer.host.phases("generate"):  # it waits for completions of a run that ended early
+            trainer.vllm_generation.look_ahead.drop()
         if trainer.vllm_generation.continuous is not None:
             trainer.vllm_generation.continuous.drop()
         if self._folder is not None:
@@ -172,8 +173,13 @@ class Resume:
         trainer, look_ahead = self._trainer, self._trainer.vllm_generation.look_ahead
         saved = pack_block(trainer._buffered_inputs if self._inside_block() else [])
         saved.notes["layout"] = self._layout()
-        look_ahead.wait()
-        if look_ahead.made is not None:
+        host = trainer.host
+        if (
+            not host.preemption.leaves
+        ):  # the completions may take longer than a pre-emption leaves; `resume` makes others
+            with host.phases("generate"):  # which may take any time, unlike a checkpoint that writes nothing
+                look_ahead.wait()
+        if look_ahead.made is not None and not host.preemption.leaves:
             arrays, notes = to_arrays(look_ahead.made)
             saved.tensors.update({f"ahead/{name}": torch.from_numpy(array) for name, array in arrays.items()})
             saved.notes["ahead"] = notes | {"arrays": sorted(arrays)}

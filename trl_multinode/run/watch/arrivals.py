@@ -1,4 +1,4 @@
-"""Ranks that have imported this library: each registers, and those that are missing are named and end the run."""
+"""Ranks that have imported this library, until each has a trainer: those that are missing or silent end the run."""
 
 import os
 import time
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 900.0  # `engine_start_timeout`'s default, until a trainer has its settings
 MISSING_EVERY_S = 30.0
 LOOK_EVERY_S = 5.0
+ALIVE_EVERY_S = 10.0  # between two signs of life of a rank without a trainer, which sends no heartbeats yet
+HAS_TRAINER = b"has a trainer"
 NAMED_RANKS = 8
 
 
 class Arrivals:
-    """Chore of the watch thread until all ranks have imported this library.
+    """Chore of the watch thread until all ranks have imported this library, and then until all have a trainer.
 
     Args:
         topology (`Topology`):
@@ -38,14 +40,18 @@ class Arrivals:
         self._next_look, self._next_line = 0.0, self._since + MISSING_EVERY_S
         self._registered = self._complete = False
         self._is_reporter: bool | None = None
+        self._signs = Signs(topology)
 
-    def look(self, store: "RunStore") -> str:
+    def look(self, store: "RunStore", has_trainer: bool) -> str:
         """Register this rank, then look for the others; return the reason if the run must end without them."""
         late: list[str] = []
-        store.lend(lambda client: late.append(self._look(client)))
+        store.lend(lambda client: late.append(self._look(client, has_trainer)))
         return late[0] if late else ""
 
-    def _look(self, store: "Store") -> str:
+    def _look(self, store: "Store", has_trainer: bool) -> str:
+        self._signs.write(store, has_trainer)
+        if self._complete:
+            return self._signs.judge(store, self.timeout_s) if has_trainer else ""
         if not self._registered:
             store.set(f"pid/{self._topology.rank}", str(os.getpid()))
             store.add("here", 1)
@@ -54,7 +60,7 @@ class Arrivals:
             self._neighbours.remove(rank)
             self._watch_rank(rank, int(store.get(f"pid/{rank}")))
         now = time.monotonic()
-        if self._complete or now < self._next_look:
+        if now < self._next_look:
             return ""
         self._next_look = now + min(LOOK_EVERY_S, MISSING_EVERY_S)
         self._complete = store.add("here", 0) >= self._topology.world_size
@@ -86,3 +92,53 @@ class Arrivals:
             f"PeerFailureError: {names} did not import trl_multinode within {self.timeout_s:.0f} s. Read the output "
             "of these ranks; `engine_start_timeout` is the limit, once a trainer has its settings."
         )
+
+
+class Signs:
+    """Signs of life of ranks without a trainer. A script may work there for as long as it likes, but not be silent.
+
+    One rank with a trainer reads them: without it, its collectives would wait for a rank that was stopped before.
+    """
+
+    def __init__(self, topology: Topology):
+        self._topology = topology
+        self._told = False  # whether this rank has written that it has a trainer
+        self._next_write = self._next_look = self._last_look = 0.0
+        self._is_judge: bool | None = None
+        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> its last sign, and when it changed
+        self._without = list(range(topology.world_size))
+
+    def write(self, store: "Store", has_trainer: bool) -> None:
+        """Write this rank's sign, if it is time for one."""
+        now = time.monotonic()
+        if self._told or (now < self._next_write and not has_trainer):
+            return
+        store.set(f"alive/{self._topology.rank}", HAS_TRAINER.decode() if has_trainer else f"{now:.1f}")
+        self._told, self._next_write = has_trainer, now + ALIVE_EVERY_S
+
+    def judge(self, store: "Store", limit_s: float) -> str:
+        """Return why the run ends, if a rank has shown no sign of life for `limit_s` seconds."""
+        now = time.monotonic()
+        if not self._without or now < self._next_look:
+            return ""
+        self._next_look = now + ALIVE_EVERY_S
+        if self._is_judge is None:
+            self._is_judge = store.add("alive/judge", 1) == 1
+        if not self._is_judge:
+            return ""
+        if now - self._last_look > 3 * ALIVE_EVERY_S:  # this process was suspended, and perhaps the others too
+            self._seen.clear()
+        self._last_look = now
+        signs = dict(zip(self._without, store.multi_get([f"alive/{rank}" for rank in self._without]), strict=True))
+        self._without = [rank for rank, sign in signs.items() if sign != HAS_TRAINER]
+        for rank in self._without:
+            if self._seen.get(rank, (b"", 0.0))[0] != signs[rank]:
+                self._seen[rank] = signs[rank], now
+            elif (silent_s := now - self._seen[rank][1]) > limit_s and not store.check([f"left/{rank}"]):
+                node = self._topology.node_of(rank)
+                return (
+                    f"PeerFailureError: rank {rank} (node {node}) has shown no sign of life for {silent_s:.0f} s ("
+                    f"`engine_start_timeout` {limit_s:g} s), and has no trainer yet: its process is "
+                    "stopped or hangs, its node is gone, or its link to node 0 is cut"
+                )
+        return ""

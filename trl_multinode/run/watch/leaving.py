@@ -57,8 +57,15 @@ def leave(
     waiting.start()
     waiting.join(stores.GRACE_S + 1.0)
     writing.join(WRITING_S)
-    with suppress(OSError, ValueError):
-        sys.stdout.flush()
+    flushing = threading.Thread(target=_flush, daemon=True)
+    flushing.start()
+    flushing.join(WRITING_S)
     printing.acquire(timeout=PRINTING_S)  # never released: a later traceback would follow the line
     report(f"the run failed: {fatal.line}", error=True)
     os._exit(fatal.code)
+
+
+def _flush() -> None:
+    """Write what the script has printed; a terminal that was stopped, or a full pipe, may not take it."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()

@@ -147,18 +147,25 @@ class WatchThread:
         return trainer.phase() if trainer is not None else "script" if self.num_built else "before the trainer"
 
     def fail_with(self, error: BaseException) -> None:
-        """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
-        with self._printing:
-            traceback.print_exception(error)
+        """Report the error, print the traceback, and wait until the watch thread ends the process with `os._exit`."""
+        explained = error
         for trainer in self.trainers:
-            error = trainer.explain(error)
-        cause = "stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-        code = code_of(error, has_trainer=bool(self.trainers))
-        self.fail(cause, SYMPTOM_DELAY_S if is_symptom(error) else 0.0, code)
+            explained = trainer.explain(explained)
+        interrupted = isinstance(explained, KeyboardInterrupt)
+        cause = "stopped by SIGINT" if interrupted else f"{type(explained).__name__}: {explained}"
+        code = code_of(explained, has_trainer=bool(self.trainers))
+        with self._printing:
+            self.report(cause, SYMPTOM_DELAY_S if is_symptom(explained) else 0.0, code)
+            traceback.print_exception(error)  # after the report: stderr may be a pipe that nobody reads
+        self._wait_for_the_end(code)
 
     def fail(self, cause: str, delay_s: float = 0.0, code: int = OTHER) -> None:
         """Report a failure, and wait until the watch thread ends the process."""
         self.report(cause, delay_s, code)
+        self._wait_for_the_end(code)
+
+    @staticmethod
+    def _wait_for_the_end(code: int) -> None:
         time.sleep(stores.STORE_TIMEOUT_S + 2 * stores.GRACE_S)
         os._exit(code)
 
@@ -279,7 +286,7 @@ class WatchThread:
                 self._leave(fatal)
 
     def _do_chores(self) -> None:
-        if self.arrivals is not None and (late := self.arrivals.look(self.store)):
+        if self.arrivals is not None and (late := self.arrivals.look(self.store, self.num_built > 0)):
             self.report(late, code=PEER_LOST)
         for trainer in list(self.trainers):
             trainer.do_chores()
