@@ -75,6 +75,24 @@ def test_the_balance_over_nodes_is_that_of_the_planner_and_of_the_page():
     assert "\n".join(lines) in (FOLDER.parent / "docs" / "balance.md").read_text()
 
 
+def test_tools_that_run_ahead_cost_the_step_nothing():
+    found = recorded("agents")
+    assert found.keys() == {"training_heavy", "tools_heavy", "five_seconds"}
+    for mix in found.values():
+        assert mix["step_ratio_vs_max"]["median"] <= 1.15
+        assert mix["control_ratio"]["median"] == pytest.approx(1.0, abs=0.05)
+        assert mix["speedup_over_synchronous"]["low"] > 2
+
+
+def test_a_reward_of_two_seconds_is_hidden():
+    found = recorded("scoring")
+    assert {"waits", "awaits"} <= found.keys()
+    for name in ("waits", "awaits"):
+        assert found[name]["mix"]["reward_s"] == 2.0 and found[name]["step_ratio"]["median"] <= 1.1
+        assert found[name]["control_ratio"]["median"] == pytest.approx(1.0, abs=0.05)
+        assert found[name]["step_ratio_in_round"]["low"] > 2
+
+
 def test_only_the_adapter_travels_and_the_weights_stay():
     found = recorded("lora")
     assert KEYS["lora"] <= found.keys()

@@ -7,6 +7,8 @@ Keys of the process, which every rank's watch thread uses:
 | `fatal` | the first rank that fails | the exit code and the line that every rank prints |
 | `readers` | every rank that has read `fatal`, a neighbour for one that is dead | the number of these ranks |
 | `pid/<rank>`, `here` | every rank that has imported this library | its pid; the number of these ranks |
+| `alive/<rank>` | every rank until it has a trainer | a time, then `has a trainer` |
+| `alive/judge` | ranks with a trainer | their number; the first one reads `alive/<rank>` |
 | `address/<node>` | local main processes | the node's addresses; a line names the node beside one of them |
 | `left/<rank>` | every rank that has closed its trainers, or whose script has ended well | `closed`, `ended` |
 | `opened/<n>` | every rank that has built its trainer number n | the number of these ranks |
