@@ -10,6 +10,9 @@ from pathlib import Path
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# torch's store looks up the name of every address that connects, its server too. Where a name server loses one query
+# in ten, that took 5 s each time, which is longer than most limits in these tests
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import psutil
 import pytest

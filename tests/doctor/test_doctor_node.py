@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import psutil
@@ -17,7 +18,7 @@ from trl_multinode.doctor import cores, models, network, software, storage
 from trl_multinode.doctor.cores import cores_of_task, examine_cores, examine_limits, examine_memory
 from trl_multinode.doctor.facts import Fact, Finding
 from trl_multinode.doctor.models import examine_dataset, examine_hub, examine_model
-from trl_multinode.doctor.network import chosen_interfaces, examine_address, examine_variables
+from trl_multinode.doctor.network import chosen_interfaces, examine_address, examine_names, examine_variables
 from trl_multinode.doctor.node import EXAMINATIONS, examine
 from trl_multinode.doctor.software import examine_launch, examine_tracker, examine_versions
 from trl_multinode.doctor.storage import examine_disks, examine_shared_memory
@@ -194,6 +195,24 @@ def test_the_address_of_node_0_belongs_to_rank_0(monkeypatch):
     assert finding.severity == "warning" and "is not an address of this node, which has machine_rank 0" in finding.what
     assert results(examine_address, case(address="10.0.0.9", rank=3))[1] == []
     assert results(examine_address, case(address="127.0.0.1", rank=3))[1] == []  # all nodes are this machine
+
+
+def test_a_name_server_that_loses_questions_is_a_warning(monkeypatch):
+    asked = []
+
+    def getnameinfo(address, flags):
+        asked.append(address[0])
+        now.seconds += 5.0 if len(asked) == 2 else 0.01
+        raise OSError
+
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(network.socket, "getnameinfo", getnameinfo)
+    _, (finding,) = results(examine_names, case(address="127.0.0.1"))
+    assert finding.severity == "warning" and "takes up to 5 s for the name of 127.0.0.1" in finding.what
+    assert "RES_OPTIONS" in finding.cure and set(asked) == {"::ffff:127.0.0.1"}  # as torch asks, not as `ping` does
+    facts, findings = results(examine_names, case(address="127.0.0.1"))
+    assert facts == {"name of this address": "quick or unknown"} and findings == []
 
 
 def test_a_slow_interface_is_a_warning(monkeypatch):

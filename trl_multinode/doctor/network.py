@@ -1,6 +1,7 @@
 """Network of this node: the address of node 0, the interface towards it, and the variables of NCCL and gloo."""
 
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from .facts import Fact, Finding
 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "FI_", "UCX_")
 SLOW_MBIT = 1000  # a NIC of an office
+SLOW_NAMES_S = 2.0  # a name server takes milliseconds; glibc asks again after 5 s, or 1 s
+LOOKUPS = 3  # a server that loses some questions answers others
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -99,6 +102,33 @@ def examine_address(case: Case) -> Iterator[Fact | Finding]:
         )
         cure = "pass the address of node 0 in the fast network as `--main_process_ip`, and set NCCL_SOCKET_IFNAME"
         yield Finding("warning", "NIC", what, cure)
+
+
+def examine_names(case: Case) -> Iterator[Fact | Finding]:
+    """Yield how long it takes to look up the name of this node's address, and a warning if that is long.
+
+    torch's TCPStore, client and server, asks for the name of each address as `::ffff:10.0.0.1`, which a line with
+    10.0.0.1 in `/etc/hosts` does not answer. Its server has one thread, so no rank gets an answer meanwhile.
+    """
+    own = route_to(case.address) if case.many_nodes and case.address else None
+    if own is None:
+        return
+    seconds = max(_lookup_s(own) for _ in range(LOOKUPS))
+    yield Fact("name of this address", f"{seconds:.1f} s" if seconds > SLOW_NAMES_S else "quick or unknown")
+    if seconds > SLOW_NAMES_S:
+        what = (
+            f"the name server takes up to {seconds:.0f} s for the name of {own} (expected less than {SLOW_NAMES_S:g}): "
+            "torch asks it at every connection to the store, and no rank is served meanwhile"
+        )
+        cure = "mend the reverse zone of the name server, or export RES_OPTIONS='timeout:1 attempts:1' on all nodes"
+        yield Finding("warning", "name of this address", what, cure)
+
+
+def _lookup_s(address: str) -> float:
+    start = time.monotonic()
+    with suppress(OSError):
+        socket.getnameinfo((address if ":" in address else f"::ffff:{address}", 0, 0, 0), socket.NI_NUMERICSERV)
+    return time.monotonic() - start
 
 
 def _misplaced(case: Case, address: str) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from .cores import examine_cores, examine_limits, examine_memory
 from .facts import Fact, Finding, NodeReport
 from .gpus import count_gpus, examine_gpus
 from .models import examine_dataset, examine_hub, examine_model
-from .network import examine_address, examine_variables, nic_towards
+from .network import examine_address, examine_names, examine_variables, nic_towards
 from .redaction import hide_secrets
 from .software import examine_launch, examine_tracker, examine_versions
 from .storage import examine_disks, examine_shared_memory
@@ -27,6 +27,7 @@ EXAMINATIONS: tuple[Examination, ...] = (
     examine_disks,
     examine_limits,
     examine_address,
+    examine_names,
     examine_variables,
     examine_versions,
     examine_tracker,
