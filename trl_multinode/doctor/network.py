@@ -117,7 +117,7 @@ def examine_names(case: Case) -> Iterator[Fact | Finding]:
     yield Fact("name of this address", f"{seconds:.1f} s" if seconds > SLOW_NAMES_S else "quick or unknown")
     if seconds > SLOW_NAMES_S:
         what = (
-            f"the name server takes up to {seconds:.0f} s for the name of {own} (expected less than {SLOW_NAMES_S:g}): "
+            f"the name server takes up to {seconds:.0f} s for the name of {own} (expected below {SLOW_NAMES_S:g} s): "
             "torch asks it at every connection to the store, and no rank is served meanwhile"
         )
         cure = "mend the reverse zone of the name server, or export RES_OPTIONS='timeout:1 attempts:1' on all nodes"
