@@ -224,6 +224,13 @@ def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(node
     assert max(resident for _, resident in found) < 5.0
 
 
+def test_buckets_on_a_gpu_leave_room_for_the_copy_that_pytorch_makes_on_the_way_to_host_memory(tmp_path):
+    def body(rank: int) -> list[float]:
+        return [ShardGather(2, torch.device(device)).buckets_at_peak for device in ("cpu", "cuda")]
+
+    assert on_gloo_ranks(body, 4, tmp_path) == [[4.0, 5.0]] * 4
+
+
 def test_a_worker_needs_the_tensor_and_at_most_two_buckets(tmp_path):
     bucket, rows = 4 * MIB, 96
 
