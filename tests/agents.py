@@ -140,6 +140,9 @@ class ScriptedEngine:
     def rows_left(self) -> int:
         return self.stream.rows_left if self.stream else 0
 
+    def expect(self, version: WeightVersion) -> None:
+        """All versions are accepted."""
+
     def update(self, version: WeightVersion) -> None:
         self.swapping()
         self._model.load_state_dict(self._trainer.state_dict())

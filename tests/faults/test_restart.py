@@ -305,6 +305,7 @@ def test_row_2_rows_in_flight_begin_again(node):
     one = node(slow=0.02)
     one.generation.sync_weights()
     one.ahead_engines = ahead = one._fleet.connect(1, 3)
+    ahead.expect(one.generation.version)  # a host connects before the first sync
     stream = ahead.open_stream(12, {})
     alone = one.engines.generate([PromptRequest(PROMPTS[0], 8, seed=1)], 12, {}, 1)[0]
     stream.add([RowRequest((0, 0), row, PROMPTS[0], 1 + row, 1) for row in range(8)])

@@ -73,11 +73,14 @@ class Connection:
     check_version = EngineClient.check_version
 
     ready = SimpleNamespace(truncated_logprobs="")
-    rows_left = 0
+    rows_left = rows_under_way = 0
     lost, tolerant = None, False
 
     def __init__(self, engine: Engine, who: str):
         self._engine, self._who = engine, who
+
+    def expect(self, version: WeightVersion) -> None:
+        """All versions are accepted."""
 
     def __len__(self) -> int:
         return 1
