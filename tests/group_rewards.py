@@ -24,6 +24,18 @@ def by_step(answer, completion_ids, trainer_state, **_):
     return [value * trainer_state.global_step + len(ids) for value, ids in zip(answer, completion_ids, strict=True)]
 
 
+def by_factor(completions, factor, **_):
+    return [factor * len(text) for text in completions]
+
+
+def slow_letters(completions, **_):
+    found = []
+    for text in completions:
+        time.sleep(0.5)
+        found.append(float(len(set(text))) if text else None)
+    return found
+
+
 async def judged(prompts, completions, answer, log_extra, **_):
     await asyncio.sleep(0.001)
     log_extra("verdict", [prompt + text for prompt, text in zip(prompts, completions, strict=True)])

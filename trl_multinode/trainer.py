@@ -80,7 +80,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if runs_ahead(self, host.settings):
             self._recorder = Recorder(self, self._tool_calls)
             self._scorer = GroupScorer(self, host, self._reward_calls) if host.settings.score_groups else None
-            self.vllm_generation.record(GroupMaker(self._recorder, self._scorer, self._again))
+            device = self.accelerator.device
+            self.vllm_generation.record(GroupMaker(self._recorder, device, self._scorer, self._again))
 
     def close(self) -> None:
         super().close()

@@ -19,11 +19,12 @@ from forks import FORK
 from store_host import topology_of
 from test_whole_rollouts import numbers
 from transformers import TrainerState
-from trl.rewards import accuracy_reward
+from trl.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from trl.trainer import grpo_trainer
 
 from trl_multinode.errors import ConfigurationError, RolloutError
 from trl_multinode.rollouts.recorded import Recorded
+from trl_multinode.rollouts.reward_call import Call
 from trl_multinode.rollouts.rewards import RewardCalls
 from trl_multinode.rollouts.scoring import GroupScorer
 from trl_multinode.rollouts.scoring_pool import ScoringProcess, is_importable
@@ -441,3 +442,53 @@ def test_a_scorer_without_functions_and_wrong_names_are_refused(functions, named
     with pytest.raises(ConfigurationError) as refused:
         scorer_of(*functions, score_with_batch=named)
     assert said in str(refused.value)
+
+
+def test_calls_of_many_threads_end_without_seeing_each_other():
+    calls, failures = RewardCalls(topology_of(1), None, print), []
+
+    def work() -> None:
+        try:
+            for _ in range(2000):
+                with calls.open_call(Call("f", time.monotonic(), None)):
+                    sum(range(40))
+        except ValueError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == [] and calls._open == []
+    assert Call("f", 0.0, None) != Call("f", 0.0, None)  # else `list.remove` runs Python code between two threads
+
+
+def test_a_column_with_the_name_of_a_rollouts_text_is_refused(scorer_of):
+    with pytest.raises(ConfigurationError, match=r"columns \['completions'\].*Rename the columns"):
+        scorer_of(group_rewards.letters).score(group(completions="the right answer"))
+
+
+def test_a_stop_signal_that_a_scheduler_sends_to_all_processes_leaves_the_rewards_alone(scorer_of):
+    scorer = scorer_of(group_rewards.slow_letters, score_processes=1)
+    (process,) = scorer._pool.processes
+    os.kill(process.pid, signal.SIGTERM)  # while it starts
+    thread = threading.Thread(target=lambda: found.append(scorer.score(group())))
+    found: list = []
+    thread.start()
+    wait_until(lambda: "in row" in process.ask(), START_S)
+    os.kill(process.pid, signal.SIGTERM)
+    thread.join(START_S)
+    assert found[0].values == [[3.0, 4.0, None, 1.0]]
+
+
+def test_trls_rewards_keep_their_time_limit_as_partials_and_inside_others(scorer_of):
+    reasoning = partial(reasoning_accuracy_reward, reasoning_delimiters=["</t>"])
+    plan = scorer_of(reasoning, partial(accuracy_reward), get_cosine_scaled_reward(100))._plan()
+    assert "reasoning_accuracy_reward in a process, accuracy_reward in a process" in plan
+    assert "cosine_scaled_reward with the whole batch" in plan
+
+
+def test_a_process_gets_the_keywords_of_a_partial(scorer_of):
+    scorer = scorer_of(partial(group_rewards.by_factor, factor=3.0), score_processes=1)
+    assert scorer._pool is not None and scorer.score(group()).values == [[9.0, 18.0, 0.0, 12.0]]

@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Protocol
 
+import torch
+
 from .groups import Group
 from .recorded import Recorded, Scores
 from .sampling_again import SamplingAgain
@@ -22,16 +24,26 @@ class GroupMaker:
     Args:
         recorder ([`Recorder`]):
             Recorder of this rank.
+        device (`torch.device`):
+            Device of this rank, on which a user's functions place their own models.
         scorer (`Scorer`, *optional*):
             Scorer of this rank, with `score_groups`.
         again ([`SamplingAgain`], *optional*):
             Rule for the next prompt of a group without reward variance, with `dynamic_sampling`; needs a scorer.
     """
 
-    def __init__(self, recorder: Recorder, scorer: Scorer | None = None, again: SamplingAgain | None = None):
-        self._recorder, self._scorer, self._again = recorder, scorer, again
+    def __init__(
+        self,
+        recorder: Recorder,
+        device: torch.device,
+        scorer: Scorer | None = None,
+        again: SamplingAgain | None = None,
+    ):
+        self._recorder, self._device, self._scorer, self._again = recorder, device, scorer, again
 
     def __call__(self, group: Group, ask: Ask) -> Recorded:
+        if self._device.type == "cuda":  # a new thread's is GPU 0
+            torch.cuda.set_device(self._device)
         if self._again is None:
             return self._make(group, ask)
         return self._again.sample(group, partial(self._make, ask=ask), self._recorder.give_back)

@@ -27,7 +27,7 @@ class Rows(list):
         self.at = None
 
 
-@dataclass
+@dataclass(eq=False)  # by identity: an `__eq__` in Python would let other threads run inside `list.remove`
 class Call:
     """Call of a reward function that has not returned."""
 

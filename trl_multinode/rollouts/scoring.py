@@ -19,10 +19,11 @@ from ..run.reporter import report
 from .recorded import Recorded, Scores
 from .reward_call import Call, with_rows
 from .rewards import RewardCalls, is_async
-from .scoring_pool import ScoringPool, is_importable
+from .scoring_pool import ScoringPool, is_importable, unwrapped
 
 # TRL's functions that limit their time by a signal, which only the main thread of a process can
 NEED_MAIN_THREAD = {"accuracy_reward", "reasoning_accuracy_reward"}
+COSINE = "cosine_scaled_reward"  # calls TRL's `accuracy_reward`, and no other process can import it
 NOT_GIVEN = ("prompt", "completion", "completion_ids")  # columns that TRL leaves out
 
 
@@ -76,7 +77,7 @@ class GroupScorer:
             )
         several = host.settings.score_processes
         self._in_process = {one for one in self._scored() if self._needs_process(one, several)}
-        modules = sorted({self._functions[one].__module__ for one in self._in_process})
+        modules = sorted({unwrapped(self._functions[one])[0].__module__ for one in self._in_process})
         self._pool = ScoringPool(several or 1, self._where, calls, modules) if self._in_process else None
         if host.topology.rank == 0:
             report(self._plan())
@@ -88,7 +89,9 @@ class GroupScorer:
         return [place for place in range(len(self._functions)) if not self._is_trls_call(place)]
 
     def _is_trls_call(self, place: int) -> bool:
-        return isinstance(self._functions[place], torch.nn.Module) or self._names[place] in self._with_batch
+        function, name = self._functions[place], self._names[place]
+        limits_time_inside = name == COSINE and is_of_trl(function)
+        return isinstance(function, torch.nn.Module) or name in self._with_batch or limits_time_inside
 
     def _needs_process(self, place: int, several: int) -> bool:
         function = self._functions[place]
@@ -140,7 +143,12 @@ class GroupScorer:
         if recorded.environments is not None:
             found["environments"] = recorded.environments
         rows = {"prompts": recorded.prompts, "completions": recorded.completions}
-        return rows | {"completion_ids": recorded.completion_ids} | found
+        if twice := sorted(rows.keys() & set(columns)):  # TRL's call has no value for them either
+            raise ConfigurationError(
+                f"{self._where}: the dataset has columns {twice}, and reward functions get the rollouts under these "
+                "names. Rename the columns."
+            )
+        return found | rows | {"completion_ids": recorded.completion_ids}
 
     def _is_async(self, place: int) -> bool:
         return is_async(self._functions[place])
@@ -222,8 +230,9 @@ class GroupScorer:
 
 
 def is_of_trl(function: Any) -> bool:
-    """Return whether a function comes with TRL."""
-    return inspect.isfunction(function) and function.__module__.startswith("trl.")
+    """Return whether a function, an object that is called, or the function of a partial comes with TRL."""
+    function, _ = unwrapped(function)
+    return str(getattr(function, "__module__", "")).startswith("trl.")
 
 
 def scores_of(group: Recorded) -> Scores:

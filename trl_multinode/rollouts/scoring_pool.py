@@ -1,5 +1,6 @@
 """Processes of a rank that run reward functions, one call at a time each."""
 
+import functools
 import inspect
 import os
 import queue
@@ -20,6 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from ..errors import ConfigurationError, RolloutError
+from ..wire.stop_signals import stop_signals_blocked
 from .reward_call import Call
 from .rewards import RewardCalls
 from .scoring_process import QUESTION, Answer, Request, read, write
@@ -45,7 +47,7 @@ class ScoringProcess:
         self._questions, theirs = socket.socketpair()
         self._asking = threading.Lock()
         command = [sys.executable, "-m", "trl_multinode.rollouts.scoring_process", str(os.getpid())]
-        with theirs:
+        with theirs, stop_signals_blocked():
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), *modules],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), pass_fds=[theirs.fileno()],
@@ -94,7 +96,7 @@ class ScoringProcess:
             self._process.wait()
 
 
-@dataclass
+@dataclass(eq=False)
 class ProcessCall(Call):
     """Call of a reward function in a process."""
 
@@ -144,8 +146,10 @@ class ScoringPool:
             `RolloutError`: if the function failed or its process ended.
         """
         sent = {key: value for key, value in arguments.items() if key not in NOT_SENT}
-        self._check(name, sent)
-        request = Request(function.__module__, function.__qualname__, sent, plain_state(arguments["trainer_state"]))
+        self._check(name, unwrapped(function)[1] | sent)
+        function, keywords = unwrapped(function)
+        state = plain_state(arguments["trainer_state"])
+        request = Request(function.__module__, function.__qualname__, keywords | sent, state)
         process = self._free.get()
         try:
             process.wait()
@@ -221,8 +225,19 @@ def end_all(processes: list[ScoringProcess]) -> None:
         process.end()
 
 
+def unwrapped(function: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function of a partial without positional arguments, and its keywords."""
+    keywords: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        function, keywords = function.func, function.keywords | keywords
+    return function, keywords
+
+
 def is_importable(function: Any) -> bool:
     """Return whether another process finds a function by its module and name."""
+    function, keywords = unwrapped(function)
+    if other_type(keywords) is not None:
+        return False
     if not inspect.isfunction(function) or function.__module__ == "__main__" or "." in function.__qualname__:
         return False
     return getattr(import_module(function.__module__), function.__qualname__, None) is function

@@ -23,6 +23,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from ..wire.process_end import open_end
+from ..wire.stop_signals import preempt_signals
 from .reward_call import Call, with_rows
 
 Message = TypeVar("Message", bound=msgspec.Struct)
@@ -132,6 +133,9 @@ def own_streams() -> tuple[IO[bytes], IO[bytes]]:
 def main() -> None:
     """Answer requests from standard input on standard output, until the owner closes it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the rank, which ends this process
+    for number in preempt_signals():  # so does a pre-emption, whose checkpoint needs the rewards under way
+        signal.signal(number, lambda *_: None)  # a handler, because programs that a function starts inherit `SIG_IGN`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, preempt_signals())
     functions, questions = Functions(), socket.socket(fileno=int(sys.argv[2]))
     arguments = (int(sys.argv[1]), questions, functions)
     threading.Thread(target=serve, args=arguments, name="questions", daemon=True).start()

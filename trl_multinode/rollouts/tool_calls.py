@@ -16,7 +16,7 @@ from .reward_call import Call
 from .rewards import RewardCalls
 
 
-@dataclass
+@dataclass(eq=False)
 class ToolCall(Call):
     """Call of a tool that has not returned."""
 

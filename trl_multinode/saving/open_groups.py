@@ -110,5 +110,6 @@ def check_same_way(folder: Any, was_in_flight: bool, in_flight: bool, all_usable
         raise ConfigurationError(
             f"{folder} was written with `weight_update='in_flight'`, and not all ranks can use their file "
             "`rollouts_rank<r>.safetensors` with the open groups: it is missing (`save_only_model=True` leaves it "
-            "out), or the numbers of ranks or rows have changed. Resume with the same launch and batch sizes."
+            "out), or the numbers of ranks or rows, `score_groups` or the tools have changed. Resume with the same "
+            "launch and settings."
         )

@@ -199,7 +199,9 @@ class Resume:
         args = self._trainer.args
         slices = getattr(args, "steps_per_generation", args.gradient_accumulation_steps)  # absent in some configs
         per_rank = [args.per_device_train_batch_size, slices, getattr(self._trainer, "num_iterations", 1)]
-        return [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
+        sizes = [self._accelerator.num_processes, *per_rank, args.gradient_accumulation_steps]
+        # open groups of whole rollouts have neither prompts nor rows that single completions could go on from
+        return [*sizes, 1] if self._in_flight and getattr(self._trainer, "_recorder", None) is not None else sizes
 
 
 def num_batches(loader: Any) -> int | None:
