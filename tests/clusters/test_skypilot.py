@@ -47,6 +47,18 @@ def test_the_task_has_the_nodes_their_gpus_and_the_launch(render):
     assert "trl-multinode[gpu]" in task["setup"] and "bin/activate" in task["run"]
 
 
+def test_a_setup_of_the_users_own_follows_the_activation(render):
+    task = yaml.safe_load(render("skypilot", "--gpu", "H100", "--setup", "export A=1"))
+    assert "source ~/trl-multinode/bin/activate && export A=1\n" in task["run"]
+
+
+def test_a_local_package_is_in_the_image_before_pip_looks_for_it(render):
+    lines = render("docker", "--package", "./[gpu]").splitlines()
+    assert lines.index("COPY . .") < lines.index("RUN pip install --no-cache-dir './[gpu]'")
+    lines = render("docker").splitlines()  # the layer of one from an index stays when the folder changes
+    assert lines.index("COPY . .") > lines.index("RUN pip install --no-cache-dir 'trl-multinode[gpu]'")
+
+
 def test_an_image_takes_the_place_of_the_installation(render):
     task = yaml.safe_load(render("skypilot", "--gpu", "H100", "--image", "registry/grpo:1"))
     assert task["resources"]["image_id"] == "docker:registry/grpo:1"

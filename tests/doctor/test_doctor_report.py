@@ -146,6 +146,25 @@ def test_names_are_replaced_each_always_by_the_same(monkeypatch):
     )
 
 
+def test_a_user_without_a_name_and_a_home_of_the_root_folder_change_nothing(monkeypatch):
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setattr("getpass.getuser", nobody)
+    assert hide_names("/work/run on gpu-1", ["gpu-1"]) == "/work/run on host0"
+
+
+def test_a_long_name_is_hidden_too(tmp_path, capsys, monkeypatch):
+    name = "ip-10-24-130-170.us-west-2.compute.internal"
+    value = " ".join(f"{number}@{name}" for number in range(9))
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    monkeypatch.setenv("NCCL_MY_HOSTS", value)
+    main([config_in(tmp_path), "--level", "node", "--paste"])
+    text = re.sub(r"[\s│|]+", "", capsys.readouterr().out)
+    assert name not in text and "8@host0" in text
+
+
 def test_the_block_for_an_issue_has_the_report_without_names_and_secrets(tmp_path, capsys, monkeypatch):
     """A secret that NCCL's variables show, in the only output of the command."""
     monkeypatch.setenv("NCCL_MY_TOKEN", "correct-horse")

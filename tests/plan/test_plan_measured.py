@@ -56,6 +56,24 @@ def test_a_run_gives_the_seconds_of_its_slowest_rank_after_the_warm_up(tmp_path)
     assert run.mean_length == pytest.approx(700.0) and not run.overlapped
 
 
+def test_an_evaluation_is_no_generation_of_a_step(tmp_path):
+    write_run(tmp_path, generate=40.0, train=10.0)
+    with open(tmp_path / "_multinode" / "phases" / "rank0.jsonl", "a") as file:
+        line = json.loads(_line("generate", 300.0, 5, 0)) | {"evaluation": True}
+        file.write("\n" + json.dumps(line) + "\n")
+    assert read_run(str(tmp_path)).times.generate_s == pytest.approx(40.0)
+
+
+def test_a_node_whose_files_are_elsewhere_is_named(tmp_path):
+    write_run(tmp_path, generate=40.0, train=10.0)
+    settings = tmp_path / "_multinode" / "settings.jsonl"
+    settings.write_text(json.dumps({"nodes": 2}) + "\n")
+    assert read_run(str(tmp_path)).nodes == 2
+    settings.write_text(json.dumps({"nodes": 3}) + "\n")
+    with pytest.raises(PlanError, match=r"files of all 3 nodes \(got none of node 2"):
+        read_run(str(tmp_path))
+
+
 def test_generation_that_is_hidden_behind_training_counts(tmp_path):
     write_run(tmp_path, generate=4.0, train=10.0, hidden=9.0)
     run = read_run(str(tmp_path))

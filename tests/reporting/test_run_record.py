@@ -50,6 +50,7 @@ def test_no_token_is_written_wherever_it_stands(args, tmp_path):
         ("words", ["a", TOKEN], ["a", HIDDEN]),
         ("max_tokens", 5, 5),
         ("pad_token", None, None),
+        ("max_grad_norm", float("inf"), "inf"),  # JSON has no such number
         ("chat_template", "x" * 500, "x" * 200 + "..."),
     ],
 )

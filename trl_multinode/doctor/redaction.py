@@ -41,5 +41,10 @@ def hide_names(text: str, hosts: Iterable[str]) -> str:
     text = IPV4.sub(lambda found: addresses.setdefault(found[0], f"address{len(addresses)}"), text)
     for number, host in enumerate(dict.fromkeys(filter(None, hosts))):
         text = re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", f"host{number}", text)
-    text = text.replace(str(Path.home()), "~")
-    return re.sub(rf"(?<![\w-]){re.escape(getpass.getuser())}(?![\w-])", "user", text)
+    if (home := str(Path.home())) != "/":
+        text = text.replace(home, "~")
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        return text
+    return re.sub(rf"(?<![\w-]){re.escape(user)}(?![\w-])", "user", text)

@@ -25,6 +25,7 @@ from .redaction import hide_names, hide_secrets, hide_secrets_in
 from .tables import common_table, different_table, links_table, node_table, print_findings, values_by_fact
 
 WIDTH = 120  # of a log; a terminal has its own
+PASTED_WIDTH = 1000  # of a block for an issue: a name that is folded over two lines would not be found and hidden
 
 
 class Buffer(io.StringIO):
@@ -65,7 +66,7 @@ class Report:
         """Add tables, lines and findings."""
         is_terminal = self._streams and self._stdout.isatty()
         text = Buffer(self._stdout)
-        width = None if is_terminal else WIDTH
+        width = None if is_terminal else PASTED_WIDTH if self._line.as_paste else WIDTH
         console = Console(file=text, force_terminal=is_terminal, width=width, highlight=False)
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, str), markup=False)

@@ -99,6 +99,8 @@ def links_table(report: ClusterReport, bar: str) -> Table:
         shown = sorted(shown, key=lambda link: (link.sender, link.device))
     title = f"ring of {len(report.nodes)} nodes over {report.backend}, each link measured alone"
     table = _table(title, "", "link", "speed", "round trip", "")
+    for column in table.columns:  # long names of hosts fold, and leave the figures their width
+        column.no_wrap = column.header != "link"
     for link in shown:
         mark, style = MARKS["error" if link in slow else ""]
         length = max(1, round(BAR * min(1.0, link.gbit_per_s / usual))) if usual else 1

@@ -2,7 +2,8 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -46,6 +47,7 @@ def read_run(folder: str) -> MeasuredRun:
         )
     attempt = max(line["attempt"] for line in lines)
     lines = [line for line in lines if line["attempt"] == attempt and line["phase"] in ("sync", "generate", "train")]
+    lines = [line for line in lines if not line.get("evaluation")]  # no part of a training step
     steps = sorted({line["step"] for line in lines if line["phase"] == "train"})
     kept = set(steps[max(1, int(WARM_UP * len(steps))) :])
     if not kept:
@@ -57,6 +59,7 @@ def read_run(folder: str) -> MeasuredRun:
     nodes: dict[int, set[int]] = defaultdict(set)
     for line in lines:
         nodes[line["node"]].add(line["rank"])
+    _check_nodes(path, nodes)
     mean = {name: max(s for (_, phase), s in sums.items() if phase == name) for name in {key[1] for key in sums}}
     run = _with_logs(path, mean, nodes, kept)
     if run.reserved == 0:
@@ -65,6 +68,18 @@ def read_run(folder: str) -> MeasuredRun:
             "seconds cannot be divided between splits. Leave --run out, or run some steps with a split."
         )
     return run
+
+
+def _check_nodes(path: Path, nodes: Mapping[int, set[int]]) -> None:
+    """Raise `PlanError` if nodes of the run have no files here: their GPUs would look like reserved ones."""
+    count = 0
+    with suppress(OSError, ValueError, KeyError, IndexError, TypeError):
+        count = int(json.loads((path / "_multinode" / "settings.jsonl").read_text().splitlines()[-1])["nodes"])
+    if missing := sorted({*range(count)} - nodes.keys()):
+        raise PlanError(
+            f"`--run` needs the files of all {count} nodes (got none of node {', '.join(map(str, missing))} for the "
+            f"last start in {path}): copy their _multinode/phases into one folder."
+        )
 
 
 def _with_logs(path: Path, mean: dict[str, float], nodes: dict[int, set[int]], kept: set[int]) -> MeasuredRun:

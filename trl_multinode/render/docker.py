@@ -26,13 +26,18 @@ def values(job: Job, options: Options) -> dict[str, str]:
     """
     if job.config.is_absolute() or ".." in job.config.parts:
         raise JobError(f"the image gets the present folder (got {job.config}, expected a relative path in it)")
+    pip = f"RUN pip install --no-cache-dir {shlex.quote(options.package)}"
+    copy = (
+        "# The folder of the build, with config file and script. Name what is large or secret in `.dockerignore`.\n"
+        "COPY . ."
+    )
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.launcher_s), **dict(options.env)}
     setup = f"{options.setup}\n" if options.setup else ""
     flags = "flags=$(trl-multinode flags)" if job.nodes > 1 else "flags="  # one node needs no scheduler
     start = f"set -eo pipefail\n{setup}{flags}\nexec {job.launch}"
     return {
         "base": options.base,
-        "package": shlex.quote(options.package),
+        "install": "\n".join([copy, pip] if options.package.startswith((".", "/")) else [pip, "", copy]),
         "variables": "\n".join(f"ENV {name}={_quoted(value)}" for name, value in variables.items()),
         "start": json.dumps(["bash", "-c", start]),
     }

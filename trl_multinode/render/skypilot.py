@@ -36,7 +36,8 @@ def values(job: Job, options: Options) -> dict[str, str]:
     if options.bucket:
         url, path = options.bucket
         storage = f"\nfile_mounts:\n  {path}:\n    source: {url}\n    mode: MOUNT_CACHED"
-    setup = options.setup or ("" if options.image else "source ~/trl-multinode/bin/activate")
+    activate = [] if options.image else ["source ~/trl-multinode/bin/activate"]
+    setup = " && ".join([*activate, *([options.setup] if options.setup else [])])
     return {
         "accelerators": f"accelerators: {options.gpu}:{job.gpus}" if job.gpus else "",
         "image": f"image_id: {json.dumps(f'docker:{options.image}')}" if options.image else "",

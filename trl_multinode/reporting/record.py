@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,8 @@ def shown(name: str, value: Any) -> Any:
         return [shown(name, inner) for inner in value]
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)  # JSON has neither infinity nor NaN, and the page of a run refuses them
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)

@@ -36,11 +36,11 @@ class Difference:
 
 
 def local_versions() -> dict[str, str]:
-    """Return the versions of this node's libraries, of Python, and of the CUDA that torch was built for."""
-    from torch.version import cuda
+    """Return the versions of this node's libraries, of Python, and of the CUDA or ROCm that torch was built for."""
+    from torch.version import cuda, hip
 
     found = {library: _installed(names) for library, names in DISTRIBUTIONS.items()}
-    return {**found, "python": platform.python_version(), "cuda": cuda or MISSING}
+    return {**found, "python": platform.python_version(), "cuda": cuda or (f"ROCm {hip}" if hip else MISSING)}
 
 
 def differences(per_node: Sequence[dict[str, str]], names: Sequence[str] | None = None) -> list[Difference]:
