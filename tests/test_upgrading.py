@@ -182,7 +182,8 @@ def anywhere(node: ast.AST, others: set[str], imported: set[str]) -> Iterator[st
             yield node.attr
     elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
         called, name = ast.unparse(node.func), node.args[1].value
-        if called == "replaced" or (called in LOOKUPS and name not in OWN and name.startswith(("_", "ds_"))):
+        foreign = isinstance(name, str) and name not in OWN and (is_private(name) or name.startswith("ds_"))
+        if called == "replaced" or (called in LOOKUPS and foreign):
             yield name
     elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
         value = node.value.value  # `_sync_mark = "_last_loaded_step"`
