@@ -25,9 +25,10 @@ injects, what is promised, and the seconds that were measured. `make faults` run
 cell is written by hand. A row without a test gives the reason.
 
 "Seconds" are those from the fault to the end of the last rank, or to the line that names it, on CPUs. If a test does
-not measure them, the column has the seconds of the whole test and "(test)". Tests shorten the limits by settings, so
-the seconds hold for the shortened limits. "(real)" marks rows with at least one test on the real vLLM; the others use
-the test kit's fake engine (a real process, socket and protocol) or no engine. No test of this page used a GPU.
+not measure them, the column has the seconds of the whole test and "(test)"; of tests that share their launches, these
+are the seconds of the comparison alone. Tests shorten the limits by settings, so the seconds hold for the shortened
+limits. "(real)" marks rows with at least one test on the real vLLM; the others use the test kit's fake engine (a real
+process, socket and protocol) or no engine. No test of this page used a GPU.
 All tests are in [faults.json](faults.json).
 """
 
@@ -130,7 +131,8 @@ def _over(limit: str, tests: list[dict]) -> str:
 def _seconds(tests: list[dict]) -> str:
     measured = [test["seconds"] for test in tests if "seconds" in test]
     if not measured:
-        return f"{max((test['whole_s'] for test in tests), default=0):.1f} (test)" if tests else ""
+        whole = max((test["whole_s"] for test in tests), default=0.0)
+        return f"{f'{whole:.1f}' if whole >= 0.1 else 'below 0.1'} (test)" if tests else ""
     low, high = min(measured), max(measured)
     return f"{low:.1f}" if low == high else f"{low:.1f} to {high:.1f}"
 

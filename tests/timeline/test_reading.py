@@ -79,6 +79,27 @@ def test_the_last_attempt_is_shown_and_an_earlier_one_can_be_chosen(tmp_path):
         read_run([tmp_path], attempt=3)
 
 
+def test_a_node_without_a_line_of_the_attempt_is_a_note(tmp_path):
+    write_run(tmp_path)
+    for rank in (0, 1):
+        path = tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl"
+        write_lines(path, rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500))
+    path = tmp_path / "_multinode" / "phases" / "node0_engine0.jsonl"
+    write_lines(path, engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
+    assert read_run([tmp_path]).notes == [
+        "node 1 has no line of attempt 2: it ended before its first phase, or was not part of it"
+    ]
+    assert not read_run([tmp_path], attempt=1).notes
+
+
+def test_numbers_that_json_does_not_have_become_texts(tmp_path):
+    """The page of a run refuses them, and earlier versions wrote them."""
+    path = write_run(tmp_path) / "_multinode" / "settings.jsonl"
+    settings = {"attempt": 1, "settings": {"epsilon": float("inf"), "beta": float("nan")}}
+    path.write_text(json.dumps(settings) + "\n")
+    assert read_run([tmp_path]).settings["settings"] == {"epsilon": "Infinity", "beta": "NaN"}
+
+
 def test_the_folders_of_nodes_are_one_run(tmp_path):
     whole = read_run([write_run(tmp_path / "all")])
     for node in range(2):

@@ -112,6 +112,7 @@ def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
             f"{folders[0]} has no attempt {chosen} (got --attempt {chosen}, expected one of {attempts})."
         )
     run = _build(_of(ranks, chosen), _of(engines, chosen), chosen, attempts)
+    run.notes += _without_lines(ranks, run.nodes, chosen)
     if broken[0]:
         run.notes.append(f"{broken[0]} line(s) could not be read: those of a killed process may end in the middle")
     run.settings = _settings(folders, chosen)
@@ -176,6 +177,15 @@ def _build(ranks: dict[int, list], engines: dict[tuple[int, int], list], attempt
     return Run(lanes, attempt, attempts, notes, starts=_starts(lanes))
 
 
+def _without_lines(ranks: dict[int, list], nodes: Sequence[int], attempt: int) -> list[str]:
+    """Return a note if nodes of other attempts have no line of this one."""
+    missing = sorted({line.node or 0 for lines in ranks.values() for line in lines} - set(nodes))
+    if not missing:
+        return []
+    named = ", ".join(map(str, missing))
+    return [f"node {named} has no line of attempt {attempt}: it ended before its first phase, or was not part of it"]
+
+
 def _timed(line: PhaseLine, offset: float) -> Timed:
     total = line.seconds if line.total is None else line.total
     step = 0 if line.phase == "set-up" else line.step + 1  # the line has the steps done before the phase
@@ -228,7 +238,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
         if each.exists():
             for line in each.read_text(errors="replace").splitlines():
                 try:
-                    found.append(json.loads(line))
+                    found.append(json.loads(line, parse_constant=str))  # the page refuses NaN and infinity
                 except ValueError:
                     continue
     return [line for line in found if isinstance(line, dict)]
@@ -259,7 +269,7 @@ def _endings(folders: Sequence[Path]) -> dict[int, dict[str, Any]]:
         for path in sorted((folder / "_multinode").glob("ending-node*.json")):
             if name := ENDING.fullmatch(path.name):
                 try:
-                    found[int(name[1])] = json.loads(path.read_text())
+                    found[int(name[1])] = json.loads(path.read_text(), parse_constant=str)
                 except (OSError, ValueError):
                     continue
     return dict(sorted(found.items()))
