@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from forks import forked
 
+from trl_multinode.check.command_run import run_command
 from trl_multinode.command import main
 from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
@@ -36,7 +37,7 @@ def places(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("TMPDIR", str(parent))
     monkeypatch.setattr(module.tempfile, "tempdir", str(parent))
-    monkeypatch.setattr(module, "candidates", lambda: sorted(parent.glob("trl_multinode_n*")))
+    monkeypatch.setattr(module, "candidates", lambda: sorted(parent.glob("trl_multinode_*")))
     yield parent
     subprocess.run(["rm", "-rf", str(parent)], check=True)
 
@@ -151,6 +152,19 @@ def test_row_38_clean_shows_removes_and_counts(places, tmp_path, capsys):
         assert list(places.iterdir()) == []
     finally:
         memory.unlink(missing_ok=True)
+
+
+def test_row_38_the_folder_of_a_killed_roll_call_is_removed(places, tmp_path):
+    """`check --wait -- COMMAND` makes one for the ending of the run."""
+
+    def body(_: int) -> None:
+        run_command(["sh", "-c", "echo READY; exec sleep 100"])
+
+    with forked(body, 1, tmp_path) as (check,):
+        check.wait_for("READY")
+        assert [found.kept for found in leftovers(remove=True)] == ["its run lives"]
+        kill(check)
+    assert [found.kept for found in leftovers(remove=True)] == [None] and list(places.iterdir()) == []
 
 
 @pytest.mark.parametrize("case", ["other user", "no lock", "other machine", "open to others"])

@@ -12,12 +12,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from ..wire.leftovers import CHECK_PREFIX, OWNER_LOCK
+from ..wire.locks import hold, release
 
 ENDING_FILE = "TRL_MULTINODE_ENDING_FILE"
 PREEMPT_SIGNAL = "TRL_MULTINODE_PREEMPT_SIGNAL"
@@ -53,8 +56,8 @@ def run_command(command: Sequence[str]) -> int:
     """
     forwarded = FORWARDED | ({number} if (number := preempt_signal()) is not None else set())
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
-    with tempfile.TemporaryDirectory(prefix="trl_multinode_check_") as folder:
-        ending = Path(folder, "ending.json")
+    with _own_folder() as folder:
+        ending = folder / "ending.json"
         witness = Witness(forwarded)
         try:
             child = subprocess.Popen(
@@ -68,6 +71,18 @@ def run_command(command: Sequence[str]) -> int:
             witness.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         return code_of(ending, own)
+
+
+@contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Yield a private folder; if this process is killed, the next start or `trl-multinode clean` removes it."""
+    with tempfile.TemporaryDirectory(prefix=CHECK_PREFIX) as name:
+        lock = Path(name, OWNER_LOCK)
+        hold(lock)
+        try:
+            yield lock.parent
+        finally:
+            release(lock)
 
 
 def code_of(ending: Path, own: int) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from .locks import held_here, machine, try_to_lock
 
 PREFIX = "trl_multinode_n"  # of a run's folder; the number of its node follows
+CHECK_PREFIX = "trl_multinode_check_"  # of the folder in which `check -- COMMAND` waits for the ending of a run
 OWNER_LOCK = "owner.lock"
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = ("psm_", "vllm_", "trl_multinode_")  # names of vLLM's and our shared memory
@@ -34,9 +35,10 @@ class Leftover:
 
 
 def candidates() -> list[Path]:
-    """Return the run folders on this machine, in the order of their names."""
+    """Return the run folders on this machine, and those of roll-calls, in the order of their names."""
     places = {Path(tempfile.gettempdir()).resolve(), Path("/tmp").resolve()}
-    return sorted(found for place in places for found in place.glob(f"{PREFIX}[0-9]*_*"))
+    patterns = (f"{PREFIX}[0-9]*_*", f"{CHECK_PREFIX}*")
+    return sorted(found for place in places for pattern in patterns for found in place.glob(pattern))
 
 
 def leftovers(remove: bool) -> Iterator[Leftover]:
