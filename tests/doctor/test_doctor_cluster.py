@@ -79,8 +79,8 @@ INTERFACE = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 def test_three_nodes_stand_side_by_side_and_the_one_with_slow_links_is_named(tmp_path, hosts):
     """Two nodes lack the variable for gloo, which then listens on loopback; the links are measured all the same."""
-    hosts.limit_links(4000)
-    hosts.limit_link(SLOW, 200)
+    hosts.limit_links(800)  # which cores that are busy reach, too
+    hosts.limit_link(SLOW, 40)
     try:
         ranks = run_doctors(tmp_path, hosts, NODES, env_of=lambda rank: INTERFACE if rank == 0 else {})
     finally:
@@ -90,11 +90,12 @@ def test_three_nodes_stand_side_by_side_and_the_one_with_slow_links_is_named(tmp
     error, host_name = lines(ranks[0], "error")
     assert host_name.startswith("error: nodes 1-2: the name of this host, ") and "leads to loopback" in host_name
     assert re.match(
-        r"error: both links of node 1 \(.*, eth0\) are slow: 0 -> 1: 1\d\d Mbit/s and 1 -> 2: 1\d\d Mbit/s "
-        r"\(the others reach [1-4][.\d]* Gbit/s\)",
+        r"error: both links of node 1 \(.*, eth0\) are slow: 0 -> 1: [1-4]\d[.\d]* Mbit/s "
+        r"and 1 -> 2: [1-4]\d[.\d]* Mbit/s "
+        r"\(the others reach [.\d]+ [MG]bit/s\)",
         error,
     ), error
-    (warning,) = lines(ranks[0], "warning")
+    (warning,) = [line for line in lines(ranks[0], "warning") if "variables" in line]
     assert re.search(r"no variables on nodes 1 \(.*\), 2 \(.*\), GLOO_SOCKET_IFNAME=eth0 on node 0 \(", warning)
     assert "equal on all 3 nodes" in text and "ring of 3 nodes over gloo" in text
     assert re.search(r"NIC .* eth0 10\.77\.0\.1 .* eth0 10\.77\.0\.2 .* eth0 10\.77\.0\.3", text)
@@ -105,7 +106,7 @@ def test_three_nodes_stand_side_by_side_and_the_one_with_slow_links_is_named(tmp
 
 
 def test_two_equal_nodes_are_ready_and_every_node_has_the_same_document(tmp_path, hosts):
-    hosts.limit_links(2000)
+    hosts.limit_links(400)
     try:
         ranks = run_doctors(tmp_path, hosts, 2, "--json", env_of=lambda rank: INTERFACE)
     finally:
@@ -116,7 +117,7 @@ def test_two_equal_nodes_are_ready_and_every_node_has_the_same_document(tmp_path
     assert first == second and first["ok"] and first["backend"] == "gloo" and first["findings"] == []
     assert [node["address"] for node in first["nodes"]] == [hosts.address(0), hosts.address(1)]
     assert [(link["sender"], link["receiver"]) for link in first["links"]] == [(1, 0), (0, 1)]
-    assert all(0.5 < link["gbit_per_s"] < 2.1 for link in first["links"]), first["links"]
+    assert all(0.05 < link["gbit_per_s"] < 0.45 for link in first["links"]), first["links"]
 
 
 def test_a_neighbour_that_cannot_be_reached_is_named_before_the_ring(tmp_path, hosts):

@@ -13,6 +13,7 @@ from forks import forked
 from store_host import RANKS, StoreHost, enter_early, launched_variables, topology_of
 
 from trl_multinode.node_settings import NodeSettings
+from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import arrivals, early
@@ -111,7 +112,9 @@ def test_row_a_script_that_ends_well_without_a_trainer_waits_for_nobody(tmp_path
         assert [rank.wait(LIMIT_S) for rank in ranks[:3]] == [0, 0, 0], ranks[2].text
 
 
-def test_row_a_rank_killed_before_the_trainer_is_named(tmp_path, store):
+def test_row_a_rank_killed_before_the_trainer_is_named(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(run_store, "GRACE_S", 20.0)
+
     def body(rank: int) -> None:
         enter_early(rank, store)
         early.early_watch()
@@ -126,7 +129,7 @@ def test_row_a_rank_killed_before_the_trainer_is_named(tmp_path, store):
         ranks[3].process.kill()
         assert [rank.wait(LIMIT_S) for rank in ranks[:3]] == [exit_codes.PEER_LOST] * 3
         print(f"all ended after {time.monotonic() - start:.1f} s")
-        assert time.monotonic() - start < 2.9, "the others wait for a reader that is dead"
+        assert time.monotonic() - start < 15, "the others wait for a reader that is dead"
         (line,) = {rank.text.splitlines()[-1] for rank in ranks[:3]}
         assert "node 1, rank 2, phase before the trainer: the process of rank 3 ended (pid" in line
 

@@ -1,5 +1,6 @@
 """Row 38: what a killed node leaves is removed by the next start, and nothing that a living run needs."""
 
+import mmap
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from trl_multinode.wire import supervisor
 from trl_multinode.wire.leftovers import leftovers, remove_leftovers
 
 SHARED_MEMORY = Path("/dev/shm")
+mapped: list[mmap.mmap] = []
 
 
 @pytest.fixture
@@ -43,9 +45,18 @@ def places(tmp_path, monkeypatch):
 
 
 def segment(name: str) -> Path:
+    """Return a file that this process has mapped, so that tests of another worker do not see it as left behind."""
     path = SHARED_MEMORY / f"{name}{os.getpid()}"
     path.write_bytes(bytes(4096))
+    with path.open("r+b") as file:
+        mapped.append(mmap.mmap(file.fileno(), 0))
     return path
+
+
+def slots_in(places: Path) -> set[Path]:
+    """Return the shared memory of the one run: other workers have some of the same names."""
+    (folder,) = places.iterdir()
+    return {path for path in module.segments_of(folder) if path.name.startswith("trl_multinode_")}
 
 
 @contextmanager
@@ -84,10 +95,10 @@ def lines() -> list[str]:
 
 def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path):
     segments = [segment("psm_test"), segment("vllm_dist_ab-tp:0-[0-1]-cpushm_")]
-    other, slots_before = segment("other"), set(SHARED_MEMORY.glob("trl_multinode_*"))
+    other = segment("other")
     try:
         with owner(tmp_path, segments + [other], engine=True, slots=True) as rank:
-            slots = set(SHARED_MEMORY.glob("trl_multinode_*")) - slots_before
+            slots = slots_in(places)
             assert lines() == [] and len(list(places.iterdir())) == 1  # its owner lives
             engine = int(rank.text.split("ENGINE ")[1].split()[0])
             os.kill(engine, signal.SIGSTOP)  # as if it had not noticed yet
@@ -121,14 +132,14 @@ def test_row_38_a_start_of_engines_begins_with_the_removal(places, tmp_path):
 
 
 def test_row_38_an_engine_removes_the_slots_of_its_killed_owner(places, tmp_path):
-    before = set(SHARED_MEMORY.glob("trl_multinode_*"))
     with owner(tmp_path, engine=True, slots=True) as rank:
-        assert set(SHARED_MEMORY.glob("trl_multinode_*")) - before
+        slots = slots_in(places)
+        assert slots and all(path.exists() for path in slots)
         kill(rank)
         deadline = time.monotonic() + 20
         while list(places.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.1)
-    assert list(places.iterdir()) == [] and set(SHARED_MEMORY.glob("trl_multinode_*")) <= before
+    assert list(places.iterdir()) == [] and not any(path.exists() for path in slots)
 
 
 def test_row_38_clean_shows_removes_and_counts(places, tmp_path, capsys):

@@ -102,7 +102,7 @@ def test_the_trainers_of_a_process_are_one_owner_and_the_last_one_leaves_nothing
 
 def of_another_host(folder: Path) -> dict:
     content = {"host": "node-a", "pid": 4242, "boot": "another", "token": "theirs", "count": 1}
-    (folder / "owner.json").write_text(json.dumps(content))
+    owner.write_whole(folder / "owner.json", json.dumps(content))
     return content
 
 
@@ -134,12 +134,12 @@ def test_a_run_that_was_suspended_until_another_took_its_folder_ends(tmp_path, m
     monkeypatch.setattr(owner, "REWRITE_EVERY_S", 0.2)
     lost: list[str] = []
     claimed = owner.claim(tmp_path, lambda cause, code: lost.append(f"{code} {cause}"))
-    time.sleep(0.5)
-    assert json.loads((tmp_path / "owner.json").read_text())["count"] > 1
-    of_another_host(tmp_path)
     deadline = time.monotonic() + LIMIT_S
-    while not lost and time.monotonic() < deadline:
+    while json.loads((tmp_path / "owner.json").read_text())["count"] <= 1 and time.monotonic() < deadline:
         time.sleep(0.05)
+    while not lost and time.monotonic() < deadline:
+        of_another_host(tmp_path)  # again, because the first one may come between a read and a write of the other
+        time.sleep(0.3)
     assert lost[0].startswith("3 ConfigurationError: ") and "host node-a, pid 4242" in lost[0]
     claimed.release()
     assert json.loads((tmp_path / "owner.json").read_text())["token"] == "theirs"

@@ -81,7 +81,8 @@ def test_row_15_all_ranks_save_the_same_step_and_leave_with_143(tmp_path, store,
         assert len({tuple(saved(rank)) for rank in ranks}) == 1 and len(saved(ranks[0])) == 1
         ended = [rank.text.count("ends") for rank in ranks]
         asked = [line for rank in ranks for line in rank.text.splitlines() if "received SIGTERM" in line]
-        assert len(asked) == len({k // 2 for k in signalled})  # once per node
+        nodes = len({k // 2 for k in signalled})
+        assert 1 <= len(asked) <= nodes  # once per node, unless the other node's signal has ended the run before
         step = min(int(line.partition("at the end of step ")[2].split(",")[0]) for line in asked)
         assert step <= ended[0] <= step + 1  # one more only if another rank had ended the step already
 
@@ -99,7 +100,8 @@ def test_row_15_a_step_that_does_not_end_ends_the_run_at_the_deadline(tmp_path, 
         assert "`preemption_grace` (2 s). The last whole checkpoint is /run/checkpoint-3" in line
 
 
-def test_row_16_a_sigterm_after_ctrl_c_preempts_nothing(tmp_path, store):
+def test_row_16_a_sigterm_after_ctrl_c_preempts_nothing(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(watch_module, "SYMPTOM_DELAY_S", 5.0)
     with forked(lambda rank: train(rank, store), RANKS, tmp_path) as ranks:
         ranks[3].wait_for("step 3 ends")
         for number in (signal.SIGINT, signal.SIGTERM):  # as torchrun does, within the delay of a symptom
@@ -245,6 +247,25 @@ def test_row_15_without_a_signal_a_step_ends_as_ever():
     not_asked.on_step_end(None, SimpleNamespace(global_step=8), given)
     not_asked.on_epoch_end(None, SimpleNamespace(global_step=8), given)
     assert vars(given) == vars(control())
+
+
+def test_row_15_a_decision_for_a_step_that_all_ranks_have_ended_does_not_count():
+    """The watch thread's request may be late, and rank 0 deletes the keys of old steps, so it makes the key anew."""
+    preemption = callback(True)._preemption
+    preemption.begin_step(8)
+    keys: dict[str, bytes] = {}
+
+    class Late:
+        def compare_set(self, key: str, expected: str, value: str) -> bytes:
+            if not keys:
+                preemption.begin_step(11)
+            return keys.setdefault(key, value.encode())
+
+    preemption.publish(Late())
+    preemption.publish(Late())
+    assert list(keys) == ["preempt/1/8", "preempt/1/9", "preempt/1/11"]
+    preemption.publish(Late())
+    assert len(keys) == 3, "it is decided, once"
 
 
 def test_row_15_the_newest_whole_checkpoint_is_found(tmp_path):

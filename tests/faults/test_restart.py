@@ -53,7 +53,7 @@ class OneNode(SyncingHost):
     def __init__(
         self, folder: Path, num_engines: int = 1, staleness: int = 0, max_completion_length: int = 12, **settings
     ):
-        settings = {"rollout_seed": 5, "engine_stall_timeout": STALL_S, "max_staleness": staleness} | settings
+        settings = {"rollout_seed": 5, "engine_stall_timeout": 20.0, "max_staleness": staleness} | settings
         self.settings = NodeSettings(**settings)
         self.topology, self.phases = Topology(0, 1, 0, 1, 0, 1, False), Phases()
         self.watch = Watchdog(self.topology)
@@ -266,7 +266,7 @@ def test_row_3_without_restarts_the_first_death_ends_the_run(node):
 
 
 def test_row_4_a_stopped_engine_is_killed_and_started_again(node, expected):
-    one = node()
+    one = node(engine_stall_timeout=STALL_S)
     start = time.monotonic()
     assert one.story(at("generate", 1, lambda: one.kill_in_generation(how=signal.SIGSTOP))) == expected
     assert "it stalled and was killed" in "\n".join(one.lines) and f"for {STALL_S:.0f} s" in "\n".join(one.lines)
@@ -293,7 +293,7 @@ def test_row_2_the_other_engine_of_a_node_goes_on(node, expected):
 
 
 def test_row_2_rows_ahead_are_made_again_with_the_weights_of_that_moment(node):
-    one = node(staleness=1, slow=0.04)
+    one = node(staleness=1, slow=0.1)
     made = one.story(at("generate", 0, lambda: one.kill_in_generation(ahead=True)))
     assert one.num_restarts == 1 and not one.ends
     # the rows of round 1 are not those of round 0's weights, as those of round 2 are those of round 1's

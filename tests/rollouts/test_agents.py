@@ -141,7 +141,9 @@ def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_
     Tracked.built, wrong, rounds = [], [], []
 
     def reads_late(environments, start, completions, **_):
-        time.sleep(0.05)  # the following rounds run meanwhile
+        following, deadline = 2 * GROUP * min(len(rounds) + 2, 10), time.monotonic() + 20
+        while sum(one.resets for one in Tracked.built) < following and time.monotonic() < deadline:
+            time.sleep(0.005)  # the following round runs meanwhile
         rounds.append([id(one) for one in environments])
         wrong.extend(row for row, one in zip(start, environments, strict=True) if one.row != row)
         return [float(one.total) for one in environments]

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -92,6 +94,30 @@ class Engines(StubEngines):
             return found
 
 
+@contextmanager
+def ending(run: "Run", end: Callable[[], None]) -> Iterator[None]:
+    """End rows while `run` waits for groups: all have begun by then, and reach the engine at any time."""
+    groups, done = run.continuous.groups, threading.Event()
+    wait_for = groups.wait_for
+
+    def loop() -> None:
+        while not done.wait(0.02):
+            end()
+
+    def wait_while_rows_end(*what):
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            return wait_for(*what)
+        finally:
+            done.set()
+            thread.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "wait_for", wait_while_rows_end)
+        yield
+
+
 class Run:
     """A rank's rounds as the trainer and TRL run them: `rounds` batches of 2 groups of 2 rows."""
 
@@ -116,10 +142,11 @@ class Run:
     def ahead(self, number: int, rounds: int):
         return self.batch(number + rounds) if number + rounds < self.rounds else None
 
-    def train(self, number: int) -> list[str]:
-        """One round; returns the prompts that it trains."""
+    def train(self, number: int, end=None) -> list[str]:
+        """One round; returns the prompts that it trains. With `end` rows are ended while it waits for them."""
         self.generation.begin_round("train", number)
-        rows = self.generation.take_groups(QUOTA * SIZE, SIZE, lambda rounds: self.ahead(number, rounds))
+        with ending(self, end) if end is not None else nullcontext():
+            rows = self.generation.take_groups(QUOTA * SIZE, SIZE, lambda rounds: self.ahead(number, rounds))
         self.generation.sync_weights()
         prompts = [[5, *map(int, row["prompt"].split("/"))] for row in rows]
         _, self.completions, _, _ = self.generation.generate(prompts, None, SIZE)
@@ -128,8 +155,7 @@ class Run:
 
     def first(self) -> list[str]:
         """The first round, which waits for engines."""
-        threading.Timer(0.05, self.engines.end).start()
-        return self.train(0)
+        return self.train(0, self.engines.end)
 
     def begun(self) -> list[tuple[int, int]]:
         return sorted({request.group for request, _ in self.engines.running})
@@ -197,13 +223,11 @@ def test_an_epoch_ends_with_its_last_groups_and_nothing_beyond_it_begins():
     run, trained = Run(rounds=5), []
     trained += run.first()
     for number in range(1, 5):
-        threading.Timer(0.02, run.engines.end).start()
-        trained += run.train(number)
+        trained += run.train(number, run.engines.end)
     assert sorted(trained) == [f"{number}/{place}" for number in range(5) for place in range(QUOTA)]
     assert run.begun() == [] and run.engines.rows_left == 0 and run.continuous.groups.ids == []
     run.rounds = 7  # the next epoch
-    threading.Timer(0.05, run.engines.end).start()
-    assert run.train(5) == ["5/0", "5/1"] and run.generation.lag == (0.0, 0.0)
+    assert run.train(5, run.engines.end) == ["5/0", "5/1"] and run.generation.lag == (0.0, 0.0)
 
 
 def test_a_group_older_than_max_age_is_waited_for():
@@ -211,8 +235,8 @@ def test_a_group_older_than_max_age_is_waited_for():
     run.engines.held = {(1, 0)}
     run.first()
     run.wait_for_rows(SIZE)
-    threading.Timer(0.1, lambda: run.engines.end((1, 0))).start()
     start = time.monotonic()
+    threading.Timer(0.1, lambda: run.engines.end((1, 0))).start()
     assert run.train(1) == ["1/0", "1/1"] and time.monotonic() - start > 0.05  # the order of the dataset
 
 
@@ -263,8 +287,8 @@ def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
 def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_the_same(caplog):
     run = Run(rounds=3)
     run.generation.begin_round("train", 0)
-    threading.Timer(0.05, run.engines.end).start()
-    run.generation.take_groups(4, SIZE, lambda rounds: run.ahead(0, rounds))
+    with ending(run, run.engines.end):
+        run.generation.take_groups(4, SIZE, lambda rounds: run.ahead(0, rounds))
     _, completions, _, _ = run.generation.generate([[9, 9]] * 4, None, SIZE)
     assert len(completions) == 4 and len(run.host.engines.calls) == 1 and "other prompts" in caplog.text
     assert run.generation.lag == (0.0, 0.0) and not run.generation.stale
@@ -348,8 +372,7 @@ def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late()
             slow = {g.id for g in open_groups if g.due > number and number < 3} & first.engines.held
             second.engines.end(*(g.id for g in open_groups if g.id not in slow))
 
-        threading.Timer(0.05, end).start()
-        trained += second.train(number)
+        trained += second.train(number, end)
     assert sorted(trained) == [f"{number}/{place}" for number in range(1, 9) for place in range(QUOTA)]
 
 
@@ -371,8 +394,7 @@ def test_an_evaluation_before_the_first_round_of_a_resumed_run_counts_for_that_r
     run = Run(rounds=9)
     run.generation.begin_round("eval", 0)
     run.generation.sync_weights()
-    threading.Timer(0.05, run.engines.end).start()
-    run.train(5)  # with the evaluation's weights, as no step was made
+    run.train(5, run.engines.end)  # with the evaluation's weights, as no step was made
     run.engines.end()
     run.train(6)
     assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)

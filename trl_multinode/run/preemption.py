@@ -153,7 +153,8 @@ class Preemption:
         if not self._asked or self._decided:
             return
         for step in (self._step, self._step + 1):  # the others may be one step ahead, and not more
-            if store.compare_set(self._key(step), "", "yes") == b"yes":
+            yes = store.compare_set(self._key(step), "", "yes") == b"yes"
+            if yes and step >= self._step:  # rank 0 has deleted an older step's key, and the request made it anew
                 self._decided = True
                 return
 
