@@ -12,6 +12,8 @@ from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.row_stream import Peeking
 from trl_multinode.errors import EngineStalledError, WeightVersionError
 from trl_multinode.rollouts.groups import SEED_BITS, Group, OpenGroups
+from trl_multinode.rollouts.recorded import Recorded
+from trl_multinode.rollouts.recorded_groups import RecordedGroups
 from trl_multinode.wire.messages import WeightVersion
 
 SIZE = 4  # rows of a group
@@ -81,6 +83,13 @@ def ids(groups) -> list[tuple[int, int]]:
 
 def of_group(rows: Rows, one: Group) -> list:
     return [request for request in rows.open if request.group == one.id]
+
+
+def until(done) -> None:
+    deadline = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def blocked(groups: OpenGroups, count: int, number: int) -> threading.Thread:
@@ -281,3 +290,37 @@ def test_dropped_groups_are_forgotten_when_their_rows_have_ended():
     groups.submit([group(0)])
     rows.end(*list(rows.open))
     assert ids(groups.take(1, 0)) == [(0, 0)]
+
+
+# ---- groups whose whole rollouts run ahead
+
+
+class Silent(Rows):
+    """A stream whose engines are gone, so nobody collects rows any more."""
+
+    rows_left = 0
+
+
+def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alone():
+    ends = [threading.Event(), threading.Event()]
+    not_begun = iter(ends)
+
+    def make(one: Group, ask) -> Recorded:
+        end = next(not_begun)
+        try:
+            return ask([[1]], None, 8)
+        finally:
+            end.set()
+
+    groups = RecordedGroups(make, lambda: 0, Silent())
+    groups.submit([group(0)])
+    until(lambda: groups._turns)
+    with groups._changed:  # so that the old group's thread goes on after the new one was begun
+        groups.drop()
+        groups.submit([group(0)])
+        assert not ends[0].wait(0.05)
+    assert ends[0].wait(10)
+    until(lambda: groups._turns)
+    assert list(groups._turns) == [(0, 0)] and not ends[1].wait(0.05)
+    groups.drop()
+    assert ends[1].wait(10) and not groups._turns

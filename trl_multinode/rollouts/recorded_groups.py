@@ -88,15 +88,19 @@ class RecordedGroups(OpenGroups):
                     for row, prompt in enumerate(prompts)
                 ]
             )
-            self._changed.wait_for(lambda: None not in turn or self._error is not None)
-            self._turns.pop(group.id, None)  # it is gone if all groups were dropped
+            self._changed.wait_for(lambda: None not in turn or not self._is_open(group))
+            if self._turns.get(group.id) is turn:  # else all groups were dropped, and a new one may have its id
+                del self._turns[group.id]
             self._check_open(group)
         return [row for row in turn if row is not None]
 
     def _check_open(self, group: Group) -> None:
         """Raise `Dropped` if a group was dropped, or if another thread has failed: the run ends with its error."""
-        if self._error is not None or self._open.get(group.id) is not group:
+        if not self._is_open(group):
             raise Dropped
+
+    def _is_open(self, group: Group) -> bool:
+        return self._error is None and self._open.get(group.id) is group
 
     def _add(self, request: RowRequest, rollout: Rollout) -> None:
         self._check(rollout, request.min_update)
