@@ -60,10 +60,12 @@ class TreasureHunt:
 
 
 def right_box(completions: list[list[dict]], path: list[list[str]], log_metric: Any, **_: Any) -> list[float]:
-    """Return a half for each completion whose last message names the right box and no other one."""
+    """Return a half for each completion that ends with an answer in which only the right box is named."""
     called = [any(message["role"] == "tool" for message in completion) for completion in completions]
     log_metric("hunt/called_a_tool", sum(called) / len(called))
-    named = [set(re.findall(r"\w+", completion[-1]["content"].lower())) & set(COLORS) for completion in completions]
+    last = [completion[-1] for completion in completions]
+    answers = [message["content"] if message["role"] == "assistant" else "" for message in last]  # not a tool's
+    named = [set(re.findall(r"\w+", answer.lower())) & set(COLORS) for answer in answers]
     return [0.5 * (colors == {boxes[-1]}) for colors, boxes in zip(named, path, strict=True)]
 
 

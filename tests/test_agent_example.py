@@ -64,6 +64,9 @@ def test_two_notes_and_the_right_answer_are_the_whole_reward(demo):
     assert hunt.open_box("white") == "Nothing." and hunt.get_reward() == 0.25
     assert "in the green box" in hunt.open_box("blue") and hunt.open_box("green") == "The treasure!"
     assert rewards(agent, [{"path": PATH}], answer, [hunt]) == [1.0]
+    answer[0].append({"role": "tool", "content": hunt.open_box("blue")})  # names the right box
+    assert rewards(agent, [{"path": PATH}], answer, [hunt]) == [0.5]
+    answer[0].pop()
     answer[0][-1]["content"] = "green or red"
     assert rewards(agent, [{"path": PATH}], answer, [hunt]) == [0.5]
     with pytest.raises(ValueError, match="no such box"):

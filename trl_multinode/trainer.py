@@ -84,6 +84,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self.vllm_generation.record(GroupMaker(self._recorder, device, self._scorer, self._again))
 
     def close(self) -> None:
+        if self._recorder is not None:  # after an error, threads of groups may be in tools
+            self.vllm_generation.continuous.groups.forget()
         super().close()
         if self._scorer is not None:
             self._scorer.close()
@@ -156,7 +158,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def _raise_tool_failure(self) -> None:
         """Raise the error of an async tool, which TRL took for an answer."""
         if self._tool_calls is not None and self._tool_failures:
-            raise self._tool_failures[0]
+            failure = self._tool_failures[0]
+            self._tool_failures.clear()  # a notebook may train again
+            raise failure
 
     def _rows_to_train(self, inputs: Batch) -> Batch:
         """Return the rows that this round trains: those of the batch or, with rounds in flight, of complete groups."""
@@ -216,7 +220,7 @@ def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:
     """Return whether whole rollouts are made ahead of their round, by threads, and not by TRL in the main call."""
     if settings.score_groups:
         return True
-    if not settings.rounds_ahead or not (trainer.tools or trainer.rollout_func):
+    if not settings.rounds_ahead or not (trainer.tools or trainer.rollout_func or trainer.environment_factories):
         return False
     columns = getattr(trainer.train_dataset, "column_names", None) or ()
     return not {"image", "images"}.intersection(columns)

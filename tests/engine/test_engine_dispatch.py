@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -19,6 +20,7 @@ from trl_multinode.errors import EngineDiedError, EngineStalledError
 from trl_multinode.testing.engines import FAKE, SyncDriver, running_engines
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.wire.messages import Generate
 
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 SLOW_S = 0.4  # what engine 1 takes more per request; 4 tokens take some milliseconds
@@ -228,6 +230,18 @@ def test_a_thread_that_polls_is_woken_by_new_rows(engines, monkeypatch):
 
 
 # ---- the end
+
+
+def test_a_stream_that_is_closed_writes_into_no_file_that_has_its_numbers_now(tmp_path):
+    message = Generate(prompt=b"", num_completions=1, max_tokens=4, sampling={})
+    stream = RowStream([], SimpleNamespace(), 4, message)
+    stream.close()
+    files = [(tmp_path / str(number)).open("w+b", buffering=0) for number in range(4)]
+    stream.add(rows_of(0, 1))
+    stream.peek()
+    assert [file.seek(0, os.SEEK_END) for file in files] == [0] * 4
+    for file in files:
+        file.close()
 
 
 def test_a_killed_engine_is_named_and_a_normal_end_of_the_other_leaves_nothing(tmp_path):

@@ -1,6 +1,8 @@
 """Agents beside training, in one process: seeds, environments, evaluation, resume, endings, and what ends a run."""
 
 import asyncio
+import datetime
+import json
 import re
 import sys
 import threading
@@ -15,9 +17,12 @@ import torch
 from agent_kinds import KINDS, SPEAKER, Kind
 from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, keep_outputs, ours
 from forks import forked
+from safetensors import safe_open
+from transformers.utils import chat_template_utils
 
 from trl_multinode.errors import RolloutError
 from trl_multinode.rollouts.stand_in import own_attributes
+from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.testing.waiting import wait_until
 
 AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
@@ -52,6 +57,85 @@ def test_without_a_change_of_weights_a_run_ahead_is_the_synchronous_run(name, tm
         assert mine.equal(its) and mine.abs().max() > 0
     for mine, its in zip(ahead.outputs, fresh.outputs, strict=True):
         assert mine["tool_mask"].equal(its["tool_mask"])
+
+
+class ObservesOnly:
+    """An environment without a tool."""
+
+    def reset(self, start: int = 0, **_) -> str:
+        self.start = start
+        return f" Begin at {start}."
+
+    def get_reward(self) -> float:
+        return float(self.start)
+
+
+def row_by_row(prompts, trainer) -> dict:
+    """A loop that asks for one row at a time, and returns what TRL would take for images of the dataset."""
+    ids = trainer.processing_class.apply_chat_template(
+        prompts, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    completions, logprobs = [], []
+    for row in ids:
+        _, (tokens,), (tops,), _ = trainer.vllm_generation.generate(prompts=[row], images=None, num_generations=1)
+        completions.append(list(tokens))
+        logprobs.append([top[0] for top in tops])
+    images = [["screenshot"] for _ in ids]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs, "images": images}
+
+
+LOOPS = {
+    "no tools": Kind({"environment_factory": ObservesOnly}, {"start": list(range(12))}, ("start",)),
+    "row by row": Kind({"rollout_func": row_by_row}, {"level": list(range(12))}, ("level", "images")),
+}
+IN_ORDER = {
+    "drain": AHEAD["drain"],
+    "in flight": AHEAD["in flight"] | {"max_age": 2},
+    "scored": {"score_groups": True},
+}
+
+
+@pytest.mark.parametrize("mode", IN_ORDER)
+@pytest.mark.parametrize("name", LOOPS)
+def test_other_loops_are_the_synchronous_run_too(name, mode, tmp_path):
+    kind, frozen = LOOPS[name], {"learning_rate": 0.0}
+    _, seen = trained(tmp_path / "fresh", kind, **frozen)
+    ahead, seen_ahead = trained(tmp_path / "ahead", kind, **frozen, **IN_ORDER[mode])
+    if mode != "scored":
+        assert seen.rounds == seen_ahead.rounds and len({str(one) for one in seen.rounds}) == 3
+        assert ahead.state.log_history[1]["staleness/rounds_mean"] == 1
+    else:
+        assert groups_of(seen.rounds) == groups_of(sorted_rounds(seen_ahead.rounds, seen.rounds))
+
+
+def sorted_rounds(groups: list[dict], rounds: list[dict]) -> list[dict]:
+    """Groups that were scored one by one, in the order of the prompts of `rounds`."""
+    found = {str(one["prompts"][0]): one for one in groups}
+    return [found[str(one["prompts"][at])] for one in rounds for at in range(0, len(one["prompts"]), GROUP)]
+
+
+def test_a_template_with_the_date_does_not_end_a_run_at_midnight(tmp_path, monkeypatch):
+    day = ["01"]
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime(2026, 1, int(day[0]))
+
+    class AtMidnight(Seen):
+        def __call__(self, *args, **kwargs):
+            time.sleep(0.5)  # the next round has its prompts meanwhile
+            day[0] = "02"
+            return super().__call__(*args, **kwargs)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    seen = AtMidnight()
+    with engines_here(SPEAKER):
+        trainer = ours(tmp_path, seen, chats(12), KINDS["tools"].keywords, max_staleness=1)
+        trainer.chat_template = "{{- strftime_now('%d') }}" + trainer.processing_class.chat_template
+        trainer.train()
+        trainer.close()
+    assert len(seen.rounds) == 3
 
 
 SCHEDULES = {
@@ -195,12 +279,29 @@ def groups_of(rounds: list[dict]) -> list[list]:
     return [one["completions"][at : at + GROUP] for one in rounds for at in range(0, len(one["completions"]), GROUP)]
 
 
+class TakesNotes(agent_kinds.Counter):
+    """An environment that writes into its row of the dataset."""
+
+    def reset(self, start: int = 0, notes: list | None = None, **row) -> str:
+        notes.append(start)
+        self.notes = notes
+        return super().reset(start=start, **row)
+
+    def get_reward(self) -> float:
+        assert len(self.notes) == 2, f"rows share {self.notes}"
+        return super().get_reward()
+
+
 @pytest.mark.parametrize("mode", AHEAD)
 def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mode, tmp_path):
-    kind = Kind({"environment_factory": Tracked}, {"start": list(range(12))})
+    kind = Kind({"environment_factory": TakesNotes}, {"start": list(range(12)), "notes": [[-1]] * 12})
     settings = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, **AHEAD[mode]}
     before, after = Seen("start"), Seen("start")
-    trained(tmp_path, kind, before, rows=12, max_steps=2, **settings)
+    trained(tmp_path, kind, before, rows=12, max_steps=-1, **settings)
+    del before.rounds[2:]
+    if mode == "in flight":
+        with safe_open(tmp_path / "checkpoint-2" / "rollouts_rank0.safetensors", "pt") as saved:
+            assert len(json.loads(saved.metadata()["notes"])["open"]["groups"]) == 4
     with engines_here(SPEAKER):
         resumed = ours(tmp_path, after, chats(12, **kind.columns), kind.keywords, max_steps=-1, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -269,6 +370,15 @@ def test_a_run_that_stops_early_drops_its_tools_and_trains_again(tmp_path):
     assert len(prompts) == 4 and prompts[0] == prompts[1] and len(set(prompts)) == 3
     assert seen.rounds[0]["prompts"] == seen.rounds[1]["prompts"]
     assert threads_of_groups() == []
+
+
+def test_a_trainer_that_is_closed_after_an_error_ends_the_rollouts_that_were_open(tmp_path):
+    with engines_here(WAITS):
+        trainer, _ = stopped(tmp_path)
+        trainer.close()
+        assert trainer.vllm_generation.continuous.groups.ids == [] and threads_of_groups(0)
+        Waiting.hold.set()
+        assert threads_of_groups() == []
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -372,6 +482,55 @@ def test_an_error_of_a_tool_is_its_answer_as_in_trl(tmp_path):
         _, seen = trained(tmp_path / str(number), kind, speaker=caller_of(tool, 1), max_staleness=1)
         messages = [message for one in seen.rounds for row in one["completions"] for message in row]
         assert {one["content"] for one in messages if one["role"] == "tool"} == {"{'error': 'broken'}"}
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("tool", [breaks, breaks_later])
+def test_wrong_arguments_are_no_error_of_the_tool(tool, ahead, tmp_path):
+    speaker = Speaker({tool.__name__: [call_of(tool.__name__, wrong=1)]})
+    _, seen = trained(tmp_path, Kind({"tools": [tool]}), speaker=speaker, max_staleness=ahead, **RAISES)
+    messages = [message for one in seen.rounds for row in one["completions"] for message in row]
+    (answer,) = {one["content"] for one in messages if one["role"] == "tool"}
+    assert "unexpected keyword argument 'wrong'" in answer
+
+
+def test_answers_of_a_turn_have_trls_order(tmp_path, monkeypatch):
+    """Wrong arguments of an async tool are answered at once, before the tools that are awaited."""
+
+    def speak(conversation: str, seed: int) -> str:
+        calls = call_of("ask", question=2) + call_of("ask", wrong=1)
+        return "so be it" if "<tool_response>" in conversation else calls
+
+    kind, found = Kind({"tools": [agent_kinds.ask]}), []
+    for number in range(2):
+        found.append(trained(tmp_path / str(number), kind, speaker=speak, max_steps=1)[1].rounds[0]["completions"])
+        monkeypatch.setattr(ToolCalls, "watch", lambda *_: None)  # TRL's own dictionaries
+    tools = [message["content"] for message in found[0][0] if message["role"] == "tool"]
+    assert found[0] == found[1] and ["error" in one for one in tools] == [True, False]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_error_of_an_earlier_run_does_not_end_the_next_one(ahead, tmp_path):
+    working = []
+
+    async def look(number: int) -> str:
+        """
+        Looks.
+
+        Args:
+            number: A number.
+        """
+        if not working:
+            raise ValueError("the service is down")
+        return "fine"
+
+    with engines_here(caller_of(look, 1)):
+        trainer = ours(tmp_path, Seen(), chats(12), {"tools": [look]}, max_staleness=ahead, **RAISES)
+        with pytest.raises(RolloutError, match="the service is down"):
+            trainer.train()
+        working.append(True)
+        trainer.train()
+        trainer.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -319,7 +319,7 @@ def test_the_seeds_of_an_attempt_are_its_own_and_those_of_its_global_rows():
         for place in range(PLACES):
             rank, mine = divmod(place, PLACES // ranks)
             group = Group(1, mine, [{}] * SIZE, [[]] * SIZE, due=1, attempt=attempt)
-            of_group = RowSeeds(5, rank).of_group(group.seed_mode, 1, mine * SIZE, rows)
+            of_group = RowSeeds(5, rank).of_group(group.seed_mode, 1, mine * SIZE, SIZE, rows)
             found.append(of_group.of_call([[7]] * SIZE))
         return found
 

@@ -108,6 +108,7 @@ class RowStream:
         self._asked: deque[Peeking] = deque()
         self._peeking: dict[tuple[int, int], Peeking] = {}  # by engine and request id
         self._closed = False
+        self._pipe = threading.Lock()  # a number of a closed file may be another file's
         self._woken, self._waker = os.pipe()
         self._select()
 
@@ -126,7 +127,12 @@ class RowStream:
     def renew_with(self, renew: Callable[[], None]) -> None:
         """Let the thread that polls call `renew`, which connects to the engines that were started again."""
         self._renew = renew
-        os.write(self._waker, b"x")
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._pipe:
+            if not self._closed:
+                os.write(self._waker, b"x")
 
     @property
     def rows_left(self) -> int:
@@ -142,13 +148,13 @@ class RowStream:
         """Queue rows, and wake the thread that polls."""
         self._num_added += len(requests)
         self._waiting.extend(requests)
-        os.write(self._waker, b"x")
+        self._wake()
 
     def peek(self) -> "Peeking":
         """Ask for the rows under way as far as they are made; the thread that polls collects the answers."""
         peeking = Peeking()
         self._asked.append(peeking)
-        os.write(self._waker, b"x")
+        self._wake()
         return peeking
 
     def poll(self, timeout_s: float = 1.0) -> list[tuple[RowRequest, Rollout]]:
@@ -279,14 +285,15 @@ class RowStream:
 
     def close(self) -> None:
         """Forget all rows, after a failure or at the end, when no thread polls. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._pipe:
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._woken)
+            os.close(self._waker)
         self._selector.close()
         for (engine, request_id), request in self._open.items():
             self._load.give_back(engine, self._cost(request))
             self._clients[engine].unanswered.pop(request_id, None)
         self._open.clear()
         self._waiting.clear()
-        os.close(self._woken)
-        os.close(self._waker)

@@ -338,11 +338,16 @@ class OpenGroups:
                 return []
         return peeking.rows
 
-    def drop(self) -> None:
-        """Forget the groups of a run that ended early, and wait for its rows, because engines cannot abort them."""
+    def forget(self) -> None:
+        """Forget the groups of a run that ended early, without a wait."""
         with self._changed:
             self._open.clear()
-            thread = self._thread
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Forget the groups of a run that ended early, and wait for its rows, because engines cannot abort them."""
+        self.forget()
+        thread = self._thread
         if thread is not None:
             thread.join()
         self._error = None

@@ -77,13 +77,16 @@ class Recorded:
 
     Args:
         inputs (`list[dict]`):
-            Rows of the dataset, one per completion, with the extra fields of a `rollout_func`.
+            Rows of the dataset, one per completion.
         prompts (`list`):
             What reward functions get as `prompts`: messages or texts, with the observations of environments.
         completions (`list`), completion_ids (`list[list[int]]`):
             What reward functions get under these names.
         turns (`list[Turn]`):
             All `generate` calls, the first one with all rows.
+        fields (`list[dict]`):
+            Extra fields of a `rollout_func` for each row. TRL adds them to the rows itself, after it has looked for
+            the images of the dataset there.
         environments (`list`, *optional*):
             Environment of each row.
         tools (`ToolLoop`, *optional*):
@@ -101,6 +104,7 @@ class Recorded:
     completions: list[Any]
     completion_ids: list[list[int]]
     turns: list[Turn]
+    fields: list[dict[str, Any]] = field(default_factory=list)
     environments: list[Any] | None = None
     tools: ToolLoop | None = None
     output: dict[str, Any] | None = None
@@ -123,14 +127,14 @@ class Recorded:
 
 
 def joined(recorded: Sequence[Recorded]) -> Recorded:
-    """Join the groups of a round, in their order. The turns are not joined: a round reads the first ones by group."""
-    first = recorded[0]
+    """Join the groups of a round, in their order. Of the turns only the first ones are joined."""
+    first, turns = recorded[0], [one.first_turn for one in recorded]
     return Recorded(
         inputs=_concatenated(one.inputs for one in recorded),
         prompts=_concatenated(one.prompts for one in recorded),
         completions=_concatenated(one.completions for one in recorded),
         completion_ids=_concatenated(one.completion_ids for one in recorded),
-        turns=[],
+        turns=[Turn(_concatenated(one.prompts for one in turns), _concatenated(one.rows for one in turns))],
         environments=None if first.environments is None else _concatenated(one.environments for one in recorded),
         tools=None if first.tools is None else _joined_loops([one.tools for one in recorded]),
         output=None if first.output is None else _joined_outputs([one.output for one in recorded]),

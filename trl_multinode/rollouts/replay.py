@@ -23,7 +23,8 @@ def replayed(trainer: Any, recorded: Recorded, use_first_turns: Callable[[], Non
     """
     Let TRL's code of one round use recorded rollouts. Every rank opens it, each with its own ones.
 
-    TRL's `_generate` still tokenizes the prompts, calls `generate` for the first turns (which returns the recorded
+    TRL's `_generate` still renders the prompts (their tokens are the recorded ones, because a template may have the
+    date), calls `generate` for the first turns (which returns the recorded
     rows) and computes the metrics; its tool loop, the `reset` of environments and the `rollout_func` are replaced.
 
     Args:
@@ -40,7 +41,9 @@ def replayed(trainer: Any, recorded: Recorded, use_first_turns: Callable[[], Non
         stack.enter_context(replaced(trainer, "_generate", _with_prompts(trainer, recorded)))
         if recorded.tools is not None:
             stack.enter_context(replaced(trainer, "_tool_call_loop", _loop_of(trainer, recorded.tools)))
-        if recorded.output is not None:
+        if recorded.output is None:
+            stack.enter_context(replaced(trainer, "_tokenize_prompts", _with_tokens(trainer, recorded)))
+        else:
             stack.enter_context(replaced(trainer, "rollout_func", _output_of(recorded.output, use_first_turns)))
         yield
 
@@ -62,6 +65,16 @@ def _with_prompts(trainer: Any, recorded: Recorded) -> Callable:
         return generate(prompts)
 
     return generate_recorded
+
+
+def _with_tokens(trainer: Any, recorded: Recorded) -> Callable:
+    tokenize = trainer._tokenize_prompts
+
+    def recorded_tokens(prompts: list[Any]) -> tuple:
+        _, images, fields = tokenize(prompts)
+        return recorded.turns[0].prompts, images, fields
+
+    return recorded_tokens
 
 
 def _loop_of(trainer: Any, loop: ToolLoop) -> Callable:

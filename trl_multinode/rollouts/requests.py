@@ -27,7 +27,7 @@ def requests_of(prompts: Prompts, images: list[list | None] | None, seeds: list[
     return requests
 
 
-def check_lengths(prompts: Prompts, limit: int, rank: int) -> None:
+def check_lengths(prompts: Prompts, limit: int, rank: int, first_row: int = 0) -> None:
     """Check that every prompt leaves room for a completion.
 
     Args:
@@ -35,8 +35,8 @@ def check_lengths(prompts: Prompts, limit: int, rank: int) -> None:
             Token ids, one row per requested completion.
         limit (`int`):
             Tokens of an engine's context.
-        rank (`int`):
-            This rank, for the message.
+        rank (`int`), first_row (`int`):
+            This rank, and the place of the first prompt among its rows, for the message.
 
     Raises:
         `PromptTooLongError`: if one does not; the message names its row.
@@ -44,8 +44,8 @@ def check_lengths(prompts: Prompts, limit: int, rank: int) -> None:
     for row, prompt in enumerate(prompts):
         if len(prompt) >= limit:
             raise PromptTooLongError(
-                f"Row {row} of rank {rank}: its prompt has {len(prompt)} tokens, the engine's context is {limit} and "
-                "must hold at least one more. Filter long prompts out of the dataset, or raise "
+                f"Row {first_row + row} of rank {rank}: its prompt has {len(prompt)} tokens, the engine's context is "
+                f"{limit} and must hold at least one more. Filter long prompts out of the dataset, or raise "
                 "`vllm_max_model_length`."
             )
 

@@ -1,6 +1,7 @@
 """Open groups of one rank in a checkpoint: flat arrays and JSON notes, without the rows of the dataset."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -76,7 +77,7 @@ def restore(
         row = row_of(saved["index"], prompt.tolist())
         groups.append(
             Group(
-                saved["number"], saved["place"], [dict(row) for _ in places], [prompt.tolist() for _ in places],
+                saved["number"], saved["place"], [deepcopy(row) for _ in places], [prompt.tolist() for _ in places],
                 saved["due"], saved["begun"], seeds=saved["seeds"],
                 rollouts=[rollouts.get(place) for place in places],
                 begun_rows=[begun.get(place) for place in places],

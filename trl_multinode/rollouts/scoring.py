@@ -137,8 +137,10 @@ class GroupScorer:
 
     def _arguments(self, recorded: Recorded, logged: Logged) -> dict[str, Any]:
         """Return the keywords with which TRL calls its reward functions, of one group."""
-        columns = [name for name in recorded.inputs[0] if name not in NOT_GIVEN]
-        found: dict[str, Any] = {name: [row[name] for row in recorded.inputs] for name in columns}
+        fields = recorded.fields or [{} for _ in recorded.inputs]
+        inputs = [row | more for row, more in zip(recorded.inputs, fields, strict=True)]
+        columns = [name for name in inputs[0] if name not in NOT_GIVEN]
+        found: dict[str, Any] = {name: [row[name] for row in inputs] for name in columns}
         found |= {"trainer_state": self._trainer.state, "log_extra": logged.add_extra, "log_metric": logged.add_metric}
         if recorded.environments is not None:
             found["environments"] = recorded.environments

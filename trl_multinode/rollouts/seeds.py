@@ -35,19 +35,20 @@ class RowSeeds:
         self._round = (mode, number)
         self._trace = RowTrace(self.num_rows)
 
-    def of_group(self, mode: str, number: int, first_row: int, num_rows: int) -> "RowSeeds":
+    def of_group(self, mode: str, number: int, first_row: int, size: int, num_rows: int) -> "RowSeeds":
         """Return the seeds of one group of that round, for calls with its rows only; the seeds of its rows are those
         that `of_call` returns in calls with all rows.
 
         Args:
             mode (`str`), number (`int`):
                 Round of the group, as in `begin_round`.
-            first_row (`int`):
-                Place of the group's first row among the rows of this rank.
+            first_row (`int`), size (`int`):
+                Place of the group's first row among the rows of this rank, and its rows.
             num_rows (`int`):
                 Rows of this rank in the round.
         """
         found = RowSeeds(self._seed, self._rank)
+        found.num_rows = size  # a `rollout_func` may generate fewer in its first call
         found.begin_round(mode, number)
         found._first_row, found._rank_rows = first_row, num_rows
         return found

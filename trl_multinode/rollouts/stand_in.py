@@ -92,16 +92,17 @@ class AheadGeneration:
             Seeds of this group's rows.
         longest (`int`):
             Tokens of an engine's context.
-        rank (`int`):
-            This rank.
+        rank (`int`), first_row (`int`):
+            This rank, and the place of the group's first row among its rows.
         max_tokens (`int`):
             Limit for a completion; a `rollout_func` may change it between its calls.
     """
 
-    def __init__(self, ask: Ask, seeds: RowSeeds, longest: int, rank: int, max_tokens: int):
+    def __init__(self, ask: Ask, seeds: RowSeeds, longest: int, rank: int, first_row: int, max_tokens: int):
         self.turns: list[Turn] = []
         self.max_tokens = max_tokens
-        self._ask, self._seeds, self._longest, self._rank = ask, seeds, longest, rank
+        self._ask, self._seeds, self._longest = ask, seeds, longest
+        self._place = rank, first_row
 
     def sync_weights(self) -> None:
         """Do nothing: weights are sent when a round is used."""
@@ -114,7 +115,7 @@ class AheadGeneration:
             raise ConfigurationError(
                 "Requests of a rollout that runs ahead carry no images. Use `max_staleness=0` without `score_groups`."
             )
-        check_lengths(prompts, self._longest, self._rank)
+        check_lengths(prompts, self._longest, *self._place)
         rows = self._ask(prompts, self._seeds.of_call(prompts), self.max_tokens)
         self.turns.append(Turn(prompts, rows))
         completion_ids = [row.tokens.tolist() for row in rows]
@@ -179,8 +180,8 @@ class Recorder:
         vars(stand_in).update(own_attributes(trainer))
         first_row = group.place * size
         generation, rank = trainer.vllm_generation, trainer.accelerator.process_index
-        seeds = generation.seeds.of_group(group.seed_mode, group.number, first_row, self._rank_rows)
-        limits = generation.engines.max_model_len, rank, generation.max_tokens
+        seeds = generation.seeds.of_group(group.seed_mode, group.number, first_row, size, self._rank_rows)
+        limits = generation.engines.max_model_len, rank, first_row, generation.max_tokens
         vars(stand_in).update(
             host=None,  # every method is TRL's
             accelerator=LocalAccelerator(trainer.accelerator),
@@ -233,11 +234,10 @@ class Recorder:
     @staticmethod
     def _recorded(stand_in: Any, rows: Batch, finished: Finished) -> Recorded:
         _, completion_ids, _, completions, _, extra_fields, *_ = finished.output
-        for row, fields in zip(rows, rows_of(extra_fields, len(rows)), strict=True):
-            row.update(fields)
         return Recorded(
             rows, finished.prompts, completions, completion_ids,
             turns=stand_in.vllm_generation.turns,
+            fields=rows_of(extra_fields, len(rows)),
             environments=stand_in.environments,
             tools=stand_in.tool_loop,
             output=stand_in.rollout_output,

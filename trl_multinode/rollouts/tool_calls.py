@@ -123,14 +123,15 @@ class ToolCalls(RewardCalls):
     def _sync(self, name: str, tool: Callable, place: str, failures: Any) -> Callable:
         @functools.wraps(tool)
         def call_tool(**arguments: Any) -> Any:
+            if not accepts(tool, arguments):
+                return tool(**arguments)  # raises at once what TRL gives to the model, whose fault it is
             with self.named(f"the tool `{name}`", place, self._raises):
                 return tool(**arguments)
 
         return call_tool
 
     def _async(self, name: str, tool: Callable, place: str, failures: list[RolloutError] | None) -> Callable:
-        @functools.wraps(tool)
-        async def call_tool(**arguments: Any) -> Any:
+        async def await_tool(**arguments: Any) -> Any:
             with self.open_call(ToolCall(f"the tool `{name}`", time.monotonic(), None, place=place)) as call:
                 try:
                     call.coroutine = tool(**arguments)
@@ -142,6 +143,10 @@ class ToolCalls(RewardCalls):
                     if isinstance(error, Exception):
                         raise
                     raise found from error  # itself it would end the thread of all async tools, which are waited for
+
+        @functools.wraps(tool)
+        def call_tool(**arguments: Any) -> Any:
+            return await_tool(**arguments) if accepts(tool, arguments) else tool(**arguments)
 
         return call_tool
 
@@ -196,6 +201,17 @@ def unwrapped() -> Iterator[None]:
         yield
     except ToolFailed as failed:
         raise failed.error from failed.error.__cause__
+
+
+def accepts(tool: Callable, arguments: dict[str, Any]) -> bool:
+    """Return whether a tool can be called with the arguments that the model gave."""
+    try:
+        inspect.signature(tool).bind(**arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        pass
+    return True
 
 
 def is_ctrl_c(error: BaseException) -> bool:
