@@ -1,10 +1,16 @@
-"""Kinds of agents for tests: tools that answer, fail and wait, environments with a state, a loop of the user's."""
+"""Kinds of agents for tests: tools that answer, fail and wait, environments with a state, a loop; and runs of them."""
 
 import asyncio
+import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from agents import Speaker, call_of
+from agents import Seen, Speaker, call_of, chats, engines_here, keep_outputs, ours
+
+from trl_multinode.testing.waiting import wait_until
+
+AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
 
 
 def add(a: int, b: int) -> int:
@@ -153,3 +159,30 @@ KINDS = {
     ),
     "rollout_func": Kind({"rollout_func": two_turns}, {"level": list(range(12))}, ("turns", "loop", "level")),
 }  # fmt: skip
+
+
+def trained(folder: Path, kind: Kind, reward=None, rows: int = 12, speaker: Speaker = SPEAKER, **settings):
+    """A trainer that has trained, and the reward function that it called."""
+    reward = reward or Seen(*kind.seen)
+    columns = {name: (values * rows)[:rows] for name, values in kind.columns.items()}
+    with engines_here(speaker):
+        trainer = ours(folder, reward, chats(rows, **columns), kind.keywords, **settings)
+        outputs = keep_outputs(trainer)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+    trainer.outputs = outputs
+    return trainer, reward
+
+
+def threads_of_groups(limit_s: float = 5.0) -> list[str]:
+    """Names of the threads that still make rollouts after so long."""
+    found: list[str] = []
+
+    def none_left() -> bool:
+        found[:] = [one.name for one in threading.enumerate() if one.name.startswith(("rollouts", "open-groups"))]
+        return not found
+
+    wait_until(none_left, limit_s)
+    return found

@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from agent_kinds import KINDS, SPEAKER, Kind
+from agent_kinds import AHEAD, KINDS, SPEAKER, Kind
 from agents import GROUP, Seen, chats, engines_here, keep_outputs, keep_rounds, ours, trls
-
-AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
 
 
 def rewarded(kind: Kind) -> Seen:
