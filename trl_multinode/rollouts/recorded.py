@@ -85,8 +85,8 @@ class Recorded:
         turns (`list[Turn]`):
             All `generate` calls, the first one with all rows.
         fields (`list[dict]`):
-            Extra fields of a `rollout_func` for each row. TRL adds them to the rows itself, after it has looked for
-            the images of the dataset there.
+            Extra fields of a `rollout_func` for each row, for rewards of the group. TRL adds them to the rows of the
+            round itself, after it has looked there for images of the dataset.
         environments (`list`, *optional*):
             Environment of each row.
         tools (`ToolLoop`, *optional*):

@@ -23,9 +23,9 @@ def replayed(trainer: Any, recorded: Recorded, use_first_turns: Callable[[], Non
     """
     Let TRL's code of one round use recorded rollouts. Every rank opens it, each with its own ones.
 
-    TRL's `_generate` still renders the prompts (their tokens are the recorded ones, because a template may have the
-    date), calls `generate` for the first turns (which returns the recorded
-    rows) and computes the metrics; its tool loop, the `reset` of environments and the `rollout_func` are replaced.
+    TRL's `_generate` still calls `generate` for the first turns (which returns the recorded rows) and computes the
+    metrics; its tool loop, the `reset` of environments and the `rollout_func` are replaced. The tokens of the prompts
+    are the recorded ones, because a chat template may write the date.
 
     Args:
         trainer ([`~trl_multinode.MultiNodeGRPOTrainer`]):
