@@ -66,7 +66,9 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
     stages = r"imports \d+ s, config \d+ s, workers \d+ s, weights \d+ s, cache \d+ s"
     assert re.search(rf"1 engine\(s\) ready after \d+ s \({stages}\)", capsys.readouterr().out)
     last_words = (tmp_path / "engine0.log").read_text().split("engine 0: ready after")[1]
-    ours = "\n".join(line for line in last_words.splitlines() if "[shutdown]" not in line)  # vLLM's, on a slow machine
+    # on a slow machine vLLM is killed before it has removed its shared memory, and multiprocessing does that
+    slow = ("[shutdown]", "resource_tracker")
+    ours = "\n".join(line for line in last_words.splitlines() if not any(word in line for word in slow))
     assert not re.findall(r"(?im)^.*(?:\bkill|sigkill|terminated|\bended|\berror|traceback).*$", ours)
     assert "Failed to load weights" not in ours  # a harmless line of every update, at a level below ERROR
     check_planned_cache(model, (tmp_path / "engine0.log").read_text())
