@@ -42,7 +42,7 @@ class Engines:
 
     @property
     def chosen(self) -> bool:
-        """Whether the script chooses the number of engines or their GPUs, instead of taking all reserved ones."""
+        """Return whether the script chooses its engines or their GPUs, instead of taking all reserved ones."""
         return self.num_engines is not None or self.vllm_devices is not None
 
 
@@ -111,7 +111,7 @@ class Launch:
 
     @property
     def ranks_by_arrival(self) -> bool:
-        """Whether the rendezvous numbers the nodes itself, so that none of them needs a `machine_rank`."""
+        """Return whether the rendezvous numbers the nodes itself, so that none of them needs a `machine_rank`."""
         return self.torchrun is not None and self.torchrun.rdzv_backend != "static"
 
     @property

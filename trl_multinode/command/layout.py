@@ -15,7 +15,7 @@ class Layout:
 
     @property
     def shared(self) -> bool:
-        """Whether the engine shares the node's only GPU with training."""
+        """Return whether the engine shares the node's only GPU with training."""
         return self.devices == 1 and not self.cpu
 
     @property

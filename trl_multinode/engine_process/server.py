@@ -78,7 +78,7 @@ class EngineServer:
 
     @property
     def closing(self) -> bool:
-        """Whether a rank has sent `Shutdown`, so that the end of vLLM's processes is no failure."""
+        """Return whether a rank has sent `Shutdown`, so that the end of vLLM's processes is no failure."""
         return self._closing.is_set()
 
     async def serve(self) -> None:

@@ -131,7 +131,7 @@ class SyncingHost:
 
     @property
     def keeps_copy(self) -> bool:
-        """Whether each node has a copy of the weights, so that `restore` is no collective. The same on every rank."""
+        """Return whether nodes keep a copy of the weights, so that `restore` is no collective. Equal on every rank."""
         return self.settings.engine_restart_copy
 
     def restore(self, version: WeightVersion) -> None:

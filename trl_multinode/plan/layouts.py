@@ -24,7 +24,7 @@ MOST_NODES = 1024
 
 @dataclass(frozen=True)
 class Task:
-    """What is planned: a model, a cluster, the rows of a round and the settings of training."""
+    """Everything that a plan depends on: a model, a cluster, the rows of a round and the settings of training."""
 
     model: ModelSize
     cluster: Cluster

@@ -41,7 +41,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Sync:
-    """What a sync sends, and between what.
+    """One weight sync: what it sends, from which ranks to which engines.
 
     Args:
         num_bytes (`float`):

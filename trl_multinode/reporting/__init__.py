@@ -1,4 +1,4 @@
-"""What a run reports: its set-up, a line per log, a table per node, and metrics for `Trainer.log`."""
+"""Reports of a run: its set-up, a line per log, a table per node, and metrics for `Trainer.log`."""
 
 from .callbacks import report_steps
 from .record import RunRecord

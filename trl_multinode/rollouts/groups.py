@@ -76,7 +76,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether all rows have ended and, if the whole rollout is recorded, nothing of it is left to do."""
+        """Return whether all rows have ended and, if the whole rollout is recorded, nothing of it is left to do."""
         return self.recorded is not None or None not in self.rollouts
 
     @property

@@ -1,4 +1,4 @@
-"""What a group's thread does: record the rollouts, score them, and try another prompt if they teach nothing."""
+"""Work of a group's thread: record the rollouts, score them, and try another prompt if they teach nothing."""
 
 from functools import partial
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What a rollout that ran ahead left behind: everything that TRL's code needs when its round is used."""
+"""Data of a rollout that ran ahead: everything that TRL's code needs when its round is used."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -79,9 +79,9 @@ class Recorded:
         inputs (`list[dict]`):
             Rows of the dataset, one per completion.
         prompts (`list`):
-            What reward functions get as `prompts`: messages or texts, with the observations of environments.
+            Value of `prompts` in reward functions: messages or texts, with the observations of environments.
         completions (`list`), completion_ids (`list[list[int]]`):
-            What reward functions get under these names.
+            Values of these names in reward functions.
         turns (`list[Turn]`):
             All `generate` calls, the first one with all rows.
         fields (`list[dict]`):

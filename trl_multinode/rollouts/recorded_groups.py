@@ -29,7 +29,7 @@ class RecordedGroups(OpenGroups):
         update (`Callable[[], int]`):
             Function that returns the number of the last weight update, which the engines have or will get.
         stream ([`Stream`]), check (`Callable`):
-            As for [`OpenGroups`].
+            Arguments of [`OpenGroups`].
     """
 
     def __init__(

@@ -29,7 +29,7 @@ NOT_GIVEN = ("prompt", "completion", "completion_ids")  # columns that TRL leave
 
 @dataclass
 class Logged:
-    """What the reward functions of one group gave to `log_extra` and `log_metric`."""
+    """Values that the reward functions of one group gave to `log_extra` and `log_metric`."""
 
     extras: dict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     metrics: list[tuple[str, float]] = field(default_factory=list)
@@ -115,7 +115,7 @@ class GroupScorer:
 
     @property
     def scores_all(self) -> bool:
-        """Whether no reward is left to TRL's own call."""
+        """Return whether no reward is left to TRL's own call."""
         return len(self._scored()) == len(self._functions)
 
     # ---- in the group's thread --------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class TrainingModel:
 
 
 class AheadGeneration:
-    """What TRL's code, or a `rollout_func`, calls for `sync_weights()` and `generate()` on a stand-in.
+    """Object on which TRL's code, or a `rollout_func`, calls `sync_weights()` and `generate()` in a stand-in.
 
     Args:
         ask (`Callable`):

@@ -1,4 +1,4 @@
-"""What a test can see of nodes that it launched: logs, processes, links and private folders."""
+"""Views of launched nodes for tests: logs, processes, links and private folders."""
 
 import contextlib
 import os

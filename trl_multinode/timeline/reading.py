@@ -50,7 +50,7 @@ class StateLine(msgspec.Struct):
 
 @dataclass
 class Run:
-    """What is known of one attempt of a run: the lanes in the order of nodes, ranks before engines."""
+    """One attempt of a run: the lanes in the order of nodes, ranks before engines."""
 
     lanes: list[Lane]
     attempt: int

@@ -1,4 +1,4 @@
-"""What a killed run left on this machine: run folders, and the shared memory that the files in them list.
+"""Leftovers of a killed run on this machine: run folders, and the shared memory that the files in them list.
 
 A run cleans up after itself, and an engine does it for a killed owner. If all processes of a node are killed at once,
 nobody is left to do it, and each engine leaves up to 160 MiB of vLLM's message queues in /dev/shm.

@@ -1,1 +1,1 @@
-"""How a rank ends: exit codes, the line that says why, and the ending file of a node."""
+"""The end of a rank: exit codes, the line that says why, and the ending file of a node."""

@@ -1,4 +1,4 @@
-"""Whether the user's own code raised an error: a reward function, a tool, a callback or the script."""
+"""Find out whether an error came from the user's own code: a reward function, a tool, a callback or the script."""
 
 import sys
 import sysconfig

@@ -36,7 +36,7 @@ SUSPENDED_S = 5.0  # a gap between two calls after which this process was suspen
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank does, as its host reports it to the heartbeats.
+    """Phase of a rank, as its host reports it to the heartbeats.
 
     Args:
         phase (`str`), since (`float`), step (`int`):

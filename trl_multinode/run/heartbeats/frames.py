@@ -1,4 +1,4 @@
-"""What a rank is doing, as other ranks can see it: innermost frames of its main thread, its CPU time in /proc."""
+"""State of a rank that other ranks can see: innermost frames of its main thread, its CPU time in /proc."""
 
 import os
 import sys
