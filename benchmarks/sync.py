@@ -19,6 +19,7 @@ is a copy too), because four vLLMs do not fit on two cores.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ LINKS = {"free": None, "1 Gbit/s": 1000}
 ARMS = ("ours", "trl", "world", "control")
 DEEPSPEED = ZERO3 | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
 RANKS_PER_NODE = 2
+CORES = os.sched_getaffinity(0)  # all ranks and engines share them
 CELLS = (("40M", 2), ("40M", 4), ("150M", 2))  # 150 M on 4 nodes: 8 ranks and 4 engines do not fit into 24 GB
 
 
@@ -102,6 +104,7 @@ def summarize(ranks: list[dict], common: dict, num_nodes: int) -> dict:
         "control_ratio": ratios(wall["control"], wall["ours"]),
         "gb_per_s": spread([common["model_bytes"] / 1e9 / s for s in wall["ours"]]),
         "cpu_s": spread(cpu),  # of all ranks and engines
+        "cpu_share": spread([a / (len(CORES) * b) for a, b in zip(cpu, wall["ours"], strict=True)]),
         "check_share": spread([a / b for a, b in zip(check, cpu, strict=True)]),
         "extra_memory_buckets": round(max(r["memory"]["ours"] for r in ranks) / common["limit"], 2),
         "extra_memory_buckets_trl": round(max(r["memory"]["trl"] for r in ranks) / common["limit"], 2),
