@@ -41,7 +41,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Sync:
-    """One weight sync: what it sends, from which ranks to which engines.
+    """One weight sync: its bytes, the ranks that send them and the engines that get them.
 
     Args:
         num_bytes (`float`):

@@ -43,7 +43,7 @@ class LocalAccelerator:
 
     Args:
         accelerator (`Accelerator`):
-            The trainer's.
+            Accelerator of the trainer.
         refuses (`bool`):
             Whether the collectives are refused, because a user's function would get wrong results.
     """

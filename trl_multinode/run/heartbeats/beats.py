@@ -36,13 +36,13 @@ SUSPENDED_S = 5.0  # a gap between two calls after which this process was suspen
 
 @dataclass(frozen=True)
 class Activity:
-    """Phase of a rank, as its host reports it to the heartbeats.
+    """Activity of a rank, as its host reports it to the heartbeats.
 
     Args:
         phase (`str`), since (`float`), step (`int`):
             Phase, the time (`time.monotonic`) at which it began, optimizer steps done.
         left (`str`):
-            What is left in the phase, for the lines; empty if unknown.
+            Remaining work of the phase, for the lines; empty if unknown.
         progress (`str`):
             Text that changes whenever the rank makes progress.
         synced (`bool`):
