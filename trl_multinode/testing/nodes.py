@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .forking import ForkedProcess, fork_launcher
-from .launch_files import ZERO3, NodesSpec, node_environment
+from .launch_files import ZERO3, NodesSpec, core_of_engines, node_environment
 from .launched_nodes import LaunchedNodes
 from .namespaces import INTERFACE, Namespaces, namespaces_available
 from .waiting import POLL_S, wait_until
@@ -39,10 +39,11 @@ class Nodes(LaunchedNodes):
         assert nodes.pids(1) == []  # orphans included
     ```
 
-    Each rank uses gloo and one thread, and has the `TMPDIR` of its node, by which `pids` finds its processes. A script
-    must select the CPU itself (`GRPOConfig(use_cpu=True)`, `PartialState(cpu=True)`); otherwise accelerate silently
-    makes every rank "0 of 1", so the script should also assert the world size that it expects. `ACCELERATE_USE_CPU` is
-    no alternative: it makes accelerate drop DeepSpeed.
+    Each rank uses gloo and one thread, and has the `TMPDIR` of its node, by which `pids` finds its processes. vLLM's
+    workers on a CPU use one core per node, unless the caller sets `VLLM_CPU_OMP_THREADS_BIND`. A script must select
+    the CPU itself (`GRPOConfig(use_cpu=True)`, `PartialState(cpu=True)`); otherwise accelerate silently makes every
+    rank "0 of 1", so the script should also assert the world size that it expects. `ACCELERATE_USE_CPU` is no
+    alternative: it makes accelerate drop DeepSpeed.
 
     `pids` finds a process that a rank started with a custom environment only if this environment contains `TMPDIR`. A
     process that changes its title, as vLLM's do, also needs `SPT_NOENV=1`; otherwise the title overwrites its
@@ -251,7 +252,7 @@ class Nodes(LaunchedNodes):
         # By default gloo resolves the host name, to an address that other namespaces cannot reach
         interface = INTERFACE if self._network else "lo"
         tmpdir = self._private if self._network else self.tmpdir(node)
-        return node_environment(self._marker(node), interface, tmpdir)
+        return node_environment(self._marker(node), interface, tmpdir) | core_of_engines(node)
 
     def _until(
         self, condition: Callable[[], Any], timeout_s: float, what: str, progress: Progress | None = None
