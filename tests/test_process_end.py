@@ -151,6 +151,8 @@ def test_workers_of_an_engine_on_a_cpu_are_bound_to_cores_that_it_has(monkeypatc
     assert cores_per_worker(2) == {"VLLM_CPU_OMP_THREADS_BIND": f"{usable[0]}|{usable[1]}"}
     assert cores_per_worker(2, {5, 9, 4}) == {"VLLM_CPU_OMP_THREADS_BIND": "4|5"}
     assert cores_per_worker(2, {7}) == {"VLLM_CPU_OMP_THREADS_BIND": "7|7"}
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "1")  # as the test kit sets it
+    assert cores_per_worker(1) == {} and cores_per_worker(2) == {"VLLM_CPU_OMP_THREADS_BIND": "1|1"}
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the user's own value is in the environment already
     assert cores_per_worker(2) == {}
 

@@ -146,11 +146,13 @@ def cores_per_worker(tensor_parallel_size: int, cores: Collection[int] = ()) -> 
         tensor_parallel_size (`int`):
             Workers of the engine.
         cores (`Collection[int]`, *optional*):
-            Cores that the engine may use. Default: those of this process.
+            Cores that the engine may use. Default: those of this process. If the environment names a single core, all
+            workers share it; any other value of the user's stays as it is.
     """
-    if tensor_parallel_size == 1 or "VLLM_CPU_OMP_THREADS_BIND" in os.environ:
+    chosen = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "")
+    if tensor_parallel_size == 1 or chosen and not chosen.isdecimal():
         return {}
-    usable = sorted(cores or os.sched_getaffinity(0))
+    usable = [int(chosen)] if chosen else sorted(cores or os.sched_getaffinity(0))
     return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(usable[i % len(usable)]) for i in range(tensor_parallel_size))}
 
 
