@@ -131,8 +131,8 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(found, name):
     """RLOO, SDFT, SDPO and GMPO inside a generation round, and distillation across the end of an epoch."""
     for rank in found[name]:
         first = rank["resumed"]["from"]
-        for what in ("loss", "grad_norm"):
-            assert rank["resumed"][what] == pytest.approx(rank["ours"][what], rel=1e-6, abs=1e-9)
+        for what in ("loss", "grad_norm"):  # a loss is a sum of terms of about 1 that cancel, in float32 (6e-8 each)
+            assert rank["resumed"][what] == pytest.approx(rank["ours"][what], rel=1e-6, abs=1e-6)
         assert len(rank["ours"]["loss"][first:]) >= 2
 
 
