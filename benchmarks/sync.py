@@ -1,6 +1,6 @@
 """How fast do weights reach the engines? Full fine-tuning under ZeRO-3, several nodes with links of their own.
 
-    python benchmarks/sync.py [--quick]
+    python benchmarks/sync.py [--quick] [--repeats 11]
 
 Every cell is one launch: N nodes in network namespaces, two ranks and one engine each, on free links and then
 on links of 1 Gbit/s. Arms take turns in the same ranks (`benchmarks/sync_rank.py`):
@@ -119,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the small model, two nodes, fake engines, no file")
     parser.add_argument("--out", type=Path, default=FOLDER / "results" / "sync.json")
+    parser.add_argument("--repeats", type=int, default=11, help="syncs of each arm and link (default: 11)")
     arguments = parser.parse_args()
     start = time.monotonic()
     if arguments.quick:
@@ -126,7 +127,7 @@ def main() -> None:
         return
     cells = []
     for model, num_nodes in CELLS:
-        cells += cell(model, num_nodes, REAL if num_nodes == 2 else FAKE, 5)
+        cells += cell(model, num_nodes, REAL if num_nodes == 2 else FAKE, arguments.repeats)
         print(f"{time.monotonic() - start:.0f} s: {model}, {num_nodes} nodes done", flush=True)
         arguments.out.write_text(json.dumps({"ranks_per_node": RANKS_PER_NODE, "cells": cells}, indent=1) + "\n")
 

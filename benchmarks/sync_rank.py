@@ -129,6 +129,7 @@ class Arms:
         self.engines = engines
         node_first, world = ShardGather(RANKS_PER_NODE, CPU), ShardGather(1, CPU)
         self.model, self.update = model, 0
+        self.memory: dict[str, int] = {}  # by arm, bytes
         self.syncs = {
             "ours": WeightSync(ModuleSource(model, torch.float32, node_first), engines, limit),
             "world": WeightSync(ModuleSource(model, torch.float32, world), engines, limit),
@@ -173,18 +174,17 @@ def inbound_bytes() -> int:
     return int(Path("/sys/class/net/eth0/statistics/rx_bytes").read_text())
 
 
-def memory_peak(call) -> int:
-    """Bytes of resident memory that `call` needed at most on top of what was there.
+def keep_freed_blocks(largest: int) -> None:
+    """Have glibc keep freed blocks below `largest` bytes and give the others back to the system."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, largest)
 
-    Meanwhile blocks from 1 MiB on go back to the system when they are freed; glibc keeps those of up to 32 MiB.
-    """
-    libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
+
+def memory_peak(call) -> int:
+    """Bytes of resident memory that `call` needed at most on top of what was there."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     call()
-    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
     return status("VmHWM") - before
 
 
@@ -236,14 +236,16 @@ def difference(model, engines) -> float:
 
 
 def measure(arms: Arms, model, engines, names: Sequence[str]) -> dict:
-    result: dict = {arm: [] for arm in names} | {"fresh": [], "stale": [], "memory": {}}
+    result: dict = {arm: [] for arm in names} | {"fresh": [], "stale": [], "memory": arms.memory}
     for arm in dict.fromkeys(names):  # warm-up, memory, and parity of every arm
         perturb(model)
         result["stale"].append(difference(model, engines) if arms.update else 9.0)
         arms.open(arm)
         arms.run(arm)
-        result["memory"][arm] = memory_peak(lambda arm=arm: arms.run(arm))
+        if arm not in arms.memory:  # the link does not matter, and blocks that glibc keeps later would be counted
+            arms.memory[arm] = memory_peak(lambda arm=arm: arms.run(arm))
         result["fresh"].append(difference(model, engines))
+    keep_freed_blocks(32 << 20)  # glibc's own limit; the time of a sync is that of a process that keeps them
     for repeat in range(int(repeats)):
         for arm in names if repeat % 2 == 0 else names[::-1]:
             result[arm].append(timed(arms, arm))
@@ -271,6 +273,7 @@ def wait_for_go(index: int) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_freed_blocks(1 << 20)
     (folder / f"node{NODE}").mkdir(exist_ok=True)
     with ExitStack() as stack:
         bare = build()

@@ -21,7 +21,7 @@ COMMANDS = re.findall(r"```console\n\$ python benchmarks/projection.py *(.*)\n((
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     """Run the command with the recorded cells, into a folder of its own."""
-    (tmp_path / "sync.json").write_text((RESULTS / "sync.json").read_text())
+    (tmp_path / projection.MEASURED).write_text((RESULTS / projection.MEASURED).read_text())
     monkeypatch.setattr(projection, "RESULTS", tmp_path)
 
     def call(words: str = "") -> str:
@@ -84,7 +84,7 @@ def test_other_hardware_and_other_settings_change_the_tables(run):
 
 
 def test_the_fitted_cells_are_reproduced_and_the_others_are_not_used():
-    cells = json.loads((RESULTS / "sync.json").read_text())["cells"]
+    cells = json.loads((RESULTS / projection.MEASURED).read_text())["cells"]
     rows = projection.check(cells)
     assert [row["error"] for row in rows if row["fitted"]] == pytest.approx([0.0, 0.0], abs=1e-3)
     for cell in cells:
@@ -95,9 +95,9 @@ def test_the_fitted_cells_are_reproduced_and_the_others_are_not_used():
 
 
 def test_a_formula_that_misses_a_measured_cell_ends_in_an_error(run):
-    cells = json.loads((run.folder / "sync.json").read_text())
+    cells = json.loads((run.folder / projection.MEASURED).read_text())
     cells["cells"][-1]["wall_s"]["ours"]["median"] *= 1.5
-    (run.folder / "sync.json").write_text(json.dumps(cells))
+    (run.folder / projection.MEASURED).write_text(json.dumps(cells))
     with pytest.raises(SystemExit, match="does not describe the measured syncs"):
         run()
 

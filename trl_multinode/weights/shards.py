@@ -157,12 +157,12 @@ class ShardGather:
 
         The last two are whole on the local main process. Of the first two it has the pieces of all ranks with its
         local rank, which are the whole bucket with one rank per node, and its own, from which the all-gather sends.
-        gloo takes as much again for the bucket that it gathers; NCCL takes nothing. PyTorch copies pieces that do not
-        follow each other from a GPU to host memory by way of another copy on the GPU (read in its `Copy.cu`).
+        gloo gathers both into another copy; NCCL takes nothing. PyTorch copies pieces that do not follow each other
+        from a GPU to host memory by way of another copy on the GPU (read in its `Copy.cu`).
         """
         under_way = 2 / self.world if self._nodes > 1 else 0.0
         if self._nodes > 1 and dist.get_backend() == "gloo":
-            under_way += 1 / self._ranks
+            under_way += 2 / self._ranks
         temporary = 1.0 if self.buffers.device.type == "cuda" and self._ranks > 1 else 0.0
         return under_way + temporary + (2 + 2 / self._ranks if self._ranks > 1 else 3)
 
