@@ -9,6 +9,7 @@ import long_tail
 import numpy as np
 import pytest
 import table
+from projection import MEASURED
 
 from trl_multinode.batches.batching import plan_micro_steps
 from trl_multinode.wire.messages import Generate, pack_ids
@@ -130,12 +131,17 @@ def test_the_sync_keeps_its_bounds_and_its_log_probs_in_every_cell():
         assert cell["world_collectives"] <= cell["buckets"] + 2 < cell["world_collectives_trl"]
         assert cell["inbound_ratio"]["high"] <= cell["inbound_limit"]
         assert cell["worst_logprob_difference"] < 1e-3 and cell["stale_logprob_difference"] > 0.1
+        assert cell["extra_memory_buckets"] <= 3
         assert cell["control_ratio"]["low"] <= 1.0 <= cell["control_ratio"]["high"]
+
+
+def measured_cells() -> list[dict]:
+    return recorded(Path(MEASURED).stem)["cells"]
 
 
 def test_the_projection_says_how_far_its_arithmetic_is_from_every_measured_cell():
     found = recorded("projection")
-    measured = {(c["model"], c["nodes"], c["link"]): c["wall_s"]["ours"]["median"] for c in recorded("sync")["cells"]}
+    measured = {(c["model"], c["nodes"], c["link"]): c["wall_s"]["ours"]["median"] for c in measured_cells()}
     assert {(c["model"], c["nodes"], c["link"]): c["measured_s"] for c in found["cells"]} == measured
     assert found["worst_error"] == max(abs(cell["error"]) for cell in found["cells"]) <= found["limit"] == 0.15
     assert sum(cell["fitted"] for cell in found["cells"]) == 2  # the others are predictions
