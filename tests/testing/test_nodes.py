@@ -2,14 +2,19 @@
 
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from forks import forked
 
 from trl_multinode.testing.launch_files import MARKER_VARIABLE, fresh_environment
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
+from trl_multinode.testing.waiting import wait_until
+from trl_multinode.wire.supervisor import is_alive
 
 MEET = """
 import os, sys, tempfile, torch
@@ -144,6 +149,27 @@ def test_a_hung_run_hits_the_deadline_and_leaves_nothing_behind(tmp_path, script
     assert nodes.pids(0) == nodes.pids(1) == []
     assert nodes.rank_log(0) == "rank 0 hangs\n"  # logs stay
     nodes.close()
+
+
+def test_a_launcher_ends_with_a_killed_caller(tmp_path, script, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def call(rank: int) -> None:
+        nodes = Nodes(1, 1, folder=tmp_path)
+        nodes.launch(script(HANG))
+        (tmp_path / "part").write_text(str(nodes.launcher_pid(0)))
+        (tmp_path / "part").rename(tmp_path / "pid")
+        time.sleep(600)
+
+    with forked(call, 1, tmp_path) as (caller,):
+        assert wait_until((tmp_path / "pid").exists, 20)
+        launcher = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert is_alive(launcher)
+        os.kill(caller.process.pid, signal.SIGKILL)
+        ended = wait_until(lambda: not is_alive(launcher), 20)
+        if not ended:
+            launcher.kill()
+    assert ended
 
 
 @pytest.mark.two_node

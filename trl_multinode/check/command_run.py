@@ -4,7 +4,6 @@
 environment, into which the local main process of this node writes how the run ended (`run/endings/ending.py`).
 """
 
-import ctypes
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ import psutil
 
 from ..wire.leftovers import CHECK_PREFIX, OWNER_LOCK
 from ..wire.locks import hold, release
+from ..wire.process_end import end_with_parent
 
 ENDING_FILE = "TRL_MULTINODE_ENDING_FILE"
 PREEMPT_SIGNAL = "TRL_MULTINODE_PREEMPT_SIGNAL"
 FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 WITNESS_S = 0.5  # in which a signal that a sender sends to many processes reaches the witness too
-PR_SET_PDEATHSIG = 1
 
 # A child that does nothing but print the signals that it gets itself.
 WITNESS = """
@@ -138,13 +138,9 @@ def _has(pid: int, kind: str, number: int) -> bool:
 
 
 def _prepared(parent: int, unblocked: set[Any]) -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-
     def prepare() -> None:
         """End with the parent, also if it is killed; `fork` has passed on its blocked signals."""
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(143)
+        end_with_parent(parent, signal.SIGTERM)
         if (number := preempt_signal()) not in (None, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # a launcher has no handler and would end; the ranks install one
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -161,13 +157,7 @@ class Witness:
     """
 
     def __init__(self, numbers: set[int]):
-        libc, parent = ctypes.CDLL(None), os.getpid()
-
-        def prepare() -> None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
+        prepare = partial(end_with_parent, os.getpid(), signal.SIGKILL)
         words = [sys.executable, "-I", "-S", "-c", WITNESS, *(str(int(number)) for number in numbers)]
         self._process = subprocess.Popen(words, stdout=subprocess.PIPE, preexec_fn=prepare)
         assert self._process.stdout is not None

@@ -4,14 +4,17 @@ import atexit
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..wire.process_end import end_with_parent
 from .forking import ForkedProcess, fork_launcher
 from .launch_files import ZERO3, NodesSpec, core_of_engines, node_environment
 from .launched_nodes import LaunchedNodes
@@ -48,6 +51,9 @@ class Nodes(LaunchedNodes):
     `pids` finds a process that a rank started with a custom environment only if this environment contains `TMPDIR`. A
     process that changes its title, as vLLM's do, also needs `SPT_NOENV=1`; otherwise the title overwrites its
     environment. With `namespaces=True`, `pids` finds both without these variables.
+
+    Launchers end with the process that called `launch`, also if it is killed, and with the thread, if it was not the
+    main one. Files and namespaces of a killed process stay.
 
     Args:
         num_nodes (`int`, *optional*, defaults to `2`):
@@ -246,6 +252,7 @@ class Nodes(LaunchedNodes):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the caller only, whose `close` then ends the nodes
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),  # a killed caller closes nothing
             )
 
     def _environment(self, node: int) -> dict[str, str]:

@@ -8,18 +8,17 @@ SIGTERM and the pre-empt signal, which a scheduler sends to every process; only 
 (6) It lets output fail silently: the log may be on a disk that is full.
 """
 
-import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
 
+from ..wire.process_end import end_with_parent
 from ..wire.stop_signals import ignore_stop_signals
 from ..wire.tolerant_output import tolerate_full_disk
 
 RUN_MARKER = "TRL_MULTINODE_ENGINE"  # set to "<pid of the engine process>:<folder for reports>"
 BACKEND = "trl_multinode"
-PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
@@ -29,7 +28,7 @@ def register() -> None:
         return
     engine_pid, folder = marker.split(":", 1)
     if os.getpid() != int(engine_pid):
-        _die_with_parent()
+        end_with_parent(os.getppid(), signal.SIGKILL)  # the thread that forked it is a main thread in vLLM
         ignore_stop_signals()
         tolerate_full_disk()
         (Path(folder) / str(os.getpid())).touch()
@@ -42,12 +41,3 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "trl_multinode.vllm_worker.worker", "BucketReceiver")
-
-
-def _die_with_parent() -> None:
-    """Make the kernel kill this process when the *thread* that forked it ends; in vLLM that is a main thread."""
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # the parent died between the two calls
-        os.kill(os.getpid(), signal.SIGKILL)

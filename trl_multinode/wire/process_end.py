@@ -1,4 +1,6 @@
-"""The end of another process as a readable file descriptor: a pidfd, or a pipe that a thread writes to without one.
+"""The end of another process: as a readable file descriptor, or as a signal that the kernel sends to its children.
+
+The descriptor is a pidfd, or without one a pipe that a thread writes to.
 
 Linux has `pidfd_open` from 5.3 on. Older kernels and gVisor do not know it (ENOSYS), the seccomp filters of some
 containers forbid it (EPERM), and a Python that was built with older headers has no `os.pidfd_open`. The thread then
@@ -6,6 +8,7 @@ reads `/proc/PID/stat` every `POLL_S`. Its start time identifies a process, beca
 another.
 """
 
+import ctypes
 import errno
 import os
 import select
@@ -16,7 +19,27 @@ from pathlib import Path
 
 POLL_S = 0.2  # 9 processes then take 1 % of a core, with 0.05 s 3 %; a pidfd fires within 1 ms
 NO_PIDFD = {errno.ENOSYS, errno.EPERM, errno.EACCES}
+LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before a fork
+PR_SET_PDEATHSIG = 1
 ENDED = ("Z", "X", "x")  # states of a process that only its parent still sees
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Have the kernel send signal `number` to this process when the *thread* that forked it ends.
+
+    Args:
+        parent (`int`):
+            Pid of the parent. If it has ended before this call, this process is killed.
+        number (`int`):
+            Number of the signal.
+
+    Raises:
+        `OSError`: if the kernel refuses.
+    """
+    if LIBC.prctl(PR_SET_PDEATHSIG, number) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def open_end(pid: int) -> int:
