@@ -24,7 +24,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from trl_multinode.vllm_worker.plugin import _die_with_parent
+from trl_multinode.wire.process_end import end_with_parent
 from trl_multinode.wire.supervisor import (
     become_subreaper,
     kill_descendants,
@@ -197,7 +197,7 @@ class Server:
         self._process.start()
 
     def _run(self, run: Callable, model: Path, address, log: Path) -> None:
-        _die_with_parent()
+        end_with_parent(os.getppid(), signal.SIGKILL)
         handle = os.open(log, os.O_WRONLY | os.O_CREAT)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
@@ -227,7 +227,7 @@ class Rank:
 
     @staticmethod
     def _run(pipe, make: Callable[[], Callable]) -> None:
-        _die_with_parent()
+        end_with_parent(os.getppid(), signal.SIGKILL)
         ask = make()
         pipe.send(0.0)
         while True:
