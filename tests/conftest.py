@@ -23,6 +23,7 @@ from store_host import StoreHost
 
 from trl_multinode.run import store as run_store
 from trl_multinode.testing.forking import template_pid
+from trl_multinode.wire.supervisor import descendants, is_resource_tracker, title_of
 
 
 @pytest.fixture
@@ -103,9 +104,8 @@ def leaves_nothing_behind():
     """Per module, because a module may share one engine among its tests."""
     files, environment = unused_shared_memory(), dict(os.environ)
     yield
-    children = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-    children = [p for p in children if p.pid != template_pid()]  # which lives as long as the session
-    names = {p.pid: " ".join(p.cmdline())[:120] for p in children if "resource_tracker" not in " ".join(p.cmdline())}
+    children = [p for p in descendants() if p.pid != template_pid()]  # which lives as long as the session
+    names = {p.pid: title_of(p) for p in children if not is_resource_tracker(p)}
     assert not names, f"processes left: {names}"
     deadline = time.monotonic() + 60
     while (left := unused_shared_memory() - files) and time.monotonic() < deadline:

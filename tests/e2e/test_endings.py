@@ -16,6 +16,7 @@ from trl_multinode.saving.newest import newest_whole
 from trl_multinode.testing.faults import FORKED
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
+from trl_multinode.wire.supervisor import descendants, title_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "endless.py"
 LIMIT_S = 30.0
@@ -29,8 +30,7 @@ def engine_pid(nodes: Nodes, node: int) -> int:
 
 
 def vllm_process(nodes: Nodes, node: int, title: str) -> int:
-    children = psutil.Process(engine_pid(nodes, node)).children(recursive=True)
-    return next(child.pid for child in children if title in " ".join(child.cmdline()))
+    return next(child.pid for child in descendants(engine_pid(nodes, node)) if title in title_of(child))
 
 
 def stop_a_rank_and_kill_the_other_nodes_engine(nodes: Nodes) -> None:

@@ -1,6 +1,8 @@
 """What an engine says when one of its processes ends: which one ended first, and nothing that only follows from it."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -11,7 +13,7 @@ import pytest
 
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.messages import Digest
-from trl_multinode.wire.supervisor import first_ended, title_of
+from trl_multinode.wire.supervisor import descendants, first_ended, is_resource_tracker, title_of
 
 
 @pytest.fixture
@@ -49,6 +51,15 @@ def test_a_title_has_no_padding():
         process.stdout.readline()
         assert title_of(psutil.Process(process.pid)) == "VLLM::EngineCore"
         process.kill()
+
+
+def test_a_process_that_ended_after_it_was_listed_has_no_title():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        (listed,) = [child for child in descendants() if child.pid == process.pid]
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert listed.status() == psutil.STATUS_ZOMBIE and title_of(listed) == "" and not is_resource_tracker(listed)
+    assert title_of(listed) == "" and not is_resource_tracker(listed)
 
 
 def test_an_engine_that_ends_does_not_wait_for_the_tracker_of_its_shared_memory():

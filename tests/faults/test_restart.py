@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -37,6 +36,7 @@ from trl_multinode.weights.host_copy import HostCopy
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
+from trl_multinode.wire.supervisor import descendants, title_of
 
 PROMPTS = [[5, 6, 7]] * 4 + [[8, 9]] * 4
 ROUNDS = 3
@@ -146,8 +146,7 @@ class OneNode(SyncingHost):
 
     def kill_in_vllm(self, title: str, after_s: float = 0.0) -> None:
         """Kill the first of vLLM's processes with this word in its title."""
-        (process, *_) = [child for child in psutil.Process(self.engines[0].ready.pid).children(recursive=True)
-                         if title in " ".join(child.cmdline())]  # fmt: skip
+        process = next(child for child in descendants(self.engines[0].ready.pid) if title in title_of(child))
         threading.Timer(after_s, process.kill).start()
 
     def kill_in_sync(self, index: int = 0) -> None:

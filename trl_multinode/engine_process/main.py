@@ -112,7 +112,7 @@ async def run(spec: EngineSpec, backend: Backend) -> None:
     check_reports(Path(spec.report_folder))
     record_shared_memory(Path(spec.shared_memory_record))
     for process in vllm_processes():
-        titles[process.pid] = title_of(process)
+        titles[process.pid] = title_of(process) or "a process of vLLM"
         watch.add(process.pid)
     print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
     await server.serve()

@@ -52,8 +52,18 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def title_of(process: psutil.Process) -> str:
-    """Return the start of a process's command line; vLLM pads its titles (`VLLM::EngineCore`) with spaces."""
-    return " ".join(" ".join(process.cmdline()).split())[:80]
+    """Return the start of a process's command line, or an empty string for a process that has ended.
+
+    vLLM pads its titles (`VLLM::EngineCore`) with spaces.
+    """
+    return " ".join(_command_of(process).split())[:80]
+
+
+def _command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # also a zombie: a listed process may end at any time
+        return ""
 
 
 def first_ended(pid: int, pids: Iterable[int]) -> int:
@@ -111,10 +121,7 @@ def release_resource_tracker() -> None:
 
 def is_resource_tracker(process: psutil.Process) -> bool:
     """Return whether a process is multiprocessing's resource tracker."""
-    try:
-        return "resource_tracker" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
+    return "resource_tracker" in _command_of(process)
 
 
 def record_shared_memory(record: Path) -> None:
