@@ -38,16 +38,19 @@ class ShortReplay(ReplayTrainer):
         return int(seeded("length", *prompt, generation).integers(1, 64))
 
     def _generate(self, prompts):
-        prompt_ids, completion_ids, _, *others = super()._generate(prompts)
+        prompt_ids, completion_ids, mask, *others = super()._generate(prompts)
         masks = [[int((i + len(ids)) % 3 > 0) for i in range(len(ids))] for ids in completion_ids]
-        return prompt_ids, completion_ids, masks if self.tool_tokens else None, *others
+        return prompt_ids, completion_ids, masks if self.tool_tokens else mask, *others
 
 
 def reward(completion_ids, **_):
     return [float(len(set(ids))) for ids in completion_ids]
 
 
-def make(folder: Path, model=None, engine=None, tool_tokens=False, prompts=PROMPTS, peft_config=None, **settings):
+def make(
+    folder: Path, model=None, engine=None, tool_tokens=False, prompts=PROMPTS, peft_config=None, rollout_func=None,
+    **settings,
+):  # fmt: skip
     """A trainer with SGD and no clipping, so that gradients of later steps can be compared too.
 
     Args:
@@ -73,6 +76,7 @@ def make(folder: Path, model=None, engine=None, tool_tokens=False, prompts=PROMP
         model, reward, args, dataset, processing_class=tiny_tokenizer(), callbacks=[gradients], peft_config=lora
     )
     trainer.gradients, trainer.tool_tokens = gradients.steps, tool_tokens
+    trainer.rollout_func = rollout_func  # here, because TRL asks for vLLM when it gets one
     if engine:
         trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, engine
         if trainer._balance is not None:

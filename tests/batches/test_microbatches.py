@@ -3,6 +3,7 @@
 import ast
 import inspect
 import textwrap
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from trl import GRPOTrainer
 from trl_multinode import GRPOConfig
 from trl_multinode.batches import microbatches
 from trl_multinode.batches.batching import plan_micro_steps
-from trl_multinode.batches.layouts import MASKS, PER_TOKEN
+from trl_multinode.batches.layouts import MASKS, PER_TOKEN, join_rows
 from trl_multinode.batches.microbatches import Balance, reason_against
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.testing.launch_files import ZERO3
@@ -78,6 +79,48 @@ def test_the_gradient_is_trls(case, tmp_path):
         assert found["world"] == 2 and found["moved"] > 0
         check(found)
         assert found["steps"][0] > 0
+
+
+@pytest.mark.parametrize("settings", [{"loss_type": "grpo"} | SHORT_WINDOW, {"loss_type": "dapo"}])
+def test_a_rollout_func_may_give_masks_on_some_ranks_and_in_some_rounds_only(settings, tmp_path):
+    """Rows that ranks exchange have the same fields, and tokens of tools are never trained."""
+
+    def body(rank: int) -> dict:
+        rounds: Counter = Counter()  # of each trainer
+
+        def rollouts(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
+            prompt_ids = trainer.processing_class(prompts)["input_ids"]
+            ids, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, 4)
+            found = {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs}
+            masks = [[int(i % 3 > 0) for i in range(len(row))] for row in ids]
+            rounds[id(trainer)] += 1
+            return found | ({"env_mask": masks} if (rank + rounds[id(trainer)]) % 2 else {})
+
+        return compare(tmp_path, settings | {"prompts": PROMPTS[:12], "rollout_func": rollouts})
+
+    for result in on_ranks(body, 2, tmp_path):
+        check(result)
+
+
+def test_slices_of_a_step_that_was_interrupted_are_not_trained_later(tmp_path):
+    def body(rank: int) -> bool:
+        trainers = [make(tmp_path, micro_batch_tokens=CAP) for _ in range(2)]
+        trainers[1]._balance.slices.append({})  # as Ctrl-C in a notebook leaves them
+        for trainer in trainers:
+            trainer.train()
+        return torch.equal(*(trainer.gradients[0] for trainer in trainers))
+
+    with forked(body, 1, tmp_path) as (one,):
+        assert one.result
+
+
+def test_a_micro_batch_of_truncated_rows_has_two_columns_and_rows_have_the_same_fields():
+    """TRL's metrics take one column for values of sequences."""
+    row = {"prompt_ids": torch.tensor([5, 6]), "completion_ids": torch.tensor([], dtype=torch.long)}
+    batch = join_rows([row, row], frozenset({"completion_ids"}), 0)
+    assert batch["completion_mask"].tolist() == [[0, 0]] * 2 and batch["completion_ids"].shape == (2, 2)
+    with pytest.raises(ValueError, match="differ in \\['tool_mask'\\]"):
+        join_rows([row, row | {"tool_mask": row["completion_ids"]}], frozenset({"completion_ids", "tool_mask"}), 0)
 
 
 def compare_between_nodes(folder, rank: int, settings) -> dict:

@@ -12,7 +12,7 @@ from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.row_stream import Peeking
 from trl_multinode.errors import EngineStalledError, WeightVersionError
 from trl_multinode.rollouts.groups import SEED_BITS, Group, OpenGroups
-from trl_multinode.rollouts.recorded import Recorded
+from trl_multinode.rollouts.recorded import Recorded, joined
 from trl_multinode.rollouts.recorded_groups import RecordedGroups
 from trl_multinode.wire.messages import WeightVersion
 
@@ -324,3 +324,14 @@ def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alo
     assert list(groups._turns) == [(0, 0)] and not ends[1].wait(0.05)
     groups.drop()
     assert ends[1].wait(10) and not groups._turns
+
+
+def test_a_group_whose_rollout_func_gave_no_mask_has_one_beside_a_group_with_one():
+    """TRL counts the tokens of every row's mask."""
+    outputs = [{"env_mask": [[1, 0]]}, {}, {"env_mask": None}]
+    groups = [
+        Recorded([{}], ["a"], ["b"], [[5, 6]], [], output={"prompt_ids": [[1]], "completion_ids": [[5, 6]]} | output)
+        for output in outputs
+    ]
+    assert joined(groups).output["env_mask"] == [[1, 0], [1, 1], [1, 1]]
+    assert joined(groups[2:] * 2).output["env_mask"] is None

@@ -8,6 +8,7 @@ Attention with relative positions gives the same result in both layouts.
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 Row = dict[str, torch.Tensor]  # prompt_ids (prompt,), per-token fields (completion,), others () or (1,)
@@ -63,8 +64,14 @@ def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> l
 def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int) -> dict[str, torch.Tensor]:
     """Join rows into a batch in TRL's layout, only as wide as these rows need: the inverse of [`cut_rows`].
 
-    The batch has at least one completion column, because TRL's slice `[:, -0:]` would select all columns.
+    The batch has at least two completion columns: TRL's slice `[:, -0:]` would select all columns, and its metrics
+    take values in a single column for those of sequences.
+
+    Raises:
+        `ValueError`: if the rows have different fields.
     """
+    if different := {name for row in rows for name in row.keys() ^ rows[0].keys()}:
+        raise ValueError(f"Rows of a micro-batch differ in {sorted(different)}. Unset `micro_batch_tokens`.")
     batch = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
@@ -73,16 +80,16 @@ def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int)
             batch["prompt_mask"] = pad_sequence([torch.ones_like(v) for v in values], True, 0, padding_side="left")
         elif name in per_token:
             fill = pad_token_id if name == "completion_ids" else PER_TOKEN.get(name, 0)
-            batch[name] = _one_column(pad_sequence(values, True, fill), fill)
+            batch[name] = _two_columns(pad_sequence(values, True, fill), fill)
         else:
             batch[name] = torch.stack(values)
     ones = [torch.ones_like(row["completion_ids"]) for row in rows]
-    batch["completion_mask"] = _one_column(pad_sequence(ones, True, 0), 0)
+    batch["completion_mask"] = _two_columns(pad_sequence(ones, True, 0), 0)
     return batch
 
 
-def _one_column(values: torch.Tensor, fill: float) -> torch.Tensor:
-    return values if values.shape[1] else values.new_full((len(values), 1), fill)
+def _two_columns(values: torch.Tensor, fill: float) -> torch.Tensor:
+    return nn.functional.pad(values, (0, max(0, 2 - values.shape[1])), value=fill)
 
 
 def row_to_record(row: Row) -> torch.Tensor:

@@ -54,10 +54,27 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def with_tool_mask(trainer: Any, inputs: Tensors) -> Tensors:
+    """Give all rows of a `rollout_func` a mask of tool tokens.
+
+    Such a function may return one on some ranks or in some rounds only, but the rows that ranks exchange must have
+    the same fields. The slice may be used again, so it stays unchanged.
+    """
+    if trainer.rollout_func is None or inputs.get("tool_mask") is not None:
+        return inputs
+    return {**inputs, "tool_mask": torch.ones_like(inputs["completion_ids"])}
+
+
 class MicroSteps(Trainer):
     """Link between TRL's trainer and transformers': the `super().training_step` of TRL's trainer is the one below."""
 
     _balance: "Balance | None" = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; slices of a step that an earlier call did not finish, after Ctrl-C in a notebook, are dropped."""
+        if self._balance is not None:
+            self._balance.slices.clear()
+        return super().train(*args, **kwargs)
 
     def training_step(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
@@ -65,7 +82,7 @@ class MicroSteps(Trainer):
         if self._balance is None:
             return super().training_step(model, inputs, num_items_in_batch)
         model.train()  # first, as in transformers, because `_prepare_inputs` depends on the mode
-        self._balance.slices.append(self._prepare_inputs(inputs))
+        self._balance.slices.append(with_tool_mask(self, self._prepare_inputs(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         micro_step = super().training_step

@@ -18,7 +18,7 @@ from ..engine.group import LOSSES
 from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError
 from ..run.reporter import report
-from ..weights.sync import SyncTimings
+from ..weights.timings import SyncTimings
 from ..wire.messages import WeightVersion
 from .continuous import BatchAhead, rounds_of
 from .groups import Group

@@ -160,8 +160,17 @@ def _joined_outputs(outputs: Sequence[Any]) -> dict[str, Any]:
     if len(outputs) == 1:
         return dict(outputs[0])
     names = dict.fromkeys(name for output in outputs for name in output)
+    if any(output.get("env_mask") is not None for output in outputs):
+        outputs = [_with_mask(output) for output in outputs]  # TRL sums the mask of every row
     return {name: _joined_field([(output.get(name), len(output["completion_ids"])) for output in outputs])
             for name in names}  # fmt: skip
+
+
+def _with_mask(output: dict[str, Any]) -> dict[str, Any]:
+    """Return the result with a mask; all tokens are the model's if the function gave none for its group."""
+    if output.get("env_mask") is not None:
+        return output
+    return {**output, "env_mask": [[1] * len(ids) for ids in output["completion_ids"]]}
 
 
 def _joined_field(values: Sequence[tuple[Any, int]]) -> Any:
