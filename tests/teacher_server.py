@@ -32,7 +32,8 @@ def teacher_server(folder: Path, status: int = 200) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer({"data": [{"id": "teacher"}]}, status if self.path == "/health" else 200)
+            codes = {"/health": status, "/v1/models": 200}
+            self.answer({"data": [{"id": "teacher"}]}, codes.get(self.path, 404))
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -5,9 +5,11 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trl
+from datasets import Dataset
 from teacher_server import teacher_server
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -16,11 +18,12 @@ import trl_multinode
 from trl_multinode import GMPOTrainer  # here, because vLLM sets variables
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.experimental.server_distillation import check_teacher
-from trl_multinode.node_trainer import bound_arguments
+from trl_multinode.node_trainer import NodeTrainer, bound_arguments
 from trl_multinode.testing.models import tiny_qwen2
 
 TRL = Path(trl.__file__).parent
 PAGE = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
+IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate"}
 USES = {"VLLMGeneration", "VLLMClient", "vllm"}  # names, and a package, by which a module generates or scores
 
 
@@ -141,12 +144,34 @@ def test_gmpo_has_trls_defaults_of_its_own(monkeypatch, tmp_path):
 def test_a_teacher_that_no_server_has_ends_the_run_before_the_student_is_loaded(tmp_path):
     tiny_qwen2().save_pretrained(tmp_path)
     with teacher_server(tmp_path) as url:
-        check_teacher(f"{url}/", "rank 0")
+        check_teacher(url, "rank 0")
     with pytest.raises(ConfigurationError, match=rf"node 1, rank 8: no healthy.*{url}.*refused.*vllm serve"):
         check_teacher(url, "node 1, rank 8", wait_s=0.0)
     with pytest.raises(ConfigurationError, match="begins with http://"):
         check_teacher(url.removeprefix("http://"), "node 0, rank 0", wait_s=60.0)
     with pytest.raises(ConfigurationError, match="Invalid port"):
         check_teacher("http://teacher:port", "node 0, rank 0", wait_s=0.0)
-    with teacher_server(tmp_path, status=503) as url, pytest.raises(ConfigurationError, match="HTTP status 503"):
-        check_teacher(url, "rank 0", wait_s=0.1)
+    for status in (503, 204):  # TRL asks on without a limit unless the answer is 200
+        reason = pytest.raises(ConfigurationError, match=f"HTTP status {status}")
+        with teacher_server(tmp_path, status=status) as url, reason:
+            check_teacher(url, "rank 0", wait_s=0.1)
+
+
+def test_a_slash_at_the_end_of_the_teachers_url_is_removed(monkeypatch, tmp_path):
+    """TRL would ask for "//health", which no server has, without a limit."""
+    tiny_qwen2().save_pretrained(tmp_path)
+    monkeypatch.setattr(NodeTrainer, "_check_call", lambda *arguments: None)
+    trainer = object.__new__(trl_multinode.ServerDistillationTrainer)
+    host = SimpleNamespace(topology=SimpleNamespace(is_local_main=True))
+    with teacher_server(tmp_path) as url:
+        settings = SimpleNamespace(teacher_model_server_url=f"{url}/")
+        trainer._check_call(host, settings, {})
+    assert settings.teacher_model_server_url == url
+
+
+@pytest.mark.parametrize("field", [{"max_staleness": 1}, IN_FLIGHT])
+def test_gmpo_refuses_rounds_ahead_in_the_config_of_another_trainer_too(field, tmp_path):
+    args = trl_multinode.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **field)
+    dataset = Dataset.from_dict({"prompt": ["a"] * 8})
+    with pytest.raises(ConfigurationError, match=r"MultiNodeGMPOConfig.*importance-sampling correction"):
+        GMPOTrainer(tiny_qwen2(), lambda completions, **_: [0.0] * len(completions), args=args, train_dataset=dataset)

@@ -20,7 +20,7 @@ from .call_checks import check_call
 from .config import NodeFields
 from .host import NodeHost
 from .libraries import replaced
-from .node_settings import is_node_mode
+from .node_settings import check_supported, is_node_mode
 from .reporting import RunRecord, StepReport, report_choices, report_start, report_steps
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import NodeGeneration, Prompts
@@ -114,6 +114,7 @@ class NodeTrainer(HubTrainer):
         return sys.modules[(cls._rounds_of or cls._trl).__module__]
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
+        check_supported(settings, self._config)
         check_call(host, settings, call)
 
     def _default_args(self, model: Any) -> Any:

@@ -37,6 +37,8 @@ class MultiNodeServerDistillationTrainer(MultiNodeDistillationTrainer, ServerDis
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
+        # TRL appends "/health"; a server has no "//health", and TRL asks without a limit while it gets an answer
+        settings.teacher_model_server_url = settings.teacher_model_server_url.rstrip("/")
         if host.topology.is_local_main:
             check_teacher(settings.teacher_model_server_url, str(host.topology))
 
@@ -59,7 +61,7 @@ def problem_of(url: str) -> str | None:
     if not url.startswith(SCHEMES):
         return "a URL begins with http:// or https://"
     try:
-        status = httpx.get(f"{url.rstrip('/')}/health", timeout=ANSWER_S).status_code
+        status = httpx.get(f"{url}/health", timeout=ANSWER_S, follow_redirects=True).status_code
     except (httpx.HTTPError, httpx.InvalidURL) as error:  # refused, unknown host, too late, not HTTP; not a URL
         return str(error) or type(error).__name__
-    return None if status < 400 else f"it answers /health with HTTP status {status}"
+    return None if status == 200 else f"it answers /health with HTTP status {status}"
