@@ -136,7 +136,7 @@ def assign_engines(
     groups = [chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)]
     return EngineDevices(
         tuple(tuple(names[index] for index in group) for group in groups),
-        shared_with_training=any(index in training for index in chosen),
+        shared_with_training=any(index in training for group in groups for index in group),
         sender=names[0],
         idle=tuple(name for index, name in enumerate(names) if index not in used),
     )
