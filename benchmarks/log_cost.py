@@ -21,7 +21,7 @@ from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, 
 from trl_multinode.reporting.steps import count_tokens
 from trl_multinode.rollouts.staleness import summarize_rounds
 from trl_multinode.run.phase_file import PhaseFile
-from trl_multinode.weights.sync import SyncTimings, sync_metrics
+from trl_multinode.weights.timings import SyncTimings, sync_metrics
 from trl_multinode.wire.line_file import LineFile
 
 REPEATS = 20

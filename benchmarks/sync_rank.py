@@ -58,7 +58,8 @@ from trl_multinode.weights.buckets import slot_bytes
 from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.shards import ShardGather
 from trl_multinode.weights.source import ModuleSource
-from trl_multinode.weights.sync import SyncTimings, WeightSync
+from trl_multinode.weights.sync import WeightSync
+from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.wire.messages import NUM_SLOTS, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
 
 folder, size, engine_module, repeats, arms = Path(sys.argv[1]), sys.argv[2], *sys.argv[3:6]

@@ -8,7 +8,7 @@ from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.run.phases import Phases
-from trl_multinode.weights.sync import SyncTimings
+from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.wire.messages import WeightVersion
 
 A, B, C = [1, 2], [1, 3], [4]  # prompts

@@ -71,8 +71,8 @@ class NodeFields(_Arguments):
         sync_bucket_mb (`float`, *optional*, defaults to `512`):
             Size, in MiB, of the buckets in which weights are gathered and sent; a larger tensor (an embedding, fused
             experts) is sent in ranges. Peak extra memory is three buckets at most on a local main process, two slots
-            of this size per node, and two buckets and the largest tensor in each worker of an engine. Only a tensor
-            into which an adapter is merged is sent in one piece.
+            of this size per node, and two buckets, the largest layer and the worker's part of it in each worker of an
+            engine. Only a tensor into which an adapter is merged is sent in one piece.
         weight_transport (`str`, *optional*, defaults to `"auto"`):
             Memory through which weights reach the engines of a node: `"host"` (shared, page-locked with GPUs),
             `"ipc"` (the local main process's GPU, opened by the engines), `"nccl"` (broadcast to the engines' GPUs).
@@ -184,7 +184,7 @@ class NodeFields(_Arguments):
     )
     vllm_gpu_memory_utilization: float | None = field(
         default=None,
-        metadata={"help": "Share of a GPU's memory for vLLM. Default: 0.9 on a GPU that no rank trains on, else 0.3."},
+        metadata={"help": "Share of a GPU's memory for vLLM. Default: 0.9; 0.3 if engines share a GPU with a rank."},
     )
     vllm_devices: list[int] | None = field(
         default=None,

@@ -18,7 +18,7 @@ from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, 
 from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
 from trl_multinode.rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
 from trl_multinode.run.phases import Phases
-from trl_multinode.weights.sync import STAGES, SyncTimings, sync_metrics
+from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics
 
 ROUNDS = RoundSums(*[1.0] * len(astuple(RoundSums())))
 

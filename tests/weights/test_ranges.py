@@ -3,11 +3,13 @@
 import ctypes
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from forks import on_gloo_ranks
+from peft import LoraConfig, get_peft_model
 from received import received
 from served import Keeper, digest, serving
 from torch import nn
@@ -19,6 +21,7 @@ from trl_multinode.errors import WeightSyncError
 from trl_multinode.transports.base import OpenedSlots
 from trl_multinode.transports.pieces import GrowingTensor
 from trl_multinode.weights.buckets import WeightMeta, cut_into_ranges, plan_buckets, slot_layout
+from trl_multinode.weights.peft_source import PeftSource
 from trl_multinode.weights.shards import Buffers, ShardGather
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
@@ -230,11 +233,50 @@ def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(node
     assert min(mains) < 3.2 and max(mains) < 5.0
 
 
+class Merged(nn.Module):
+    """Layers under ZeRO-3, 1 MiB of float32 each, with adapters."""
+
+    def __init__(self, rank: int, world: int):
+        super().__init__()
+        torch.manual_seed(0)
+        linears = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(40)])
+        self.layers = get_peft_model(linears, LoraConfig(r=2, target_modules=r"\d+")).get_base_model()
+        for layer in self.layers:
+            weight = layer.base_layer.weight.detach()
+            piece = weight.flatten().chunk(world)[rank].clone()
+            piece.ds_numel, piece.final_location = piece.numel(), None
+            sharded = layer.base_layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+            sharded.ds_tensor, sharded.ds_numel, sharded.ds_shape = piece, weight.numel(), weight.shape
+
+
+@pytest.mark.parametrize("kind", ["a tensor of 24 buckets", "merged adapters"])
+def test_three_buckets_are_those_of_the_engines_dtype(kind, tmp_path):
+    """The trainer has float32 and the engine bfloat16, as in TRL by default."""
+    bucket = 8 * MIB
+
+    def body(rank: int) -> float:
+        free_at_once()
+        gather = ShardGather(2, CPU)
+        if kind == "merged adapters":
+            source: ModuleSource = PeftSource(Merged(rank, 2), torch.bfloat16, gather)
+        else:
+            source = ModuleSource(nn.Embedding(384, MIB // 4), torch.bfloat16, gather)
+        with serving(Reader(), folder=tmp_path / str(rank)) if rank == 0 else nullcontext() as engines:
+            sync = WeightSync(source, engines, bucket)
+            sync.run(WeightVersion(1, 1))  # the slots' pages
+            return peak_bytes(lambda: sync.run(WeightVersion(2, 2))) / bucket
+
+    found = on_gloo_ranks(body, 2, tmp_path)
+    print(f"resident memory, in buckets of {bucket / MIB} MiB: {found}")
+    assert max(found) < 3.2  # 4.0 and 10.3 before buckets counted the trainer's dtype and merged weights
+
+
 def test_buckets_on_a_gpu_leave_room_for_the_copy_that_pytorch_makes_on_the_way_to_host_memory(tmp_path):
     def body(rank: int) -> list[float]:
-        return [ShardGather(2, torch.device(device)).buckets_at_peak for device in ("cpu", "cuda")]
+        devices = [torch.device(device) for device in ("cpu", "cuda")]
+        return [ShardGather(ranks, device).buckets_at_peak for ranks in (2, 1) for device in devices]
 
-    assert on_gloo_ranks(body, 4, tmp_path) == [[4.5, 5.5]] * 4
+    assert on_gloo_ranks(body, 4, tmp_path) == [[4.5, 5.5, 5.5, 6.5]] * 4
 
 
 def test_a_worker_needs_the_tensor_and_at_most_two_buckets(tmp_path):

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from file_transport import FileSlots, OpenedFileSlots
 from served import Keeper, digest, serving
 
-from trl_multinode.errors import ConfigurationError, WeightSyncError
+from trl_multinode.errors import ConfigurationError, EngineDiedError, WeightSyncError
 from trl_multinode.node_settings import WEIGHT_TRANSPORTS
 from trl_multinode.run.topology import EngineDevices
 from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
@@ -206,6 +207,34 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, sai
         assert trainer.sync._slots.kind == "host" and distance(trainer) < 1e-3
     (warning,) = warnings
     assert said in warning and "through host memory instead" in warning
+
+
+def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcast_again_when_it_is_back(tmp_path):
+    """The group of a broadcast waits for all its members. The file of a group stays if one of them was killed."""
+    model, backends = tiny_qwen2(), [Keeper(), Keeper()]
+    with serving(*backends, folder=tmp_path / "node") as engines:
+        engines.tolerant = True
+        transport = Transport("nccl", workers=[1, 1], folder=tmp_path, timeout_s=10.0, report=pytest.fail)
+        trainer = SyncDriver(model, engines, transport=transport)
+        trainer.send()
+        assert trainer.sync._slots.kind == "nccl"
+        of_a_killed_worker = dist.FileStore(str(trainer.sync._slots._store), 3)  # whose destructor never ran
+        engines[1].lose(EngineDiedError("killed"))
+        trainer.perturb()
+        version = trainer.send()
+        assert trainer.sync._slots.kind == "host" and holds(backends[0], model) and not holds(backends[1], model)
+        engines.renew([1])
+        trainer.sync.send_again(version, engines.serving([1]))
+        assert holds(backends[1], model)
+        trainer.perturb()
+        trainer.send()
+        assert trainer.sync._slots.kind == "nccl" and all(holds(backend, model) for backend in backends)
+        trainer.sync.close()
+        del of_a_killed_worker
+
+
+def holds(backend: Keeper, model: torch.nn.Module) -> bool:
+    return digest(backend.tensors) == digest(dict(model.named_parameters()))
 
 
 def test_a_call_that_hangs_is_left_behind():

@@ -17,7 +17,8 @@ from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import WeightMeta
 from trl_multinode.weights.shards import ShardGather
 from trl_multinode.weights.source import ModuleSource, WeightSource
-from trl_multinode.weights.sync import STAGES, SyncTimings, WeightSync, sync_metrics
+from trl_multinode.weights.sync import WeightSync
+from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics
 from trl_multinode.weights.transport import Transport
 from trl_multinode.wire.messages import Await, BeginUpdate, Digest, WeightVersion
 

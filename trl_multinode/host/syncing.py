@@ -25,7 +25,8 @@ from ..run.topology import Topology
 from ..weights.finite import check_finite, unchecked
 from ..weights.probe import probe_engines
 from ..weights.source import keep_head_during_backward
-from ..weights.sync import SyncTimings, WeightSync
+from ..weights.sync import WeightSync
+from ..weights.timings import SyncTimings
 from ..wire.messages import Await, Done, WeightVersion
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from ..rollouts.staleness import NUM_SUMS, RoundSums
 from ..run.phases import PHASES
-from ..weights.sync import STAGES
+from ..weights.timings import STAGES
 from .flops import ModelFlops
 
 SECONDS_PER_HOUR = 3600.0

@@ -12,7 +12,7 @@ from ..rollouts.staleness import StalenessMeter, summarize_rounds
 from ..run.phases import PHASES
 from ..run.reporter import report
 from ..run.splits import StepTimes, split_advice
-from ..weights.sync import SyncTimings, sync_metrics
+from ..weights.timings import SyncTimings, sync_metrics
 from .flops import model_flops, peak_flops
 from .metrics import RankNumbers, RunShape, StepSums, step_metrics
 

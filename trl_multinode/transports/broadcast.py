@@ -3,6 +3,7 @@
 The sender and the workers of its node are a process group of their own, separate from the training ranks' groups.
 """
 
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -80,6 +81,7 @@ class BroadcastSlots(Slots):
 
     kind = "nccl"
     opened_as = OpenedBroadcastSlots
+    needs_all_engines = True
 
     def __init__(self, num_bytes: int, device: torch.device, store: Path, workers: Sequence[int], timeout_s: float):
         super().__init__([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
@@ -89,7 +91,8 @@ class BroadcastSlots(Slots):
 
     @classmethod
     def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
-        store = settings.folder / "weights.store"
+        # Another name for every group: the file of a group stays if one of its processes was killed
+        store = settings.folder / f"weights-{secrets.token_hex(4)}.store"
         return cls(num_bytes, settings.device, store, settings.workers, settings.timeout_s)
 
     @staticmethod

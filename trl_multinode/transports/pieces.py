@@ -1,6 +1,7 @@
 """A gathered tensor or range, as the weight source hands it to a slot, and a tensor as a worker joins its ranges."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,14 @@ class Pieces:
         tensor = torch.empty(math.prod(self.shape), dtype=self.data.dtype, device=self.data.device)
         self.copy_to(tensor)
         return tensor.view(self.shape)
+
+
+def joined(parts: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return flat tensors one after the other, cast as they are copied; a cast after `torch.cat` would copy twice."""
+    whole = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
+    for target, part in zip(whole.split([part.numel() for part in parts]), parts, strict=True):
+        target.copy_(part)
+    return whole
 
 
 class GrowingTensor:

@@ -102,8 +102,8 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"{self.device} has no room for weight bucket {update_info.bucket} beside the engine ({error}). Lower "
-                "`vllm_gpu_memory_utilization`, or `sync_bucket_mb`: a reload holds up to two buckets, a layer and a "
-                "tensor that is larger than a bucket."
+                "`vllm_gpu_memory_utilization`, or `sync_bucket_mb`: a reload holds up to two buckets, the largest "
+                "layer whole, and this worker's part of it once more."
             ) from error
 
     def _receive(self, update_info: BucketInfo) -> None:

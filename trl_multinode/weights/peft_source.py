@@ -57,6 +57,7 @@ class PeftSource(ModuleSource):
             for meta in self._metadata
             if meta.name not in adapters and (name := base_name(meta.name))
         ]
+        self.buckets_at_peak = self._widening() * (self._gather.buckets_at_peak + 2)
         if unknown := sorted(set(self._layers) - set(self._owners)):  # a sync would silently omit their adapters
             raise ConfigurationError(
                 f"The LoRA adapter of {unknown[0].removesuffix('.weight')} does not belong to a layer with a weight "
@@ -64,10 +65,23 @@ class PeftSource(ModuleSource):
                 "that are layers, or vllm_mode='colocate' or 'server'."
             )
 
+    def _widening(self) -> float:
+        """Return how many times as large a bucket is in the trainer's dtype as in the engine's, at most.
+
+        In the trainer's dtype two buckets are gathered, and two have their merged weights beside them.
+        """
+        merged = tuple(meta for meta in self._metadata if meta.name in self._layers)
+        pairs = zip(merged, self.tensors(merged), strict=True)
+        return max([1.0, *(tensor.dtype.itemsize / meta.dtype.itemsize for meta, tensor in pairs)])
+
+    def _dtypes(self, bucket: Bucket) -> list[torch.dtype]:
+        """Return the dtype to gather each tensor in: the trainer's where a merge precedes the cast."""
+        pairs = zip(bucket, self.tensors(bucket), strict=True)
+        return [tensor.dtype if meta.name in self._layers else meta.dtype for meta, tensor in pairs]
+
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
-        dtypes = [tensor.dtype for tensor in self.tensors(bucket)]  # the trainer's: the merge precedes any cast
-        with self.gather_pieces(bucket, dtypes) as finish, gather_zero3(self._adapters(bucket)):
+        with self.gather_pieces(bucket, self._dtypes(bucket)) as finish, gather_zero3(self._adapters(bucket)):
             yield lambda: [self._merged(m.name, pieces) for m, pieces in zip(bucket, finish(), strict=True)]
 
     def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
@@ -80,7 +94,7 @@ class PeftSource(ModuleSource):
         ]
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        across, within = self.count_collectives(bucket, [tensor.dtype for tensor in self.tensors(bucket)])
+        across, within = self.count_collectives(bucket, self._dtypes(bucket))
         return across + sum(map(is_zero3, self._adapters(bucket))), within
 
     def _adapters(self, bucket: Bucket) -> list[nn.Parameter]:
@@ -93,6 +107,9 @@ class PeftSource(ModuleSource):
         layer = self._layers.get(name)
         if layer is None or layer.disable_adapters or layer.merged:
             return pieces
+        shards = any(hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer))
+        if pieces.data.numel() == 0 and not shards:
+            return pieces  # not a local main process; FSDP2 needs all ranks for the lines below
         active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
         deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
         lengths = [full(layer.lora_magnitude_vector[adapter].weight) for adapter in active if is_dora(layer, adapter)]
@@ -122,6 +139,7 @@ class AdapterSource(PeftSource):
         self._model = model
         self._frozen = list(self._owners)
         self._metadata = [replace(meta, frozen=True, divisible=True) for meta in self._metadata]
+        self.buckets_at_peak = self._gather.buckets_at_peak  # nothing is merged
         (self._adapter,) = active_adapters(self._layers.values())
         self._scaled: dict[str, nn.Module] = {}  # layer by the name of its B tensor
         for name, layer in self._layers.items():

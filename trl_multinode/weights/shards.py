@@ -163,7 +163,7 @@ class ShardGather:
         under_way = 2 / self.world if self._nodes > 1 else 0.0
         if self._nodes > 1 and dist.get_backend() == "gloo":
             under_way += 2 / self._ranks
-        temporary = 1.0 if self.buffers.device.type == "cuda" and self._ranks > 1 else 0.0
+        temporary = 1.0 if self.buffers.device.type == "cuda" and self.world > 1 else 0.0
         return under_way + temporary + (2 + 2 / self._ranks if self._ranks > 1 else 3)
 
     def count_collectives(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[int, int]:

@@ -1,71 +1,21 @@
-"""Weight sync: the order of its steps, its four overlapping stages, its version and its timings."""
+"""Weight sync: the order of its steps, its four overlapping stages and its version."""
 
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 
-import torch
-
-from ..engine.group import EngineGroup, PendingReplies
+from ..engine.group import EngineGroup
 from ..errors import WeightSyncError
 from ..transports.base import Slots
-from ..transports.pieces import Pieces
-from ..wire.messages import NUM_SLOTS, BeginUpdate, CommitUpdate, Done, LoadBucket, WeightVersion
+from ..wire.messages import BeginUpdate, CommitUpdate, Done, WeightVersion
 from .buckets import Bucket, slot_bytes, slot_layout
 from .host_copy import HostCopy
+from .sender import BucketSender
 from .source import Finish, WeightSource
+from .timings import SyncTimings
 from .transport import Transport
-
-STAGES = ("total_s", "stream_s", "gather_s", "copy_s", "load_s", "commit_s", "frozen_s")
-
-
-@dataclass
-class SyncTimings:
-    """Timings of one sync on one rank, in seconds. The stages overlap, so they do not add up to `total_s`."""
-
-    total_s: float = 0.0  # from the first message to the committed version
-    stream_s: float = 0.0  # part of `total_s`: from the first gather to the last bucket loaded
-    gather_s: float = 0.0  # collectives, on every rank
-    copy_s: float = 0.0  # copies into the slots, local main process only
-    load_s: float = 0.0  # the slowest engine's own time for all buckets, local main process only
-    commit_s: float = 0.0  # the engines' packing of the weights, local main process only
-    frozen_s: float = 0.0  # the slowest engine's seconds with frozen completions, local main process only
-    num_bytes: int = 0  # bytes sent to each engine, after the cast to its dtype
-    num_buckets: int = 0
-    collectives: tuple[int, int] = (0, 0)  # across nodes, within a node
-    version: WeightVersion = field(default_factory=WeightVersion)
-
-    def stages(self) -> list[float]:
-        """Return the seconds of `STAGES`, in their order."""
-        return [getattr(self, name) for name in STAGES]
-
-
-def sync_metrics(sync: SyncTimings, per_rank: list[list[float]], ranks_per_node: int) -> dict[str, float]:
-    """Return the metrics of the last weight sync, for `Trainer.log`.
-
-    Args:
-        sync (`SyncTimings`):
-            Timings of this rank, for the fields that are equal on all ranks.
-        per_rank (`list[list[float]]` of shape `(world_size, len(STAGES))`):
-            Seconds of every rank; each stage is logged with the slowest rank's.
-        ranks_per_node (`int`):
-            Number of training ranks of every node.
-    """
-    slowest = {f"sync/{name}": max(rank[index] for rank in per_rank) for index, name in enumerate(STAGES)}
-    totals = [rank[0] for rank in per_rank]
-    return slowest | {
-        "sync/mib": sync.num_bytes / 2**20,
-        "sync/gb_per_s": sync.num_bytes / max(totals) / 1e9 if max(totals) else 0.0,
-        "sync/buckets": sync.num_buckets,
-        "sync/collectives": 1 + sync.collectives[0],  # across nodes, including the barrier before them
-        "sync/node_collectives": sync.collectives[1],
-        "sync/version": sync.version.update,
-        "sync/slowest_node": float(totals.index(max(totals)) // ranks_per_node),
-    }
 
 
 class WeightSync:
@@ -87,7 +37,8 @@ class WeightSync:
             Engines of this node on its local main process, `None` on other ranks. Those that are lost get nothing.
         limit_bytes (`int`):
             Largest size of a bucket, in bytes. Only a larger tensor that is not divisible exceeds it. A local main
-            process holds at most three buckets; a node holds two slots.
+            process holds at most three buckets, unless DeepSpeed or FSDP2 gathers a larger tensor itself; a node holds
+            two slots.
         transport (`Transport`, *optional*):
             Transport that opens the slots, at the first sync. Default: host memory.
         in_flight (`bool`, *optional*, defaults to `False`):
@@ -142,14 +93,23 @@ class WeightSync:
             `WeightSyncError` or `EngineError`: if an engine failed; it must not serve requests any more.
         """
         timings = self._begin_timings(version)
-        if self._engines is not None and self._slots is None:
-            self._slots = self._transport.open(self._engines, slot_bytes(self.buckets), self._layouts)
+        if self._engines is not None:
+            self._open_slots(self._engines)
         self._send(self._engines, self._slots, timings, self._gather, self.copy)
         if self.copy is not None:
             self.copy.complete(version)
         self._first = sum(bucket[0].frozen for bucket in self.buckets)
         self._check_frozen = False
         return timings
+
+    def _open_slots(self, engines: EngineGroup) -> None:
+        """Open the transport's slots in all engines; while one is lost, slots in host memory for a broadcast."""
+        lost = any(engine.has_ended for engine in engines)
+        if lost and self._slots is not None and self._slots.needs_all_engines:
+            self.forget_slots()
+        if self._slots is None:
+            open_slots = self._transport.open_on_host if lost else self._transport.open
+            self._slots = open_slots(engines, slot_bytes(self.buckets), self._layouts)
 
     def send_again(self, version: WeightVersion, engines: EngineGroup | None) -> SyncTimings:
         """Send all weights of `version` to engines that were started again. A collective of all training ranks.
@@ -260,14 +220,14 @@ class WeightSync:
     @contextmanager
     def _sending(
         self, engines: EngineGroup | None, slots: Slots | None, timings: SyncTimings, copy: HostCopy | None
-    ) -> Iterator["BucketSender | None"]:
+    ) -> Iterator[BucketSender | None]:
         if engines is None or slots is None:
             yield None
             return
         with BucketSender(engines, slots, self._layouts, timings, copy) as sender:
             yield sender
 
-    def _gather(self, timings: SyncTimings, sender: "BucketSender | None") -> None:
+    def _gather(self, timings: SyncTimings, sender: BucketSender | None) -> None:
         """Gather every bucket: while k is put together, k+1 is on the network and k-1 is copied.
 
         All ranks release the buckets in the same order, each after its copy, because a release may be a collective.
@@ -288,7 +248,7 @@ class WeightSync:
                 previous.close()
                 previous = current
 
-    def _read_copy(self, timings: SyncTimings, sender: "BucketSender | None") -> None:
+    def _read_copy(self, timings: SyncTimings, sender: BucketSender | None) -> None:
         """Give every bucket of this node's copy to the sender."""
         assert sender is not None and self.copy is not None
         for index, layout in enumerate(self._layouts):
@@ -306,87 +266,6 @@ class WeightSync:
             timings.frozen_s = max(timings.frozen_s, done.frozen_s - self._frozen_s.get(engine.index, 0.0))
             self._frozen_s[engine.index] = done.frozen_s
         timings.commit_s += time.perf_counter() - start
-
-
-class BucketSender:
-    """Thread of the local main process that copies buckets into slots and makes the engines load them.
-
-    While it runs, no other thread uses these connections to the engines. `NodeEngines` limits each wait for a reply.
-    """
-
-    def __init__(
-        self, engines: EngineGroup, slots: Slots, layouts: list, timings: SyncTimings, copy: HostCopy | None = None
-    ):
-        self._engines, self._slots, self._layouts, self._timings = engines, slots, layouts, timings
-        self._copy = copy
-        self._in_flight: deque[PendingReplies] = deque()  # one per bucket in flight
-        self._load_s = {engine.index: 0.0 for engine in engines}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
-        self._stream: torch.cuda.Stream | None = None
-
-    def __enter__(self) -> "BucketSender":
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Wait until the engines have loaded every bucket, unless the sync has failed already."""
-        try:
-            if kind is None:
-                self._thread.submit(self._wait_for_all).result()
-                self._timings.load_s = max(self._load_s.values())
-        finally:
-            self._thread.shutdown()
-
-    def send(self, index: int, pieces: Sequence[Pieces]) -> "Future[None]":
-        """Send bucket `index` to the engines. The future is done once the bucket is copied and may be released."""
-        on_gpu = next((piece.data.device for piece in pieces if piece.data.is_cuda), None)
-        ready = None
-        if on_gpu is not None:
-            ready = torch.cuda.current_stream(on_gpu).record_event()  # on the stream that gathered the bucket
-        return self._thread.submit(self._send, index, pieces, on_gpu, ready)
-
-    def _send(
-        self, index: int, pieces: Sequence[Pieces], on_gpu: torch.device | None, ready: torch.cuda.Event | None
-    ) -> None:
-        if len(self._in_flight) == NUM_SLOTS:
-            self._wait_for_oldest()
-        start = time.perf_counter()
-        if on_gpu is None:
-            self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
-        else:
-            with torch.cuda.stream(self._stream_on(on_gpu)):
-                torch.cuda.current_stream(on_gpu).wait_event(ready)
-                self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
-        if self._copy is not None:
-            self._copy.keep(index, self._slots.memory[index % NUM_SLOTS][: self._size_of(index)])
-        self._timings.copy_s += time.perf_counter() - start
-        self._hand_over(index)
-
-    def _hand_over(self, index: int) -> None:
-        self._in_flight.append(self._engines.post_all(LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
-        try:
-            self._slots.transmit(index % NUM_SLOTS, self._size_of(index))
-        except WeightSyncError:
-            self._wait_for_all()  # raises the error of a failed engine, which names the cause
-            raise
-
-    def _size_of(self, index: int) -> int:
-        last = self._layouts[index][-1]
-        return last.offset + last.num_bytes
-
-    def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
-        """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
-
-    def _wait_for_oldest(self) -> None:
-        for engine, done in self._in_flight.popleft().answers():
-            assert isinstance(done, Done)
-            self._load_s[engine.index] += done.seconds
-
-    def _wait_for_all(self) -> None:
-        while self._in_flight:
-            self._wait_for_oldest()
 
 
 Fill = Callable[[SyncTimings, BucketSender | None], None]  # gives every bucket to the sender

@@ -26,7 +26,7 @@ from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.host import NodeHost
 from trl_multinode.testing.fake_engine import FakeBackend, FakeRow, Freezer
 from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.weights.sync import SyncTimings
+from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.wire.messages import WeightVersion
 
 folder, cases_json = sys.argv[1:]
