@@ -5,7 +5,7 @@
 Two depths of a model with tiny tensors go through `WeightSync` into a real vLLM on this machine's CPU, one after the
 other. The difference of their loading divided by the difference of their tensors is the cost of one call: Python, not
 bytes, so a faster core is faster. `Rates.call_s` of the projection is rounded from the model with experts, whose
-matrices are nearly all calls of a large model; dense ones have 300 to 1200 tensors, which take less than 0.2 s.
+matrices are nearly all calls of a large model; dense ones have 300 to 1200 tensors, which take 0.6 s at most.
 """
 
 import json

@@ -8,6 +8,10 @@ PLACES = {  # of a label beside its point, in points, where the usual place is t
     ("verl nccl", 54.0): (-45, 5),
     ("TRL AsyncGRPO", 65.5): (8, -9),
     ("Moonshot checkpoint-engine", 470.2): (-128, -4),
+    ("verl delta_sharded", 65.5): (-92, -4),
+    ("verl delta_sharded", 470.2): (-112, -2),
+    ("NeMo-RL NCCL-Reshard", 61.0): (-112, -4),
+    ("NeMo-RL NCCL-Xfer", 61.0): (7, -8),
 }
 NODES = 32  # of the lines
 
@@ -36,7 +40,7 @@ def draw(found: dict, path: Path) -> None:
     for name, row in {row["model"]: row for row in next(iter(found["projected"].values()))}.items():
         axes.annotate(name, (row["gb"], 0.11), ha="center", fontsize=9, color="#666666")
         axes.axvline(row["gb"], color="#dddddd", linewidth=0.8, zorder=0)
-    axes.set(xscale="log", yscale="log", xlim=(12, 4500), ylim=(0.1, 50))
+    axes.set(xscale="log", yscale="log", xlim=(12, 4500), ylim=(0.1, 400))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("weights, GB")

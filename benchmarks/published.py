@@ -1,6 +1,6 @@
 """Seconds of weight syncs that others published, each with its source, for `benchmarks/projection.py`.
 
-Only pages that were read have figures here. `UNREAD` has figures without a source.
+Only pages that were read have figures here.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ class Published:
 TRL = "https://github.com/huggingface/trl/pull/7131"
 VERL = "https://github.com/verl-project/verl"
 VERL_README = f"{VERL}/blob/main/verl/checkpoint_engine/README.md"
-NEMO = "https://github.com/NVIDIA-NeMo/RL/pull/2808"
+VERL_MATRIX = f"{VERL}/issues/7060"  # comment of 2026-07-20, H100
+VERL_235B = f"{VERL}/pull/7085"
+NEMO = "https://github.com/NVIDIA-NeMo/RL/pull"
 MOONSHOT = "https://github.com/MoonshotAI/checkpoint-engine/blob/main/README.md"
 QWEN_30B, QWEN_235B, KIMI = (30.5, 18_867), (235.1, 36_945), (1000.0, 70_000)  # billions of parameters, calls
 
@@ -41,12 +43,26 @@ PUBLISHED = (
               "one training rank sends", f"{VERL}/pull/7263", 27.0, 707, 2),
     Published("verl nccl_parallel", "27B", 54.0, "8 + 8, EFA", 2.51, 2.51,
               "every training rank sends a stripe", f"{VERL}/pull/7263", 27.0, 707, 2),
+    Published("verl nccl", "32B", 65.5, "H100", 14.2, 14.2,
+              "rank 0 gathers, packs and broadcasts; not offloaded", VERL_MATRIX, 32.8, 707, 4),
+    Published("verl delta_sharded", "32B", 65.5, "H100", 6.2, 6.2,
+              "only the elements that changed", VERL_MATRIX, 32.8, 707, 4),
+    Published("verl nccl", "72B", 145.4, "32 + TP 8 engines", 28.5, 29.1,
+              "rank 0 gathers, packs and broadcasts; packing takes 23.5 of its 24 s", VERL_MATRIX, 72.7, 963, 8),
+    Published("verl delta_sharded", "72B", 145.4, "32 + TP 8 engines", 12.0, 13.0,
+              "only the 2.1 to 2.6 % of elements that changed", VERL_MATRIX, 72.7, 963, 8),
+    Published("verl nccl", "Qwen3-235B", 470.2, "64 + 16", 246.5, 266.1,
+              "the same with experts; offloaded", VERL_235B, *QWEN_235B, 10),
+    Published("verl delta_sharded", "Qwen3-235B", 470.2, "64 + 16", 11.4, 14.9,
+              "only the 0.02 to 0.05 % of elements that changed; offloaded", VERL_235B, *QWEN_235B, 10),
     Published("verl nccl, nixl", "Qwen3-30B-A3B", 61.0, "2 + 30 H100", 7.0, 7.0,
               "received, not loaded into an engine", VERL_README, *QWEN_30B, 4),
+    Published("NeMo-RL NCCL-Reshard", "30B", 61.0, "TP 4 x DP 4 engines", 1.13, 1.53,
+              "each rank sends its shards to the ranks that need them; merged", f"{NEMO}/2971", *QWEN_30B, 4),
     Published("NeMo-RL NCCL-Xfer", "30B", 61.0, "TP 4 x DP 4 engines", 0.54, 0.67,
-              "each rank sends its shards to the ranks that need them", NEMO, *QWEN_30B, 4),
+              "the same, closed in favour of NCCL-Reshard", f"{NEMO}/2808", *QWEN_30B, 4),
     Published("NeMo-RL NCCL-Xfer", "235B", 470.2, "TP 8 x DP 16 engines", 4.56, 4.85,
-              "the same", NEMO, *QWEN_235B, 16),
+              "the same", f"{NEMO}/2808", *QWEN_235B, 16),
     Published("Moonshot checkpoint-engine", "Qwen3-235B", 470.2, "8 H800, colocated", 6.22, 6.22,
               "from host memory into 8 GPUs at once, NCCL broadcast, load", MOONSHOT, *QWEN_235B, 2),
     Published("Moonshot checkpoint-engine", "Kimi-K2, FP8", 1000.0, "256 H20, colocated", 16.04, 16.04,
@@ -66,6 +82,3 @@ OTHERS = (
     ("TRL, delta weight sync", "20 to 35 MB of 1.2 GB per step, the elements that changed, through the Hub",
      "https://huggingface.co/blog/delta-weight-sync"),
 )  # fmt: skip
-
-# Figures that were passed on to us, and whose source was not found
-UNREAD = (("verl", "14 to 29 s; model, GPUs and source unknown"),)

@@ -83,7 +83,6 @@ def projection(found: dict) -> str:
     sources = [f"- {row['who']}, {row['model']}: {row['way']}; <{row['source']}>" for row in found["published"]] + [
         f"- {who}, no seconds of one sync: {what}; <{source}>" for who, what, source in found["others"]
     ]
-    sources += [f"- {who}: {what}. No source was found." for who, what in found["source_not_found"]]
     rates = [f"- {each['what']}: <{each['source']}>" for each in found["inputs"].values() if each["source"]]
     return (
         "## Projection of the weight sync\n\n**Not measured on a GPU.** Arithmetic of "
