@@ -123,6 +123,25 @@ def test_a_micro_batch_of_truncated_rows_has_two_columns_and_rows_have_the_same_
         join_rows([row, row | {"tool_mask": row["completion_ids"]}], frozenset({"completion_ids", "tool_mask"}), 0)
 
 
+def test_only_tokens_of_completions_go_through_the_head(tmp_path):
+    """On GPUs, TRL's head computes the vocabulary for each label; a row may have a longer prompt than another."""
+
+    def body(rank: int) -> int:
+        trainer, labels = make(tmp_path, micro_batch_tokens=CAP), []
+        mask = torch.tensor([[0] * 18 + [1] * 2 + [1] * 5, [1] * 20 + [1] * 3 + [0] * 2])  # prompts of 2 and 20 tokens
+        trainer.model.train()
+
+        def model(**inputs):
+            labels.append(inputs["labels"])
+            return trainer.model(**inputs)
+
+        trainer._get_per_token_logps_and_entropies(model, mask * 7, mask, 5)
+        return int((labels[0] != -100).sum())
+
+    with forked(body, 1, tmp_path) as (one,):
+        assert one.result == 5 + 3
+
+
 def compare_between_nodes(folder, rank: int, settings) -> dict:
     """Compares, and notes the ranks that held the rows which this rank trained."""
     owners: set[int] = set()

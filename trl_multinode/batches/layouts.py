@@ -150,6 +150,14 @@ class Compact:
         """Move token ids to column 0, shape `(rows, width)`. `attention_mask` hides the columns after a row's end."""
         return input_ids.gather(1, self._source)
 
+    def only_completions(self, labels: torch.Tensor) -> torch.Tensor:
+        """Mask the labels of prompt tokens, shape `(rows, width)`.
+
+        TRL masks the columns before the first kept logit, that is up to the end of the shortest prompt. On GPUs its
+        head computes the vocabulary for each label that is left.
+        """
+        return labels.masked_fill(torch.arange(labels.shape[1], device=labels.device) < self._prompts[:, None], -100)
+
     def restore(self, values: torch.Tensor | None) -> torch.Tensor | None:
         """Move values from `(rows, self.logits_to_keep)` to `(rows, completion)`; zero after the end, as in TRL."""
         if values is None:

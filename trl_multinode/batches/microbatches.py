@@ -8,6 +8,7 @@ TRL's: `docs/balance.md` has the formula.
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,12 +153,19 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
 
         def compact(ids: torch.Tensor, mask: torch.Tensor, keep: int) -> Scores:
             layout = Compact(mask, keep, self.pad_to_multiple_of or 1)
-            found = score(model, layout.ids(ids), layout.attention_mask, layout.logits_to_keep, **kwargs)
+            scored = partial(_call_with_labels, model, layout.only_completions)
+            found = score(scored, layout.ids(ids), layout.attention_mask, layout.logits_to_keep, **kwargs)
             return layout.restore(found[0]), layout.restore(found[1]), found[2]
 
         if torch.is_grad_enabled():
             return compact(input_ids, attention_mask, logits_to_keep)
         return self._balance.score(compact, input_ids, attention_mask, logits_to_keep), None, None
+
+
+def _call_with_labels(
+    model: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor], *, labels: torch.Tensor, **inputs: Any
+) -> Any:
+    return model(**inputs, labels=change(labels))
 
 
 class Balance:
