@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trl_multinode.weights import even_pieces
-from trl_multinode.weights.shards import ShardGather
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.source import ModuleSource
 
 RANKS, PER_NODE, MIB, REPEATS = 16, 4, 1 << 20, 7

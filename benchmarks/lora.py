@@ -47,9 +47,9 @@ from trl_multinode.testing.launch_files import _free_port
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import slot_layout
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.probe import probe_tokens
-from trl_multinode.weights.shards import ShardGather
 from trl_multinode.weights.source import Finish
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import Digest, WeightVersion

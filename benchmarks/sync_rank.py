@@ -55,8 +55,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_multinode.testing.engines import running_engines
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import slot_bytes
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.probe import probe_tokens
-from trl_multinode.weights.shards import ShardGather
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.timings import SyncTimings

@@ -87,8 +87,8 @@ DISTRIBUTED = {
     "run.decision", "run.meeting", "run.preemption", "run.reconnecting", "run.store", "run.watch.arrivals",
     "run.watch.watchdog", "run.heartbeats.beats", "run.heartbeats.judges", "run.heartbeats.node_slots",
     "rollouts.text_logging",
-    "batches.row_exchange", "weights.shards", "weights.even_pieces", "transports.broadcast", "testing.sources",
-    "testing.forked_process",
+    "batches.row_exchange", "weights.gathering", "weights.even_pieces", "weights.shards", "transports.broadcast",
+    "testing.sources", "testing.forked_process",
     "check.reading",  # torchrun's parser
     "doctor.exchange", "doctor.ring",
 }  # fmt: skip
@@ -97,7 +97,7 @@ COLLECTIVES = {
     "rollouts.text_logging": {"gather_object"},
     "weights.source": {"GatheredParameters", "full_tensor"},
     "weights.even_pieces": {"all_to_all_single"},  # of a tensor of few rows under FSDP2, in the world
-    "weights.shards": {
+    "weights.gathering": {
         "all_gather_into_tensor",
         "all_reduce",
         "batch_isend_irecv",

@@ -20,8 +20,9 @@ from trl_multinode.run.topology import Topology
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.sources import prepare
 from trl_multinode.weights.finite import unchecked
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
-from trl_multinode.weights.shards import ShardGather, own_part
+from trl_multinode.weights.shards import own_part
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import WeightVersion

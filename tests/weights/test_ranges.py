@@ -21,8 +21,8 @@ from trl_multinode.errors import WeightSyncError
 from trl_multinode.transports.base import OpenedSlots
 from trl_multinode.transports.pieces import GrowingTensor
 from trl_multinode.weights.buckets import WeightMeta, cut_into_ranges, plan_buckets, slot_layout
+from trl_multinode.weights.gathering import Buffers, ShardGather
 from trl_multinode.weights.peft_source import PeftSource
-from trl_multinode.weights.shards import Buffers, ShardGather
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import TensorSpec, WeightVersion

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights import even_pieces
 from trl_multinode.weights.even_pieces import Cut
-from trl_multinode.weights.shards import Shard, ShardGather, shard_of
+from trl_multinode.weights.gathering import ShardGather
+from trl_multinode.weights.shards import Shard, shard_of
 from trl_multinode.weights.source import ModuleSource
 
 CPU = torch.device("cpu")

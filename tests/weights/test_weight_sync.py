@@ -15,7 +15,7 @@ from torch import nn
 from trl_multinode.errors import EngineDiedError, EngineError, WeightSyncError
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import WeightMeta
-from trl_multinode.weights.shards import ShardGather
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics

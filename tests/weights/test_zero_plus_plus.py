@@ -16,7 +16,7 @@ from torch import nn
 from trl_multinode.testing import sources
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weights.finite import unchecked
-from trl_multinode.weights.shards import ShardGather
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import WeightVersion

@@ -42,9 +42,9 @@ from ..run.warn_once import WarnOnce
 from ..run.watch.watchdog import Watchdog
 from ..transports.opening import TRANSPORTS
 from ..weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
+from ..weights.gathering import ShardGather
 from ..weights.host_copy import HostCopy
 from ..weights.probe import divergence_limit
-from ..weights.shards import ShardGather
 from ..weights.sync import WeightSync
 from ..weights.transport import Transport, choose, machine_of
 from ..wire.stop_signals import check_preempt_signal

@@ -9,8 +9,8 @@ from ..engine.node_engines import NodeEngines
 from ..errors import ConfigurationError
 from ..run.topology import Topology
 from .buckets import slot_layout
+from .gathering import ShardGather
 from .peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
-from .shards import ShardGather
 from .source import ModuleSource
 from .sync import WeightSync
 from .transport import Transport

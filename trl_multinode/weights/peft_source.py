@@ -15,8 +15,8 @@ from ..errors import ConfigurationError, WeightSyncError
 from ..transports.pieces import Pieces
 from ..wire.messages import ADAPTER_TENSORS
 from .buckets import Bucket, WeightMeta
+from .gathering import ShardGather
 from .names import checkpoint_names, is_zero3, shape_of
-from .shards import ShardGather
 from .source import Finish, ModuleSource, full, gather_zero3
 from .tying import check_tied_head
 

@@ -16,8 +16,9 @@ from ..transports.base import wrong_shape
 from ..transports.pieces import Pieces, joined
 from .buckets import Bucket, WeightMeta, plan_buckets
 from .finite import check_finite
+from .gathering import ShardGather
 from .names import is_zero3, named_weights, shape_of
-from .shards import Shard, ShardGather, is_quantized, shard_of
+from .shards import Shard, is_quantized, shard_of
 from .tying import check_still_tied, tied_weights
 
 Finish = Callable[[], Sequence[Pieces]]

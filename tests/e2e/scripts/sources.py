@@ -12,8 +12,8 @@ from common import RANK, WORLD, write_result
 from trl_multinode.testing.engines import running_engines
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.sources import KINDS, prepare
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.probe import probe_tokens
-from trl_multinode.weights.shards import ShardGather
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import WeightVersion
