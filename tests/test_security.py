@@ -22,6 +22,7 @@ from served import Keeper, _serve
 
 from trl_multinode.engine.environment import engine_environment
 from trl_multinode.engine.run_folder import RunFolder
+from trl_multinode.run.endings.exit_codes import is_symptom
 from trl_multinode.transports.host_memory import HostMemory
 from trl_multinode.wire.connection import LENGTH, Connection, frame
 from trl_multinode.wire.messages import (
@@ -39,7 +40,7 @@ from trl_multinode.wire.messages import (
     Progress,
     Ready,
     Score,
-    SyncFailed,
+    SenderLost,
     WeightVersion,
     pack_ids,
 )
@@ -158,7 +159,8 @@ def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(t
             assert isinstance(ask(sender, BeginUpdate(request_id=2, version=version)), Done)
         assert isinstance(ask(other, Await(request_id=3, min_update=1)), Done)
         refused = ask(other, Score(request_id=4, prompt=pack_ids([1, 2])))
-        assert isinstance(refused, SyncFailed) and "the connection of its sender ended" in refused.message
+        assert isinstance(refused, SenderLost) and "the connection of its sender ended" in refused.message
+        assert is_symptom(refused.error(refused.message)), "or it would hide the end of the sender's process"
         with connected(path) as sender:
             version = WeightVersion(2, 1)
             assert isinstance(ask(sender, BeginUpdate(request_id=2, version=version)), Done)

@@ -39,6 +39,7 @@ from trl_multinode.wire.messages import (
     Ready,
     RequestRefused,
     Score,
+    SenderLost,
     Shutdown,
     SyncFailed,
     TensorSpec,
@@ -93,7 +94,7 @@ REPLIES = [
     Digests(request_id=5, workers=("ab", "cd")),
     *(
         failure(request_id=4, message="über 256")
-        for failure in (Failure, EngineDied, RequestRefused, SyncFailed, WrongVersion)
+        for failure in (Failure, EngineDied, RequestRefused, SyncFailed, SenderLost, WrongVersion)
     ),
 ]  # fmt: skip
 

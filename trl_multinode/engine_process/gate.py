@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..wire.messages import SyncFailed, WeightVersion
+from ..wire.messages import Failure, SyncFailed, WeightVersion
 from .backend import Refused
 
 TAIL = 0.1  # fewer rows than this share of a round's are the tail of its generation
@@ -19,6 +19,7 @@ class WeightGate:
         self.version = WeightVersion()
         self.attempted = 0  # number of the last update that ended, committed or failed
         self.broken: str | None = None  # reason why the weights are mixed, if they are
+        self.failure: type[Failure] = SyncFailed  # reply to the requests that are refused for it
         self._generating = self._scoring = 0  # numbers of requests that use the weights now
         self._updating = False
         self._changed = asyncio.Condition()
@@ -34,10 +35,14 @@ class WeightGate:
         async with self._changed:
             await self._changed.wait_for(lambda: self.attempted >= min_update and not self._updating)
             if self.broken:
-                raise Refused(SyncFailed, self.broken)
+                raise self.refusal()
             if self.version.update == 0:
                 raise Refused(SyncFailed, "the engine has dummy weights: no weight update reached it yet")
             self._count(scores, 1)
+
+    def refusal(self) -> Refused:
+        """Return the error of a request while the weights are mixed."""
+        return Refused(self.failure, str(self.broken))
 
     def _count(self, scores: bool, change: int) -> None:
         if scores:
@@ -73,6 +78,7 @@ class WeightGate:
             )
             self._updating = True
             self.broken = "the last weight update did not finish: the engine holds mixed weights"
+            self.failure = SyncFailed
 
     async def end(self, attempted: int, version: WeightVersion | None) -> None:
         async with self._changed:

@@ -37,6 +37,7 @@ from ..wire.messages import (
     Progress,
     Request,
     Score,
+    SenderLost,
     Shutdown,
     SyncFailed,
     WeightVersion,
@@ -116,6 +117,7 @@ class EngineServer:
                 task.cancel()
             writer.close()
             if self._sender is writer and not self.closing:
+                self._weights.failure = SenderLost
                 await self._fail_update("the connection of its sender ended")
 
     async def _requests(self, reader: asyncio.StreamReader) -> AsyncIterator[Request]:
@@ -252,7 +254,7 @@ class EngineServer:
             if task not in self._aborted:  # the rank has left, or this process ends
                 raise
             self._aborted.discard(task)
-            raise Refused(SyncFailed, str(self._weights.broken)) from None
+            raise self._weights.refusal() from None
         finally:
             self._generating.discard(task)
             await self._weights.release(scores)

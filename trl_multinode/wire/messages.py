@@ -16,6 +16,7 @@ from ..errors import (
     EngineError,
     EngineRefusedError,
     MultiNodeError,
+    PeerFailureError,
     WeightSyncError,
     WeightVersionError,
 )
@@ -292,6 +293,15 @@ class SyncFailed(Failure, frozen=True):
     error = WeightSyncError
 
 
+class SenderLost(Failure, frozen=True):
+    """Failure because the weights are mixed: the rank that sent an update ended before its last bucket.
+
+    In the rank it is a symptom, so that the end of the sender's process is reported as the cause.
+    """
+
+    error = PeerFailureError
+
+
 class WrongVersion(Failure, frozen=True):
     """Refusal of a weight update whose workers committed another version than the one sent."""
 
@@ -313,7 +323,17 @@ Request = (
     | Shutdown
 )
 Reply = (
-    Ready | Progress | Completions | Done | Digests | Failure | EngineDied | RequestRefused | SyncFailed | WrongVersion
+    Ready
+    | Progress
+    | Completions
+    | Done
+    | Digests
+    | Failure
+    | EngineDied
+    | RequestRefused
+    | SyncFailed
+    | SenderLost
+    | WrongVersion
 )
 
 
