@@ -33,7 +33,8 @@ def main() -> None:
     start = time.monotonic()
     run(sys.executable, "-m", "venv", "--clear", str(venv))
     python = str(venv / "bin" / "python")
-    run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", str(LOCK))
+    run(python, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", "--require-hashes", "-r", str(LOCK))
+    compile_packages(python)
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
     run(python, "-c", WARM_UP, env=build_environment(venv))
     print(f"Ready after {time.monotonic() - start:.0f} s.", flush=True)
@@ -56,6 +57,12 @@ def check_torch() -> None:
         sys.exit(f"pip found no package index within {LOOK_LIMIT_S} s: check the network, or PIP_INDEX_URL.")
     if TORCH not in seen.replace(",", " ").split():
         sys.exit(CURE.format(torch=TORCH))
+
+
+def compile_packages(python: str) -> None:
+    """Compile the packages on all cores, which pip does on one; some have files that no Python compiles."""
+    where = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+    run(python, "-c", where)
 
 
 def build_environment(venv: Path) -> dict[str, str]:
