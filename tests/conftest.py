@@ -105,7 +105,7 @@ def leaves_nothing_behind():
     files, environment = unused_shared_memory(), dict(os.environ)
     yield
     children = [p for p in descendants() if p.pid != template_pid()]  # which lives as long as the session
-    names = {p.pid: title_of(p) for p in children if not is_resource_tracker(p)}
+    names = {p.pid: title for p in children if not is_resource_tracker(p) and (title := title_of(p))}
     assert not names, f"processes left: {names}"
     deadline = time.monotonic() + 60
     while (left := unused_shared_memory() - files) and time.monotonic() < deadline:

@@ -76,7 +76,7 @@ def make(
         model, reward, args, dataset, processing_class=tiny_tokenizer(), callbacks=[gradients], peft_config=lora
     )
     trainer.gradients, trainer.tool_tokens = gradients.steps, tool_tokens
-    trainer.rollout_func = rollout_func  # here, because TRL asks for vLLM when it gets one
+    trainer.rollout_func = rollout_func  # here, because TRL's constructor requires vLLM with one
     if engine:
         trainer.use_vllm, trainer.vllm_importance_sampling_mode = True, engine
         if trainer._balance is not None:

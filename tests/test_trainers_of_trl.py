@@ -151,14 +151,14 @@ def test_a_teacher_that_no_server_has_ends_the_run_before_the_student_is_loaded(
         check_teacher(url.removeprefix("http://"), "node 0, rank 0", wait_s=60.0)
     with pytest.raises(ConfigurationError, match="Invalid port"):
         check_teacher("http://teacher:port", "node 0, rank 0", wait_s=0.0)
-    for status in (503, 204):  # TRL asks on without a limit unless the answer is 200
+    for status in (503, 204):  # TRL repeats the request without a limit until the answer is 200
         reason = pytest.raises(ConfigurationError, match=f"HTTP status {status}")
         with teacher_server(tmp_path, status=status) as url, reason:
             check_teacher(url, "rank 0", wait_s=0.1)
 
 
 def test_a_slash_at_the_end_of_the_teachers_url_is_removed(monkeypatch, tmp_path):
-    """TRL would ask for "//health", which no server has, without a limit."""
+    """TRL would request "//health", which no server has, without a limit."""
     tiny_qwen2().save_pretrained(tmp_path)
     monkeypatch.setattr(NodeTrainer, "_check_call", lambda *arguments: None)
     trainer = object.__new__(trl_multinode.ServerDistillationTrainer)
@@ -173,5 +173,5 @@ def test_a_slash_at_the_end_of_the_teachers_url_is_removed(monkeypatch, tmp_path
 def test_gmpo_refuses_rounds_ahead_in_the_config_of_another_trainer_too(field, tmp_path):
     args = trl_multinode.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **field)
     dataset = Dataset.from_dict({"prompt": ["a"] * 8})
-    with pytest.raises(ConfigurationError, match=r"MultiNodeGMPOConfig.*importance-sampling correction"):
+    with pytest.raises(ConfigurationError, match=r"with MultiNodeGMPOTrainer.*importance-sampling correction"):
         GMPOTrainer(tiny_qwen2(), lambda completions, **_: [0.0] * len(completions), args=args, train_dataset=dataset)

@@ -129,7 +129,7 @@ def check_settings(args: Any) -> None:
         `ConfigurationError`: if a value cannot work; the message names field, value and cure.
     """
     settings = NodeSettings.of(args)
-    check_supported(args, type(args))
+    check_supported(args, type(args), type(args).__name__)
     check_keys(getattr(args, "generation_kwargs", None), settings.engine_kwargs, is_node_mode(args))
     _check_numbers(settings)
     _check_choices(settings)
@@ -153,15 +153,15 @@ def check_settings(args: Any) -> None:
         raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
 
 
-def check_supported(args: Any, kind: type) -> None:
-    """Check that `args` has no setting that the config class `kind` refuses.
+def check_supported(args: Any, kind: type, where: str) -> None:
+    """Check that `args` has no setting that the config class `kind` refuses; `where` is a class for the message.
 
     A trainer calls it with its own config class, because it may be given another trainer's config.
     """
     settings = NodeSettings.of(args)
     for name, reason in getattr(kind, "_not_for", {}).items():
         if (value := getattr(settings, name)) != (default := getattr(NodeSettings(), name)):
-            raise ConfigurationError(f"`{name}` must stay {default} in a {kind.__name__}, got {value}: {reason}")
+            raise ConfigurationError(f"`{name}` must stay {default} with {where}, got {value}: {reason}")
 
 
 def _check_numbers(settings: NodeSettings) -> None:

@@ -114,7 +114,7 @@ class NodeTrainer(HubTrainer):
         return sys.modules[(cls._rounds_of or cls._trl).__module__]
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
-        check_supported(settings, self._config)
+        check_supported(settings, self._config, type(self).__name__)
         check_call(host, settings, call)
 
     def _default_args(self, model: Any) -> Any:

@@ -4,6 +4,7 @@ import ctypes
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -264,7 +265,8 @@ def test_three_buckets_are_those_of_the_engines_dtype(kind, tmp_path):
         with serving(Reader(), folder=tmp_path / str(rank)) if rank == 0 else nullcontext() as engines:
             sync = WeightSync(source, engines, bucket)
             sync.run(WeightVersion(1, 1))  # the slots' pages
-            return peak_bytes(lambda: sync.run(WeightVersion(2, 2))) / bucket
+            # the least of three, because ranks of a busy machine now and then have one bucket more
+            return min(peak_bytes(partial(sync.run, WeightVersion(n, n))) for n in (2, 3, 4)) / bucket
 
     found = on_gloo_ranks(body, 2, tmp_path)
     print(f"resident memory, in buckets of {bucket / MIB} MiB: {found}")

@@ -56,14 +56,15 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
 
 
 def with_tool_mask(trainer: Any, inputs: Tensors) -> Tensors:
-    """Give all rows of a `rollout_func` a mask of tool tokens.
+    """Give all rows of a `rollout_func` a mask of tool tokens, in one dtype.
 
-    Such a function may return one on some ranks or in some rounds only, but the rows that ranks exchange must have
-    the same fields. The slice may be used again, so it stays unchanged.
+    Such a function may return one on some ranks or in some rounds only, and of any numbers, but the rows that ranks
+    exchange must have the same fields and dtypes. The slice may be used again, so it stays unchanged.
     """
-    if trainer.rollout_func is None or inputs.get("tool_mask") is not None:
+    if trainer.rollout_func is None:
         return inputs
-    return {**inputs, "tool_mask": torch.ones_like(inputs["completion_ids"])}
+    mask = inputs.get("tool_mask")
+    return {**inputs, "tool_mask": (torch.ones_like(inputs["completion_ids"]) if mask is None else mask).float()}
 
 
 class MicroSteps(Trainer):
@@ -72,9 +73,9 @@ class MicroSteps(Trainer):
     _balance: "Balance | None" = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train; slices of a step that an earlier call did not finish, after Ctrl-C in a notebook, are dropped."""
+        """Drop what an unfinished step has left, after Ctrl-C in a notebook, then train."""
         if self._balance is not None:
-            self._balance.slices.clear()
+            self._balance.reset()
         return super().train(*args, **kwargs)
 
     def training_step(
@@ -193,6 +194,11 @@ class Balance:
         self._slice_rows = 0
         self._planned_lengths = np.empty(0)  # of `_last_plan`
         self._moved_bytes, self._crossed_bytes = 0, 0  # sums over all ranks; the second between nodes only
+
+    def reset(self) -> None:
+        """Drop the slices and metrics of an optimizer step that did not end."""
+        self.slices, self.metrics = [], LocalMetrics()
+        self._moved_bytes, self._crossed_bytes = 0, 0
 
     @property
     def across(self) -> int:

@@ -117,8 +117,7 @@ class EngineServer:
                 task.cancel()
             writer.close()
             if self._sender is writer and not self.closing:
-                self._weights.failure = SenderLost
-                await self._fail_update("the connection of its sender ended")
+                await self._fail_update("the connection of its sender ended", SenderLost)
 
     async def _requests(self, reader: asyncio.StreamReader) -> AsyncIterator[Request]:
         """Yield the requests of a connection until it ends; bytes that are no request end it, with a line of log."""
@@ -163,10 +162,11 @@ class EngineServer:
         if isinstance(request, Shutdown):
             self._closing.set()
 
-    async def _fail_update(self, reason: str) -> None:
+    async def _fail_update(self, reason: str, failure: type[Failure] = SyncFailed) -> None:
         """End the running update as failed: requests that wait for it are refused, also if its sender is gone."""
         self._sender = None
         self._weights.broken = f"the engine holds mixed weights, because an update failed: {reason}"
+        self._weights.failure = failure
         await self._abort_completions()
         await self._weights.end(self._update.version.update if self._update else 0, None)
 

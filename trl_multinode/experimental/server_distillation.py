@@ -37,7 +37,7 @@ class MultiNodeServerDistillationTrainer(MultiNodeDistillationTrainer, ServerDis
 
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         super()._check_call(host, settings, call)
-        # TRL appends "/health"; a server has no "//health", and TRL asks without a limit while it gets an answer
+        # TRL appends "/health"; a server has no "//health", and TRL repeats the request without a limit
         settings.teacher_model_server_url = settings.teacher_model_server_url.rstrip("/")
         if host.topology.is_local_main:
             check_teacher(settings.teacher_model_server_url, str(host.topology))

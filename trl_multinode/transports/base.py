@@ -158,7 +158,7 @@ class Slots(ABC):
 
     kind: ClassVar[str]  # name in `weight_transport`
     opened_as: ClassVar[type[OpenedSlots]]  # the workers' end
-    needs_all_engines: ClassVar[bool] = False  # whether nothing is sent while one of the engines is lost
+    needs_all_engines: ClassVar[bool] = False  # whether it cannot send while an engine of the node is lost
     engines_see_sender: ClassVar[bool] = False  # whether an engine's visible GPUs include the local main process's
     warning: str | None = None  # reason why the slots are slower than they could be, with the cure
 

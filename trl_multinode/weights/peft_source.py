@@ -57,6 +57,7 @@ class PeftSource(ModuleSource):
             for meta in self._metadata
             if meta.name not in adapters and (name := base_name(meta.name))
         ]
+        # two buckets are gathered in the trainer's dtype, and two have their merged weights beside them
         self.buckets_at_peak = self._widening() * (self._gather.buckets_at_peak + 2)
         if unknown := sorted(set(self._layers) - set(self._owners)):  # a sync would silently omit their adapters
             raise ConfigurationError(
@@ -66,22 +67,19 @@ class PeftSource(ModuleSource):
             )
 
     def _widening(self) -> float:
-        """Return how many times as large a bucket is in the trainer's dtype as in the engine's, at most.
-
-        In the trainer's dtype two buckets are gathered, and two have their merged weights beside them.
-        """
+        """Return how many times as large a bucket is in the trainer's dtype as in the engine's, at most."""
         merged = tuple(meta for meta in self._metadata if meta.name in self._layers)
         pairs = zip(merged, self.tensors(merged), strict=True)
         return max([1.0, *(tensor.dtype.itemsize / meta.dtype.itemsize for meta, tensor in pairs)])
 
-    def _dtypes(self, bucket: Bucket) -> list[torch.dtype]:
-        """Return the dtype to gather each tensor in: the trainer's where a merge precedes the cast."""
+    def dtypes(self, bucket: Bucket) -> list[torch.dtype]:
+        """Return the trainer's dtype where a merge precedes the cast, otherwise that of the engine."""
         pairs = zip(bucket, self.tensors(bucket), strict=True)
         return [tensor.dtype if meta.name in self._layers else meta.dtype for meta, tensor in pairs]
 
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
-        with self.gather_pieces(bucket, self._dtypes(bucket)) as finish, gather_zero3(self._adapters(bucket)):
+        with self.gather_pieces(bucket) as finish, gather_zero3(self._adapters(bucket)):
             yield lambda: [self._merged(m.name, pieces) for m, pieces in zip(bucket, finish(), strict=True)]
 
     def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
@@ -94,7 +92,7 @@ class PeftSource(ModuleSource):
         ]
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        across, within = self.count_collectives(bucket, self._dtypes(bucket))
+        across, within = self.count_collectives(bucket)
         return across + sum(map(is_zero3, self._adapters(bucket))), within
 
     def _adapters(self, bucket: Bucket) -> list[nn.Parameter]:
@@ -110,17 +108,17 @@ class PeftSource(ModuleSource):
         shards = any(hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer))
         if pieces.data.numel() == 0 and not shards:
             return pieces  # not a local main process; FSDP2 needs all ranks for the lines below
+        weight = pieces.copy() if pieces.data.numel() else None
         active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
-        deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
-        lengths = [full(layer.lora_magnitude_vector[adapter].weight) for adapter in active if is_dora(layer, adapter)]
-        if pieces.data.numel() == 0:
-            return pieces
-        weight = pieces.full()
-        for delta in deltas:
-            weight = weight + delta.to(weight.dtype)
-        for length in lengths:  # at most one: DoRA (Liu et al. 2024, equation 5) learns the row norms
-            weight = weight * (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
-        return Pieces.whole(weight)
+        for adapter in active:
+            delta = full(layer.get_delta_weight(adapter))
+            if weight is not None:
+                weight += delta.to(weight.dtype)
+        for adapter in active:  # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
+            length = full(layer.lora_magnitude_vector[adapter].weight) if is_dora(layer, adapter) else None
+            if weight is not None and length is not None:
+                weight *= (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
+        return pieces if weight is None else Pieces.whole(weight)
 
 
 class AdapterSource(PeftSource):
@@ -153,19 +151,19 @@ class AdapterSource(PeftSource):
         self._owners[name] = linear, "weight"
         self._metadata.append(WeightMeta(name, dtype, shape_of(linear.weight)))
 
+    def dtypes(self, bucket: Bucket) -> list[torch.dtype]:
+        """Return the trainer's dtype for B, because the scaling precedes the cast, otherwise that of the engine."""
+        pairs = zip(bucket, self.tensors(bucket), strict=True)
+        return [tensor.dtype if meta.name in self._scaled else meta.dtype for meta, tensor in pairs]
+
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
         self._check_state()
-        tensors = self.tensors(bucket)
-        # B is gathered in the trainer's dtype, because the scaling precedes the cast
-        dtypes = [
-            t.dtype if meta.name in self._scaled else meta.dtype for t, meta in zip(tensors, bucket, strict=True)
-        ]
-        with self.gather_pieces(bucket, dtypes) as finish:
+        with self.gather_pieces(bucket) as finish:
             yield lambda: [self._scale(meta.name, pieces) for meta, pieces in zip(bucket, finish(), strict=True)]
 
     def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        return ModuleSource.collectives(self, bucket)
+        return self.count_collectives(bucket)
 
     @torch.no_grad()
     def _scale(self, name: str, pieces: Pieces) -> Pieces:

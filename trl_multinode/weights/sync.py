@@ -17,6 +17,8 @@ from .source import Finish, WeightSource
 from .timings import SyncTimings
 from .transport import Transport
 
+Fill = Callable[[SyncTimings, BucketSender | None], None]  # gives every bucket to the sender
+
 
 class WeightSync:
     """Weight sync from the trainer to the engines of this node. Every training rank constructs and calls it.
@@ -103,7 +105,8 @@ class WeightSync:
         return timings
 
     def _open_slots(self, engines: EngineGroup) -> None:
-        """Open the transport's slots in all engines; while one is lost, slots in host memory for a broadcast."""
+        """Open the transport's slots in all engines. While one is lost, new slots are in host memory, and those of a
+        transport that needs all engines are replaced."""
         lost = any(engine.has_ended for engine in engines)
         if lost and self._slots is not None and self._slots.needs_all_engines:
             self.forget_slots()
@@ -147,7 +150,7 @@ class WeightSync:
         return self._send_from_scratch(engines, lambda: timings, self._read_copy)
 
     def _send_from_scratch(
-        self, engines: EngineGroup | None, begin: Callable[[], SyncTimings], fill: "Fill"
+        self, engines: EngineGroup | None, begin: Callable[[], SyncTimings], fill: Fill
     ) -> SyncTimings:
         """Send all buckets through slots of their own."""
         kept, self._first = self._first, 0
@@ -186,7 +189,7 @@ class WeightSync:
         engines: EngineGroup | None,
         slots: Slots | None,
         timings: SyncTimings,
-        fill: "Fill",
+        fill: Fill,
         copy: HostCopy | None = None,
     ) -> None:
         """Take the buckets from `_first` on from `fill`; with `engines`, send them there, and keep them in `copy`."""
@@ -266,6 +269,3 @@ class WeightSync:
             timings.frozen_s = max(timings.frozen_s, done.frozen_s - self._frozen_s.get(engine.index, 0.0))
             self._frozen_s[engine.index] = done.frozen_s
         timings.commit_s += time.perf_counter() - start
-
-
-Fill = Callable[[SyncTimings, BucketSender | None], None]  # gives every bucket to the sender

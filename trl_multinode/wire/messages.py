@@ -294,9 +294,9 @@ class SyncFailed(Failure, frozen=True):
 
 
 class SenderLost(Failure, frozen=True):
-    """Failure because the weights are mixed: the rank that sent an update ended before its last bucket.
+    """Failure because the weights are mixed: the rank that sent an update ended before the commit.
 
-    In the rank it is a symptom, so that the end of the sender's process is reported as the cause.
+    The rank that gets it reports it later than a cause, which is the end of the sender's process.
     """
 
     error = PeerFailureError
