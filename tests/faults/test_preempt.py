@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from forks import Rank, forked
-from store_host import RANKS, StoreHost, enter, topology_of
+from store_host import RANKS, StoreHost, enter, enter_early, topology_of
 
 from trl_multinode import GRPOConfig
 from trl_multinode.engine.process import EngineProcess, RunFolder, wait_until_ready
@@ -165,6 +165,26 @@ def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.wait(10) == PREEMPTED, rank.text
+
+
+def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_node_0(tmp_path, store):
+    """torchrun ends that launcher, and the store with it, when the ranks of node 0 have left with 143."""
+
+    def body(rank: int) -> None:
+        enter_early(rank, store)
+        watch = Watchdog(topology_of(rank, launched=True))
+        preemption = Preemption(watch.topology, connect_store(watch.topology, watch.run), 60.0, watch)
+        try:
+            preemption.leave("/run/checkpoint-3")
+        finally:
+            watch.close()
+            time.sleep(4.0 if rank >= 2 else 0.0)
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        assert [rank.wait(10) for rank in ranks[:2]] == [PREEMPTED] * 2, ranks[0].text + ranks[1].text
+        store.end()
+        assert [rank.wait(10) for rank in ranks[2:]] == [PREEMPTED] * 2, ranks[2].text + ranks[3].text
+        assert not any("the run failed" in rank.text for rank in ranks)
 
 
 def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):

@@ -296,8 +296,12 @@ class WatchThread:
             self._node_0_left = left, time.monotonic()
 
     def _may_outlive_the_store(self) -> bool:
-        """Stop watching, and return `True`, if node 0 has ended well and this rank's script needs no other rank."""
-        if self.trainers or not self._node_0_left[0]:
+        """Stop watching, and return `True`, if this rank's script needs no other rank.
+
+        That is so if node 0 has ended well. It is also so in a pre-empted run that all ranks have closed: the launcher
+        of node 0 ends when its ranks have left with code 143, while ranks of other nodes still end their engines.
+        """
+        if self.trainers or not (self._node_0_left[0] or self.ending.preempted is not None):
             return False
         self.stopped.set()
         return True
