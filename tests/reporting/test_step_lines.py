@@ -64,6 +64,7 @@ def test_a_line_leaves_out_what_was_not_measured():
 
 
 def test_numbers_are_short():
+    assert [short(x) for x in (999.4, 999.7, -999_900.0, 0.0)] == ["999", "1k", "-1M", "0"]
     assert [short(x) for x in (0.01234, 4.567, 123.4, 12345.0, 4.57e6, 3.2e9)] == [
         "0.0123", "4.57", "123", "12.3k", "4.57M", "3.2G",
     ]  # fmt: skip

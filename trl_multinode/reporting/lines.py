@@ -31,6 +31,7 @@ Nodes = dict[int, dict[str, float]]  # node -> its values by the names of `COLUM
 
 def short(value: float) -> str:
     """Return a number with three significant digits: 0.0123, 4.57, 123, 12.3k, 4.57M."""
+    value = float(f"{value:.3g}")  # first, or 999.7 would be below a thousand and become 1e+03
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{unit}"
