@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trl_multinode.run.heartbeats.beats import BEAT_S, WRITE_EVERY_S
 from trl_multinode.testing.faults import FAKE
 from trl_multinode.testing.namespaces import INTERFACE, namespaces_available
 from trl_multinode.testing.nodes import Nodes
@@ -68,6 +69,9 @@ def seconds_until(inject: Callable[[Nodes], None], lines: list[str], folder: Pat
         nodes.launch(SCRIPT, str(folder), "-1")
         for rank in range(4):
             nodes.wait_for(rank, "RUNNING", timeout_s=200)
+        # The limit is `engine_start_timeout` until a beat says that all ranks of its node have synced. On an idle
+        # machine the first step ends within a second of the first sync: 3 of 6 runs failed
+        time.sleep(WRITE_EVERY_S + 2 * BEAT_S)
         inject(nodes)
         start = time.monotonic()
         while not all(line_of(nodes, rank) for rank in range(len(lines))):
