@@ -70,7 +70,7 @@ def seconds_until(inject: Callable[[Nodes], None], lines: list[str], folder: Pat
         for rank in range(4):
             nodes.wait_for(rank, "RUNNING", timeout_s=200)
         # The limit is `engine_start_timeout` until a beat says that all ranks of its node have synced. On an idle
-        # machine the first step ends within a second of the first sync: 3 of 6 runs failed
+        # machine the first step ends within a second of the first sync: 2 of 6 runs failed
         time.sleep(WRITE_EVERY_S + 2 * BEAT_S)
         inject(nodes)
         start = time.monotonic()
