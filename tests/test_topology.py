@@ -95,6 +95,8 @@ def test_engines_get_the_gpus_that_no_local_rank_trains_on(choice, expected):
 
 def test_a_training_gpu_may_be_named_so_that_a_machine_with_one_gpu_works():
     assert assign(gpus=1, ranks=1, devices=[0]) == EngineDevices((("0",),), shared_with_training=True, sender="0")
+    unused = assign(gpus=8, ranks=7, devices=[7, 0], engines=1)  # no engine is on GPU 0
+    assert unused.per_engine == (("7",),) and not unused.shared_with_training
 
 
 def test_an_engine_sees_its_own_gpus_and_behind_them_the_senders_if_it_is_to_open_memory_there():
