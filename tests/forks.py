@@ -75,10 +75,13 @@ def forked(body: Callable[[int], Any], count: int, folder: Path) -> Iterator[lis
             rank.process.join()
 
 
-def on_gloo_ranks(body: Callable[[int], Any], count: int, folder: Path) -> list[Any]:
-    """What `body(rank)` returned on each rank of a gloo world."""
+def on_gloo_ranks(
+    body: Callable[[int], Any], count: int, folder: Path, before: Callable[[], object] = lambda: None
+) -> list[Any]:
+    """What `body(rank)` returned on each rank of a gloo world. `before` is called before gloo has threads."""
 
     def joined(rank: int) -> Any:
+        before()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
         try:
             return body(rank)
