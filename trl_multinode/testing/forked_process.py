@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from ..run.watch import early
 from .namespaces import enter_node
+from .thread_safe_fork import fork_without_held_locks
 
 POLL_S = 0.02
 LAUNCHERS_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # that torchrun has handlers for
@@ -133,9 +134,7 @@ def fork_rank(command: tuple[str, ...], environment: Mapping[str, str], inherite
 
     # A signal between the fork and the new handlers would run those of the launcher
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHERS_SIGNALS)
-    pid = os.fork()
-    if pid == 0:
-        run_to_the_end(run_rank, script)
+    pid = fork_without_held_locks(lambda: run_to_the_end(run_rank, script))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return ForkedRank(pid)
 

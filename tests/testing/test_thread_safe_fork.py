@@ -1,0 +1,29 @@
+"""A fork of a process whose other thread holds the lock of the C library's resolver."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing import thread_safe_fork
+from trl_multinode.testing.namespaces import namespaces_available
+from trl_multinode.testing.thread_safe_fork import fork_without_held_locks
+
+
+def test_no_fork_waits_for_a_lock_that_another_thread_held(tmp_path):
+    if reason := namespaces_available():
+        pytest.skip(reason)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    script = Path(__file__).with_name("held_lock.py")
+    command = ["unshare", "--mount", sys.executable, str(script), str(pipe)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.stdout == "forks: 2, exit code: 3\n", found.stdout + found.stderr
+
+
+def test_a_process_that_ends_before_its_program_is_an_error(monkeypatch):
+    monkeypatch.setattr(thread_safe_fork, "_look_up_or_end", lambda: os._exit(7))
+    with pytest.raises(RuntimeError, match="ended with 7 before its program"):
+        fork_without_held_locks(lambda: os._exit(3))
