@@ -16,7 +16,7 @@ def fork_without_held_locks(child: Callable[[], NoReturn]) -> int:
     glibc resets the locks of malloc and stdio in a fork, but not the one of its resolver. If another thread holds that
     lock in the moment of the fork, every lookup of the new process waits forever. The thread of a launcher that serves
     torch's store does one lookup for each rank that connects (`formatSockAddr` in torch's `socket.cpp`), while the
-    launcher forks the next rank. Of 12 ranks of one launcher one hung in every 20 to 200 launches.
+    launcher forks the next rank. Of launches with 12 ranks 7 in 155 hung with `os.fork`, 0 in 330 with this function.
 
     Args:
         child (`Callable[[], NoReturn]`):
