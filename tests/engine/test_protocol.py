@@ -17,7 +17,7 @@ from trl_multinode.transports.broadcast import Broadcast
 from trl_multinode.transports.cuda_ipc import DeviceMemory
 from trl_multinode.transports.host_memory import HostMemory
 from trl_multinode.wire import messages
-from trl_multinode.wire.connection import LENGTH, Connection, frame, read_request
+from trl_multinode.wire.connection import LENGTH, Connection, frame, read_request, reason_of_end
 from trl_multinode.wire.messages import (
     Await,
     BeginUpdate,
@@ -207,6 +207,16 @@ def test_silence_is_a_stall_within_the_deadline(pair, piece):
     with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 sent nothing for .* Log: {LOG}"):
         connection.receive(0.2)
     assert 0.15 < time.monotonic() - start < 2.0
+
+
+def test_the_reason_of_an_engine_that_is_started_again_may_be_gone(tmp_path):
+    """Whoever starts it again removes the file while other ranks of the node look for it."""
+
+    class Removed(type(tmp_path)):
+        def exists(self) -> bool:
+            return True  # a moment ago
+
+    assert reason_of_end(Removed(tmp_path / "engine0.failure")) is None
 
 
 def test_an_engine_that_does_not_read_is_a_stall(pair):

@@ -256,3 +256,12 @@ def test_row_38_shared_memory_is_on_record_while_an_engine_starts(tmp_path, monk
             child.kill()
     finally:
         memory.unlink()
+
+
+def test_two_engines_of_a_killed_owner_may_remove_its_folder_at_the_same_time(places):
+    """The slower one sees records and segments that are gone when it reads them; it must end all the same."""
+    folder = RunFolder(0).path
+    (folder / "engine0.shm").symlink_to(folder / "gone.shm")
+    (folder / "engine1.shm").write_text(f"{SHARED_MEMORY}/trl_multinode_gone\n")
+    module.remove_folder(folder)
+    assert not folder.exists()

@@ -61,8 +61,9 @@ async def read_request(reader: asyncio.StreamReader, limit: int = MAX_FRAME_BYTE
 def reason_of_end(failure_path: Path) -> str | None:
     """Return the reason that an ended engine wrote, if any; wait up to 0.5 s, because it writes while it exits."""
     for _ in range(20):
-        if failure_path.exists() and (reason := failure_path.read_text()):
-            return reason
+        with suppress(OSError):  # not written yet, or removed because the engine is started again
+            if reason := failure_path.read_text():
+                return reason
         time.sleep(0.025)
     return None
 

@@ -10,7 +10,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,11 +83,15 @@ def reason_to_keep(folder: Path, locks: ExitStack) -> str | None:
 def segments_of(folder: Path) -> Iterator[Path]:
     """Yield the shared memory of this user that the records in a run folder list, as far as it is still there."""
     for record in folder.glob("*.shm"):
-        for line in record.read_text().splitlines():
+        lines: list[str] = []
+        with suppress(FileNotFoundError):  # other engines of a killed owner remove the folder at the same time
+            lines = record.read_text().splitlines()
+        for line in lines:
             path = SHARED_MEMORY / Path(line).name
             named = path.name.startswith(SEGMENTS) or "-cpushm_" in path.name
-            if named and path.exists() and path.lstat().st_uid == os.geteuid():
-                yield path
+            with suppress(FileNotFoundError):
+                if named and path.lstat().st_uid == os.geteuid():
+                    yield path
 
 
 def remove_folder(folder: Path) -> None:
