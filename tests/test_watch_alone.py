@@ -146,7 +146,7 @@ def test_a_wait_goes_on_when_the_watch_thread_gives_the_store_up():
 
     of_the_run = run_store.RunStore(ALONE, 0)
     of_the_run._topology, of_the_run._store = LAUNCHED_2, Store()
-    of_the_run.wait_for_all(linger_s=0.0)
+    of_the_run.wait_for_all(0.0, threading.Event())
     assert of_the_run.alone and not of_the_run.all_finished()
 
 
@@ -191,18 +191,16 @@ def kill_a_launcher(tmp_path, prepare=lambda: None):
     def rank_body() -> None:
         prepare()
         Watchdog(LAUNCHED)
-        print("up", flush=True)
+        print(f"up, pid {os.getpid()}.", flush=True)
         time.sleep(30)
 
     def launcher(rank: int) -> None:
-        child = FORK.Process(target=rank_body)
-        child.start()
-        (tmp_path / "pid").write_text(str(child.pid))
+        FORK.Process(target=rank_body).start()
         time.sleep(30)
 
     with forked(launcher, 1, tmp_path) as (parent,):
-        parent.wait_for("up")
-        child = int((tmp_path / "pid").read_text())
+        parent.wait_for("up, pid ")
+        child = int(parent.text.partition("up, pid ")[2].partition(".")[0])
         pidfd = os.pidfd_open(child)
         parent.process.kill()
         parent.process.join()

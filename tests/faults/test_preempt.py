@@ -187,6 +187,28 @@ def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_no
         assert not any("the run failed" in rank.text for rank in ranks)
 
 
+def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_outlive_the_store(tmp_path, store):
+    """A rank of another node was so slow that it had not seen all ranks finished when the store ended."""
+
+    def body(rank: int) -> None:
+        enter_early(rank, store)
+        watch = Watchdog(topology_of(rank, launched=True))
+        preemption = Preemption(watch.topology, connect_store(watch.topology, watch.run), 60.0, watch)
+        time.sleep(60.0 if rank == 0 else 0.0)
+        try:
+            preemption.leave("/run/checkpoint-3")
+        finally:
+            print("waits", flush=True)
+            watch.close()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        for rank in ranks[2:]:
+            rank.wait_for("waits")
+        store.end()
+        assert [rank.wait(15) for rank in ranks[2:]] == [PREEMPTED] * 2, ranks[2].text + ranks[3].text
+        assert not any("the run failed" in rank.text for rank in ranks[2:])
+
+
 def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):
     def body(rank: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -34,6 +34,7 @@ Keys of a trainer, below its number:
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -220,13 +221,15 @@ class RunStore:
         except RuntimeError:
             return False
 
-    def wait_for_all(self, linger_s: float) -> None:
+    def wait_for_all(self, linger_s: float, stopped: threading.Event) -> None:
         """Wait until every rank of the run has finished. If a rank fails, the watch thread ends the wait.
 
         Args:
             linger_s (`float`):
                 Seconds that the ranks of node 0 stay afterwards: the store ends with them, and the others must read
                 the full count first.
+            stopped (`threading.Event`):
+                Event that is set if this rank may end although the store is gone.
         """
         if (store := self._store) is None:
             return
@@ -241,4 +244,4 @@ class RunStore:
             if self._topology.node == 0:
                 time.sleep(linger_s)
         except RuntimeError:
-            time.sleep(STORE_TIMEOUT_S)  # the store ended too early; the watch thread ends this process
+            stopped.wait(STORE_TIMEOUT_S)  # the store ended too early; else the watch thread ends this process

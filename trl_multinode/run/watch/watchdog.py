@@ -191,7 +191,7 @@ class Watchdog:
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
-        self._store.wait_for_all(linger_s=2 * POLL_S)
+        self._store.wait_for_all(2 * POLL_S, self._watch.stopped)
         self._closed.set()
         for call in self.closings:
             call()
