@@ -2,11 +2,9 @@
 
 import gc
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from datasets import Dataset
 from forks import forked
@@ -19,6 +17,8 @@ from trl_multinode.run.topology import EngineDevices
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from trl_multinode.testing.waiting import wait_until
+from trl_multinode.wire.supervisor import is_running
 
 LIMIT_S = 20.0
 
@@ -39,12 +39,7 @@ def engine_of(trainer: GRPOTrainer) -> int:
 
 
 def has_ended(pid: int, within_s: float = LIMIT_S) -> bool:
-    deadline = time.monotonic() + within_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+    return wait_until(lambda: not is_running(pid), within_s)
 
 
 def test_the_engines_of_a_collected_trainer_end(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import gpu
-import psutil
 import pytest
 import torch
 from gpu_kit import preflight, running, table, training, variants
@@ -21,7 +20,9 @@ from gpu_kit.weights import run_stages
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.faults import Faults
+from trl_multinode.testing.waiting import wait_until
 from trl_multinode.vllm_worker.plugin import register
+from trl_multinode.wire.supervisor import is_running
 
 ROOT = Path(__file__).parents[1]
 META = {"rehearsal": False, "device": "NVIDIA X", "num_gpus": 1, "memory_gib": 80.0, "driver": "1", "cuda": "13.0",
@@ -164,10 +165,7 @@ def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_
     assert rows["b slow"]["result"] == result and why in rows["b slow"]["why"]
     assert slow_job[0].poll() is not None
     rank = int((tmp_path / "slow" / "job.log").read_text().split()[-1])
-    gone = time.monotonic() + 5
-    while psutil.pid_exists(rank) and psutil.Process(rank).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < gone, "a rank of its own session outlived the job"
-        time.sleep(0.05)
+    assert wait_until(lambda: not is_running(rank), 10.0), "a rank of its own session outlived the job"
 
 
 def test_a_machine_that_cannot_be_described_is_an_obstacle(monkeypatch):

@@ -16,6 +16,7 @@ from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
+from trl_multinode.testing.waiting import wait_until
 
 
 @pytest.fixture
@@ -61,20 +62,26 @@ def test_nobody_leaves_a_meeting_before_the_last_one_has_come(tmp_path, store):
 def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp_path, store):
     def body(rank: int) -> None:
         watch, meeting = enter(rank, store, f"generating, {rank} rows left")
-        time.sleep(4.4 if rank == 3 else 0.0)
+        while rank == 3 and not (tmp_path / "come").exists():
+            time.sleep(0.05)
         meeting.wait()
         meeting.wait()  # a quick one, about which there is nothing to report
         watch.close()
 
+    def waiting(ranks) -> list[list[str]]:
+        return [[line for line in rank.text.splitlines() if " waiting " in line] for rank in ranks]
+
     with forked(body, RANKS, tmp_path) as ranks:
+        for side in (ranks[:2], ranks[2:3]):
+            assert wait_until(lambda side=side: sum(map(len, waiting(side))) >= 2, 60.0)
+        (tmp_path / "come").touch()
         assert [rank.wait() for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
-        lines = [[line for line in rank.text.splitlines() if " waiting " in line] for rank in ranks]
-        fewest, *others = sorted(map(len, (lines[0] + lines[1], lines[2], lines[3])))
-        assert fewest == 0 and min(others) >= 2  # after 1.5 and 3 s, and once more on a slow machine
+        lines = waiting(ranks)
+        assert lines[3] == []
         assert not (lines[0] and lines[1])
         for text in (*lines[0], *lines[1], *lines[2]):
             assert text.endswith(" s for rank 3 (node 1), generating, 3 rows left"), text
-        assert re.search(r"node 1, rank 2: waiting [234] s for", lines[2][0])
+        assert re.search(r"node 1, rank 2: waiting \d+ s for", lines[2][0])
 
 
 def test_many_late_ranks_are_counted_and_three_are_named():

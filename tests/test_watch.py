@@ -16,6 +16,7 @@ from trl_multinode.errors import EngineDiedError
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
 from trl_multinode.run.watch import watch_thread as watch_module
+from trl_multinode.run.watch import watchdog
 from trl_multinode.run.watch.watchdog import Watchdog
 
 FAILED = "[trl_multinode] the run failed: "
@@ -206,7 +207,9 @@ def test_a_signal_ends_all_though_the_main_thread_is_in_a_collective(tmp_path, s
         assert the_line(ranks, code) == f"node 0, rank 1, phase reward: stopped by {number.name}"
 
 
-def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(tmp_path, store):
+def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(watchdog, "POLL_S", 1.5)  # node 0 stays for twice as long; a busy machine may need it
+
     def body(rank: int) -> tuple[float, float]:
         watch = enter(rank, store)
         with watch.guard():
@@ -289,10 +292,10 @@ def test_a_rank_that_leaves_well_before_the_others_waits_for_them(tmp_path, stor
     def body(rank: int) -> float:
         watch = enter(rank, store)
         with suppress(SystemExit):
-            sys.exit(0) if rank == 1 else time.sleep(1.0)
+            sys.exit(0) if rank == 2 else time.sleep(1.0)  # ranks of node 0 linger in any case
         left = time.time()
         watch.close_at_exit()
         return time.time() - left
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert ranks[1].result > 0.8
+        assert ranks[2].result > 0.8

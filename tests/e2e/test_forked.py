@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,8 @@ def test_a_launch_ends_in_the_same_way(ways, name):
         end(nodes)
         found.append(of_node_1(nodes))
         for pid in nodes.pids(0) + nodes.pids(1):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         nodes.wait(timeout_s=10)
         assert template_pid() not in nodes.pids(0) + nodes.pids(1)
     assert found[0] == found[1]

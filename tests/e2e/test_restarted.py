@@ -23,7 +23,7 @@ IN_FLIGHT = {
 EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}
 COPY = {"engine_restart_copy": True}
 LATE_S = 9.0  # longer than both limits of that job
-LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 3.0, "stuck_timeout": 4.0}
+LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 6.0, "stuck_timeout": 7.0}
 JOBS = [
     {"name": "plain", "deaths": [], **EVAL},
     {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "eval@2"}, {"moment": "sync@4"}], **EVAL,

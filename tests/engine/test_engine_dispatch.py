@@ -147,7 +147,7 @@ def test_answers_come_in_the_order_of_the_requests_from_whichever_engine(engines
 
 @pytest.mark.fault("4")
 def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken_for_an_answer(engines):
-    limit_s, pid = 1.5, engines[1].ready.pid
+    limit_s, pid = 4.0, engines[1].ready.pid  # engines speak once a second; a busy machine pauses
     with another_rank(engines, stall_timeout_s=limit_s) as rank:
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -164,10 +164,10 @@ def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken
 
 @pytest.mark.fault("5")
 def test_a_long_generation_that_makes_tokens_is_no_stall(engines):
-    limit_s = 2.0
+    limit_s = 4.0
     with another_rank(engines, stall_timeout_s=limit_s) as rank:
         start, rows = time.monotonic(), 0
-        while time.monotonic() - start < limit_s and rows < 200:  # so many rows that one request takes longer
+        while time.monotonic() - start < limit_s and rows < 1000:  # so many rows that one request takes longer
             rows = max(8, 2 * rows)
             start = time.monotonic()
             (group,) = rank.generate([PromptRequest([5] * 100, rows, 0)], 150, SAMPLING, 1)

@@ -1,6 +1,7 @@
 """Tools that do not return: named with tool, rank and row, wherever they run."""
 
 import asyncio
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ def test_a_tool_that_waits_is_named_with_its_row_and_its_line(hold):
     watched = Watched(sync=ask)
     text, code = watched.end(lambda: watched.trainer._sync_tool_dicts[2]["sync"](number=1), hold)
     assert code == USER_CODE
-    assert "the tool `sync` has not returned after 0 s, for row 6 of this rank; it is at " in text
+    assert re.search(r"the tool `sync` has not returned after \d+ s, for row 6 of this rank; it is at ", text)
     assert f"{__file__}:" in text and "(ask)" in text and "raise `tool_timeout` (got 0.2 s)" in text
 
 
@@ -65,7 +66,8 @@ def test_an_async_tool_is_named_with_the_place_where_it_waits(hold):
 
     watched = Watched(later=ask)
     text, _ = watched.end(lambda: asyncio.run(watched.trainer._async_tool_dicts[3]["later"](number=1)), hold)
-    assert "the tool `later` has not returned after 0 s, for row 7 of this rank; it is at" in text and "(wait)" in text
+    assert re.search(r"the tool `later` has not returned after \d+ s, for row 7 of this rank; it is at", text)
+    assert "(wait)" in text
 
 
 def test_a_reset_that_waits_is_named_with_its_row(hold):
@@ -82,7 +84,7 @@ def test_a_reset_that_waits_is_named_with_its_row(hold):
     watched = Watched()
     game = watched.calls.watch_reset(Game())
     text, _ = watched.end(reset_rows, hold)
-    assert "the `reset` of the environment Game has not returned after 0 s, for row 1 of this rank" in text
+    assert re.search(r"the `reset` of the environment Game has not returned after \d+ s, for row 1 of this rank", text)
 
 
 def test_tools_that_return_are_never_named_and_without_a_limit_none_is():

@@ -97,9 +97,8 @@ def test_row_18_a_function_that_loops_over_the_rows_is_named_with_the_row(hold):
 
     text, code = Hung(slow).end(hold)
     assert code == USER_CODE
-    assert (
-        "the reward function `slow` has not returned after 0 s, in row 1 of this rank's rows 0 to 2; it is at " in text
-    )
+    line = r"the reward function `slow` has not returned after \d+ s, in row 1 of this rank's rows 0 to 2; it is at "
+    assert re.search(line, text)
     assert f"{__file__}:" in text and "raise `reward_timeout` (got 0.2 s)" in text
 
 
@@ -119,7 +118,7 @@ def test_row_18_a_function_that_has_left_its_loop_is_named_without_a_row(hold):
         return texts
 
     text, _ = Hung(slow).end(hold)
-    assert "`slow` has not returned after 0 s; it is at" in text
+    assert re.search(r"`slow` has not returned after \d+ s; it is at", text)
 
 
 def test_row_18_the_reward_of_an_environment_is_named_with_its_row(hold):
