@@ -78,7 +78,8 @@ def forked(body: Callable[[int], Any], count: int, folder: Path) -> Iterator[lis
 def on_gloo_ranks(
     body: Callable[[int], Any], count: int, folder: Path, before: Callable[[], object] = lambda: None
 ) -> list[Any]:
-    """What `body(rank)` returned on each rank of a gloo world. `before` is called before gloo has threads."""
+    """Return the results of `body(rank)` on all ranks of a gloo world. Each rank calls `before` before gloo starts its
+    threads."""
 
     def joined(rank: int) -> Any:
         before()

@@ -16,12 +16,13 @@ LIBC.malloc.restype = ctypes.c_void_p
 def free_at_once() -> None:
     """Have glibc give each freed block of 1 MiB or more back to the system, in a forked process of one thread.
 
-    Larger blocks than the threshold come from the system and go back to it, but only where no arena has free memory
-    for them. A test process that ran many threads has arenas full of it, and each arena would keep what it once gave
-    out: a sync with a true peak of 3 buckets then showed 4 to 6. So that memory is taken here and never touched.
+    Larger blocks than the threshold come from the system and go back to it, but only if the calling thread's arena has
+    no free block for them. A test process that ran many threads has arenas full of free blocks, and each arena would
+    keep what it once gave out: a sync with a true peak of 3 buckets then showed 4 to 6. So those blocks are taken here
+    and never touched.
     """
     LIBC.mallopt(M_MMAP_THRESHOLD, MIB)
-    together = threading.Barrier(NUM_ARENAS)
+    together = threading.Barrier(NUM_ARENAS, timeout=60)
 
     def take_all() -> None:
         take_free_memory()
@@ -36,7 +37,7 @@ def free_at_once() -> None:
 
 
 def take_free_memory() -> None:
-    """Take the free memory of this thread's arena."""
+    """Take all free blocks of 1 MiB or more of this thread's arena, and keep them."""
     while True:
         block = LIBC.malloc(MIB)
         size = ctypes.c_size_t.from_address(block - ctypes.sizeof(ctypes.c_size_t)).value
@@ -46,7 +47,7 @@ def take_free_memory() -> None:
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Bytes of resident memory that `call` needed at most on top of what was there."""
+    """Return the peak of resident memory during `call`, in bytes above its start."""
     LIBC.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
@@ -55,6 +56,6 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def status(key: str, process: int | str = "self") -> int:
-    """An entry of /proc/<process>/status, in bytes."""
+    """Return an entry of /proc/<process>/status in bytes."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))

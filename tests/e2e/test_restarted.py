@@ -22,7 +22,7 @@ IN_FLIGHT = {
 }  # fmt: skip
 EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}
 COPY = {"engine_restart_copy": True}
-LATE_S = 9.0  # longer than both limits of that job
+LATE_S = 14.0  # longer than both limits of that job
 LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 6.0, "stuck_timeout": 7.0}
 JOBS = [
     {"name": "plain", "deaths": [], **EVAL},

@@ -210,7 +210,7 @@ def test_silence_is_a_stall_within_the_deadline(pair, piece):
 
 
 def test_the_reason_of_an_engine_that_is_started_again_may_be_gone(tmp_path):
-    """Whoever starts it again removes the file while other ranks of the node look for it."""
+    """The rank that starts it again removes the file while other ranks of the node look for it."""
 
     class Removed(type(tmp_path)):
         def exists(self) -> bool:

@@ -73,10 +73,10 @@ def test_row_11_a_segmentation_fault_of_a_rank_ends_all_with_one_line(nodes, fau
 
 def test_row_16_ctrl_c_twice_leaves_one_line_and_no_process(nodes, fault_seconds):
     def interrupt_twice() -> None:
-        for _ in range(2):
-            with suppress(ProcessLookupError):  # it has ended after the first one already
-                os.killpg(nodes.launcher_pid(0), signal.SIGINT)
-            time.sleep(0.5)
+        os.killpg(nodes.launcher_pid(0), signal.SIGINT)
+        time.sleep(0.5)
+        with suppress(ProcessLookupError):  # it has ended already
+            os.killpg(nodes.launcher_pid(0), signal.SIGINT)
 
     launch(nodes, "-1")
     line, seconds = line_after(nodes, interrupt_twice, {2, 3})  # torchrun kills its own ranks at the second one

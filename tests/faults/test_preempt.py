@@ -1,5 +1,6 @@
 """Row 15: a signal at one rank is a decision of all ranks, with a deadline; nothing else of a run obeys it."""
 
+import json
 import os
 import random
 import signal
@@ -17,11 +18,13 @@ from trl_multinode.engine.settings import save_without_weights
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.run import preemption as preemption_module
 from trl_multinode.run import store as run_store
-from trl_multinode.run.endings.exit_codes import PREEMPTED
+from trl_multinode.run.endings.ending import ALSO_TO
+from trl_multinode.run.endings.exit_codes import PEER_LOST, PREEMPTED
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.preemption import Preemption, grace_after, grace_note, launcher_would_end
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
+from trl_multinode.run.watch import early
 from trl_multinode.run.watch import watch_thread as watch_module
 from trl_multinode.run.watch.signals import Preempted, noop_handler
 from trl_multinode.run.watch.watchdog import Watchdog
@@ -191,6 +194,7 @@ def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_ou
     """A rank of another node was so slow that it had not seen all ranks finished when the store ended."""
 
     def body(rank: int) -> None:
+        os.environ[ALSO_TO] = str(tmp_path / f"ending{rank}.json")
         enter_early(rank, store)
         watch = Watchdog(topology_of(rank, launched=True))
         preemption = Preemption(watch.topology, connect_store(watch.topology, watch.run), 60.0, watch)
@@ -200,6 +204,7 @@ def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_ou
         finally:
             print("waits", flush=True)
             watch.close()
+            early._early._at_exit()
 
     with forked(body, RANKS, tmp_path) as ranks:
         for rank in ranks[2:]:
@@ -207,6 +212,28 @@ def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_ou
         store.end()
         assert [rank.wait(15) for rank in ranks[2:]] == [PREEMPTED] * 2, ranks[2].text + ranks[3].text
         assert not any("the run failed" in rank.text for rank in ranks[2:])
+        assert json.loads((tmp_path / "ending2.json").read_text())["code"] == PREEMPTED
+
+
+def test_row_15_a_rank_that_does_not_close_yet_may_not_outlive_the_store(tmp_path, store):
+    """It may wait in a collective for ranks that are gone."""
+
+    def body(rank: int) -> None:
+        enter_early(rank, store)
+        watch = Watchdog(topology_of(rank, launched=True))
+        preemption = Preemption(watch.topology, connect_store(watch.topology, watch.run), 60.0, watch)
+        try:
+            preemption.leave("/run/checkpoint-3")
+        finally:
+            print("waits", flush=True)
+            time.sleep(60.0)
+            watch.close()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        for rank in ranks:
+            rank.wait_for("waits")
+        store.end()
+        assert [rank.wait(15) for rank in ranks] == [PEER_LOST] * RANKS
 
 
 def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):

@@ -165,7 +165,7 @@ def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
 
 
 def test_row_25_a_node_that_never_starts_is_named_every_interval_and_at_the_limit(place, capsys):
-    often = replace(place, every_s=0.5, timeout_s=3.5)
+    often = replace(place, every_s=0.5, timeout_s=6.0)
 
     async def nodes() -> list[Verdict]:
         first = asyncio.create_task(call(often, changed(A, nodes=3)))
@@ -175,10 +175,10 @@ def test_row_25_a_node_that_never_starts_is_named_every_interval_and_at_the_limi
 
     start = time.monotonic()
     ((code, line),) = {(one.code, *one.lines) for one in asyncio.run(nodes())}
-    assert code == PEER_LOST and "nobody has machine_rank 2; the limit of 4 s is over (--timeout)" in line
-    assert time.monotonic() - start < 11
+    assert code == PEER_LOST and "nobody has machine_rank 2; the limit of 6 s is over (--timeout)" in line
+    assert time.monotonic() - start < 14
     shown = re.findall(r"roll-call: 2 of 3 nodes here after [\d]+ s: .*machine_rank 2$", capsys.readouterr().out, re.M)
-    assert len(shown) >= 4  # two or more on each of the nodes
+    assert len(shown) >= 13  # one node alone has at most 12
 
 
 def test_row_25_a_node_whose_node_0_never_starts_ends_too(place, capsys):

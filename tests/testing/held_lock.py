@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
-from pathlib import Path
+import time
 
 from trl_multinode.testing import thread_safe_fork
 
@@ -26,6 +26,16 @@ def look_up() -> None:
     ctypes.CDLL(None).getnameinfo(address, len(address), name, len(name), None, 0, 0)
 
 
+def opened_for_writing(pipe: str, reader: threading.Thread) -> int:
+    """Open the pipe once the reader has opened it, which then waits for its content."""
+    while reader.is_alive():
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            time.sleep(0.01)
+    sys.exit("the lookup read no configuration")
+
+
 def ends_itself() -> None:
     signal.alarm(10)
     socket.gethostbyname_ex("127.0.0.1")
@@ -36,9 +46,7 @@ def main(pipe: str) -> None:
     subprocess.run(["mount", "--bind", pipe, CONFIG], check=True)
     thread = threading.Thread(target=look_up)
     thread.start()
-    while "wait_for_partner" not in Path(f"/proc/self/task/{thread.native_id}/wchan").read_text():  # opens the pipe
-        if not thread.is_alive():
-            sys.exit("the lookup read no configuration")
+    hold = opened_for_writing(pipe, thread)
     real = os.fork
 
     def fork() -> int:
@@ -46,7 +54,7 @@ def main(pipe: str) -> None:
         forks += 1
         if forks == 2:  # the thread releases the lock
             subprocess.run(["umount", "--lazy", CONFIG], check=True)
-            os.close(os.open(pipe, os.O_WRONLY))
+            os.close(hold)  # the first fork, which has it too, has ended
             thread.join()
         return real()
 

@@ -74,8 +74,9 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     unlink_shared_memory(Path(spec.shared_memory_record))
     socket = Path(spec.socket_path)
     socket.unlink(missing_ok=True)
-    if owner_died and not list(socket.parent.glob("engine*.sock")):
-        remove_folder(socket.parent)  # the ended owner cannot do it
+    with suppress(FileNotFoundError):  # another engine removes the folder, because the ended owner cannot do it
+        if owner_died and not list(socket.parent.glob("engine*.sock")):
+            remove_folder(socket.parent)
     os._exit(code)
 
 

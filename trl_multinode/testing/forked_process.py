@@ -134,9 +134,10 @@ def fork_rank(command: tuple[str, ...], environment: Mapping[str, str], inherite
 
     # A signal between the fork and the new handlers would run those of the launcher
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHERS_SIGNALS)
-    pid = fork_without_held_locks(lambda: run_to_the_end(run_rank, script))
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    return ForkedRank(pid)
+    try:
+        return ForkedRank(fork_without_held_locks(lambda: run_to_the_end(run_rank, script)))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def begin_process(environment: Mapping[str, str], log: int, inherited: Inherited) -> None:

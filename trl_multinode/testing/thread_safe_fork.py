@@ -32,10 +32,13 @@ def fork_without_held_locks(child: Callable[[], NoReturn]) -> int:
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(read)
-            _look_up_or_end()
-            os.write(write, b"1")
-            os.close(write)
+            try:
+                os.close(read)
+                _look_up_or_end()
+                os.write(write, b"1")
+                os.close(write)
+            except BaseException:
+                os._exit(1)  # or it would go on as a second parent
             child()
         os.close(write)
         usable = os.read(read, 1)
@@ -51,5 +54,5 @@ def _look_up_or_end() -> None:
     """Take the resolver's lock and release it. If that takes too long, the process ends with SIGALRM."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LOOKUP_LIMIT_S)
-    socket.gethostbyname_ex("127.0.0.1")  # a number needs neither files nor servers
+    socket.gethostbyname_ex("127.0.0.1")  # a number needs no server, but it takes the lock
     signal.alarm(0)

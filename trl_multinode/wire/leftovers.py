@@ -88,10 +88,11 @@ def segments_of(folder: Path) -> Iterator[Path]:
             lines = record.read_text().splitlines()
         for line in lines:
             path = SHARED_MEMORY / Path(line).name
-            named = path.name.startswith(SEGMENTS) or "-cpushm_" in path.name
+            is_ours = False
             with suppress(FileNotFoundError):
-                if named and path.lstat().st_uid == os.geteuid():
-                    yield path
+                is_ours = path.lstat().st_uid == os.geteuid()
+            if is_ours and (path.name.startswith(SEGMENTS) or "-cpushm_" in path.name):
+                yield path
 
 
 def remove_folder(folder: Path) -> None:

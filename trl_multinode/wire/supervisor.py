@@ -164,9 +164,11 @@ def record_while_starting(record: Path) -> Iterator[None]:
 
 def unlink_shared_memory(record: Path) -> None:
     """Remove the segments that `record_shared_memory` recorded. Call it when the processes have ended."""
-    if record.exists():
-        for segment in record.read_text().splitlines():
-            Path(segment).unlink(missing_ok=True)
+    segments: list[str] = []
+    with contextlib.suppress(FileNotFoundError):  # not recorded, or removed by another engine of a killed owner
+        segments = record.read_text().splitlines()
+    for segment in segments:
+        Path(segment).unlink(missing_ok=True)
 
 
 def exit_cause(pid: int) -> str:

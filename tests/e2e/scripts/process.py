@@ -66,7 +66,7 @@ def kind_of_file(fd: str) -> str:
 
 
 def sockets_that_stay() -> int:
-    """The watch has one. Its thread opens another one for a moment, to find this host's address."""
+    """Count the sockets. The watch keeps one, and for a moment a second one, to find this host's address."""
     import time
 
     deadline = time.monotonic() + 10

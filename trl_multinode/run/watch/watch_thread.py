@@ -298,9 +298,11 @@ class WatchThread:
     def _may_outlive_the_store(self) -> bool:
         """Stop watching, and return `True`, if this rank's script needs no other rank.
 
-        It needs none if node 0 has ended well, or if the checkpoint of a pre-empted run is whole: the launcher of node
-        0 ends when its ranks have left with code 143, while ranks of other nodes still close their trainers.
+        It needs none if node 0 has ended well, or if the checkpoint of a pre-empted run is whole and this rank closes
+        its trainers: the launcher of node 0 ends when its ranks have left with code 143, while others still close.
         """
+        if not all(trainer.closes for trainer in self.trainers):
+            return False
         if self.ending.preempted is None and (self.trainers or not self._node_0_left[0]):
             return False
         self.stopped.set()

@@ -65,6 +65,7 @@ class Watchdog:
         # returns `False` for a signal that ends the run at once
         self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
         self.explain: Callable[[BaseException], BaseException] = lambda error: error  # names a full disk
+        self.closes = False  # whether this rank is in `close`, and waits for the others or has waited
         self._closed = threading.Event()
         self._watch = watch_of(topology)
         self._store = self._watch.store.of_trainer(self.run)
@@ -191,6 +192,7 @@ class Watchdog:
         self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
+        self.closes = True
         self._store.wait_for_all(2 * POLL_S, self._watch.stopped)
         self._closed.set()
         for call in self.closings:
