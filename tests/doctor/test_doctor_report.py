@@ -152,7 +152,7 @@ def test_a_user_without_a_name_and_a_home_of_the_root_folder_change_nothing(monk
 
     monkeypatch.setenv("HOME", "/")
     monkeypatch.setattr("getpass.getuser", nobody)
-    assert hide_names("/work/run on gpu-1", ["gpu-1"]) == "/work/run on host0"
+    assert hide_names("/data/run on gpu-1", ["gpu-1"]) == "/data/run on host0"
 
 
 def test_a_long_name_is_hidden_too(tmp_path, capsys, monkeypatch):

@@ -5,6 +5,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,20 +172,25 @@ def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
         assert rank.wait(10) == PREEMPTED, rank.text
 
 
+def leave_preempted(store: StoreHost, end: Callable[[Watchdog, int], None], rank: int) -> None:
+    """Run a rank whose checkpoint is whole; `end` is the end of its script."""
+    enter_early(rank, store)
+    watch = Watchdog(topology_of(rank, launched=True))
+    preemption = Preemption(watch.topology, connect_store(watch.topology, watch.run), 60.0, watch)
+    try:
+        preemption.leave("/run/checkpoint-3")
+    finally:
+        end(watch, rank)
+
+
 def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_node_0(tmp_path, store):
     """torchrun ends that launcher, and the store with it, when the ranks of node 0 have left with 143."""
 
-    def body(rank: int) -> None:
-        enter_early(rank, store)
-        watch = Watchdog(topology_of(rank, launched=True))
-        preemption = Preemption(watch.topology, connect_store(watch.topology, watch.run), 60.0, watch)
-        try:
-            preemption.leave("/run/checkpoint-3")
-        finally:
-            watch.close()
-            time.sleep(4.0 if rank >= 2 else 0.0)
+    def end(watch: Watchdog, rank: int) -> None:
+        watch.close()
+        time.sleep(4.0 if rank >= 2 else 0.0)
 
-    with forked(body, RANKS, tmp_path) as ranks:
+    with forked(partial(leave_preempted, store, end), RANKS, tmp_path) as ranks:
         assert [rank.wait(10) for rank in ranks[:2]] == [PREEMPTED] * 2, ranks[0].text + ranks[1].text
         store.end()
         assert [rank.wait(10) for rank in ranks[2:]] == [PREEMPTED] * 2, ranks[2].text + ranks[3].text
@@ -193,20 +200,14 @@ def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_no
 def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_outlive_the_store(tmp_path, store):
     """A rank of another node was so slow that it had not seen all ranks finished when the store ended."""
 
-    def body(rank: int) -> None:
+    def end(watch: Watchdog, rank: int) -> None:
         os.environ[ALSO_TO] = str(tmp_path / f"ending{rank}.json")
-        enter_early(rank, store)
-        watch = Watchdog(topology_of(rank, launched=True))
-        preemption = Preemption(watch.topology, connect_store(watch.topology, watch.run), 60.0, watch)
+        print("waits", flush=True)
         time.sleep(60.0 if rank == 0 else 0.0)
-        try:
-            preemption.leave("/run/checkpoint-3")
-        finally:
-            print("waits", flush=True)
-            watch.close()
-            early._early._at_exit()
+        watch.close()
+        early._early._at_exit()
 
-    with forked(body, RANKS, tmp_path) as ranks:
+    with forked(partial(leave_preempted, store, end), RANKS, tmp_path) as ranks:
         for rank in ranks[2:]:
             rank.wait_for("waits")
         store.end()
@@ -218,18 +219,11 @@ def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_ou
 def test_row_15_a_rank_that_does_not_close_yet_may_not_outlive_the_store(tmp_path, store):
     """It may wait in a collective for ranks that are gone."""
 
-    def body(rank: int) -> None:
-        enter_early(rank, store)
-        watch = Watchdog(topology_of(rank, launched=True))
-        preemption = Preemption(watch.topology, connect_store(watch.topology, watch.run), 60.0, watch)
-        try:
-            preemption.leave("/run/checkpoint-3")
-        finally:
-            print("waits", flush=True)
-            time.sleep(60.0)
-            watch.close()
+    def end(watch: Watchdog, rank: int) -> None:
+        print("waits", flush=True)
+        time.sleep(60.0)
 
-    with forked(body, RANKS, tmp_path) as ranks:
+    with forked(partial(leave_preempted, store, end), RANKS, tmp_path) as ranks:
         for rank in ranks:
             rank.wait_for("waits")
         store.end()

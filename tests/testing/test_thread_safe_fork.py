@@ -1,6 +1,7 @@
 """A fork of a process whose other thread holds the lock of the C library's resolver."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,16 @@ def test_no_fork_waits_for_a_lock_that_another_thread_held(tmp_path):
     command = ["unshare", "--mount", sys.executable, str(script), str(pipe)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.stdout == "forks: 2, exit code: 3\n", found.stdout + found.stderr
+
+
+def test_a_lock_that_stays_held_ends_in_an_error(monkeypatch):
+    def wait_for_the_lock() -> None:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    monkeypatch.setattr(thread_safe_fork, "_look_up_or_end", wait_for_the_lock)
+    with pytest.raises(RuntimeError, match="each of 10 forks inherited a held lock"):
+        fork_without_held_locks(lambda: os._exit(3))
 
 
 def test_a_process_that_ends_before_its_program_is_an_error(monkeypatch):

@@ -127,7 +127,7 @@ class OutputOwner:
             f"{self._folder.parent} belonged to a run on {first.get('host')} (pid {first.get('pid')}) that has not "
             f"ended well: waiting {TAKEN_OVER_AFTER_S:.0f} s to see whether it still runs"
         )
-        for _ in range(round(TAKEN_OVER_AFTER_S / POLL_S)):  # not seconds, in which suspended hosts do nothing
+        for _ in range(round(TAKEN_OVER_AFTER_S / POLL_S)):  # counts looks: seconds pass while hosts are suspended
             time.sleep(POLL_S)
             if (now := self._read()) is None:
                 return

@@ -79,7 +79,7 @@ class GrowingTensor:
 
         Args:
             spec (`TensorSpec`), part (`TensorRange`):
-                What `data` is.
+                The tensor, and its range that `data` holds.
             data (`torch.Tensor` of shape `(part.count(...),)`):
                 Elements of the range, piece by piece, without padding.
 
