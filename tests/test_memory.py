@@ -12,11 +12,15 @@ BLOCK = 8 * MIB
 
 
 def leave_holes(kept: list[bytearray], together: threading.Barrier) -> None:
-    """Free ever larger blocks, so that glibc takes blocks of 8 MiB from this thread's arena; then leave holes."""
+    """Free ever larger blocks, so that glibc takes blocks of 8 MiB from this thread's arena; then leave holes.
+
+    Smaller blocks between the holes would go into free memory that the arena had before, and the holes become one with
+    the arena's end, where they are not seen.
+    """
     together.wait()
     for size in range(2, 32):
         del (_ := [bytearray(size * MIB)])[:]
-    blocks = [bytearray(size) for _ in range(4) for size in (BLOCK, 200_000)]
+    blocks = [bytearray(BLOCK) for _ in range(4)]
     kept += blocks[1::2]
     together.wait()
 
