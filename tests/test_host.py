@@ -1,5 +1,6 @@
 """What is checked before an engine starts, and what an engine is started with."""
 
+import json
 import os
 import re
 import subprocess
@@ -21,7 +22,9 @@ from trl_multinode.engine_process.vllm_backend import batch_tokens
 from trl_multinode.errors import ConfigurationError, EngineError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_settings import NodeSettings
+from trl_multinode.run.endings.exit_codes import CONFIGURATION
 from trl_multinode.run.topology import EngineDevices, Topology
+from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE
 
 ONE_RESERVED = EngineDevices((("7",),), shared_with_training=False)
 NODE_1 = Topology(rank=7, world_size=14, local_rank=0, ranks_per_node=7, node=1, num_nodes=2, launched=True)
@@ -203,6 +206,24 @@ def test_the_engines_type_follows_training_and_can_be_set(tmp_path):
     assert engine_dtype(NodeSettings(bf16=True), model) == torch.bfloat16
     assert engine_dtype(NodeSettings(fp16=True), model) == torch.float16
     assert engine_dtype(NodeSettings.of(config(tmp_path, engine_dtype="float16")), model) == torch.float16
+
+
+def test_a_failed_check_in_a_single_process_ends_its_watch_and_frees_its_folder(tmp_path, monkeypatch):
+    """In a notebook the user mends the setting and builds the next trainer."""
+
+    def ending() -> dict:
+        return json.loads((tmp_path / "_multinode/ending-node0.json").read_text())
+
+    monkeypatch.setenv(PREEMPT_VARIABLE, "TERM")
+    threads = threading.enumerate()
+    with pytest.raises(ConfigurationError, match="must be USR1 or USR2"):
+        NodeHost(config(tmp_path))
+    assert not [thread for thread in threading.enumerate() if thread not in threads and thread.name == "watch"]
+    assert not (tmp_path / "_multinode/owner.json").exists()
+    assert ending()["code"] == CONFIGURATION and "must be USR1 or USR2" in ending()["cause"]
+    monkeypatch.delenv(PREEMPT_VARIABLE)
+    NodeHost(config(tmp_path)).close()
+    assert ending()["code"] == 0
 
 
 def test_a_ranks_state_for_those_that_wait_for_it():

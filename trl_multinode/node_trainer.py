@@ -89,24 +89,13 @@ class NodeTrainer(HubTrainer):
             super().__init__(**call)
             return
         self.host = NodeHost(settings)
-        with self.host.watch.guard(), self._closed_on_failure(self.host), self.host.phases("set-up"):
+        with self.host.watch.guard(self.host.close), self.host.phases("set-up"):
             self._check_call(self.host, settings, call)
             if self.host.topology.rank == 0:
                 report_start(settings, self.host)
             with self._replacing(self.host):
                 super().__init__(**call)
             self._wire(self.host)
-
-    @staticmethod
-    @contextmanager
-    def _closed_on_failure(host: NodeHost) -> Iterator[None]:
-        """Close the host if a run of one process fails: the process may live on (in a notebook), without a trainer."""
-        try:
-            yield
-        except BaseException:
-            if host.topology.world_size == 1:
-                host.close()
-            raise
 
     @classmethod
     def _code(cls) -> ModuleType:

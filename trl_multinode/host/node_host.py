@@ -87,7 +87,7 @@ class NodeHost(SyncingHost, EndingHost):
         self._clock_starts: dict[int, int] = {}  # by engine: number of the process whose clock was read last
         self._clock_offsets: dict[int, tuple[float, float, float, float]] = {}  # by engine: clocks of those before it
         self._kv_use = 0.0  # greatest of the node's engines since the last `take_kv_use`
-        with self.watch.guard():
+        with self.watch.guard(self.watch.close):
             begin_run(self.watch, folder, lambda: self.step(), self.settings.engine_start_timeout)
             store = connect_store(self.topology, self.watch.run)
             self.devices = self._check()

@@ -164,14 +164,23 @@ class Watchdog:
         self._watch.note = ""
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """End all ranks on an exception inside the context; a run of one process raises it as usual."""
+    def guard(self, close: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """End all ranks on an exception inside the context; a run of one process raises it as usual.
+
+        Args:
+            close (`Callable[[], None]`, *optional*):
+                Function that is called before a run of one process raises: while a trainer is built, that which closes
+                what there is of it, because the process may live on (in a notebook) without a trainer.
+        """
         try:
             yield
-        except (Exception, SystemExit) as error:
-            if self._watch.alone or self._closed.is_set() or ends_well(error):
-                raise
-            self.fail_with(error)
+        except BaseException as error:
+            ends_all = isinstance(error, Exception | SystemExit) and not ends_well(error)
+            if self.topology.world_size == 1:
+                close()
+            elif ends_all and not self._watch.alone and not self._closed.is_set():
+                self.fail_with(error)
+            raise
 
     def fail_with(self, error: BaseException) -> None:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
