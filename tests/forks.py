@@ -84,6 +84,7 @@ def on_gloo_ranks(
     def joined(rank: int) -> Any:
         before()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
+        dist.barrier()  # a rank that leaves while another still connects would make that one fail
         try:
             return body(rank)
         finally:
