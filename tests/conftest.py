@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -54,6 +55,12 @@ def unused_shared_memory() -> set[str]:
     return {name for name in names if f"/dev/shm/{name}" not in mapped}
 
 
+def our_threads() -> set[threading.Thread]:
+    """Threads that end with what they belong to: a trainer, its engines, its open rows."""
+    names = "restart of engine", "look-ahead", "open-groups", "rollouts", "watch", "owner", "progress-lines"
+    return {thread for thread in threading.enumerate() if thread.name.startswith((*names, "weight sync"))}
+
+
 def pytest_addoption(parser) -> None:
     parser.addoption("--compatibility", action="store_true", help="write docs/compatibility.md")
     parser.addoption("--faults", action="store_true", help="write docs/faults.md")
@@ -102,8 +109,12 @@ def pytest_sessionfinish(session):
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_behind():
     """Per module, because a module may share one engine among its tests."""
-    files, environment = unused_shared_memory(), dict(os.environ)
+    files, environment, threads = unused_shared_memory(), dict(os.environ), our_threads()
     yield
+    deadline = time.monotonic() + 20
+    while (left := our_threads() - threads) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"threads left, which later tests in this process would count as theirs: {left}"
     children = [p for p in descendants() if p.pid != template_pid()]  # which lives as long as the session
     names = {p.pid: title for p in children if not is_resource_tracker(p) and (title := title_of(p))}
     assert not names, f"processes left: {names}"

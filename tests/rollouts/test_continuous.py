@@ -21,6 +21,7 @@ from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.rollouts.updates import UpdateLog
 from trl_multinode.wire.messages import VersionSpan, WeightVersion
 
+pytestmark = pytest.mark.usefixtures("no_collecting_afterwards")
 SIZE, QUOTA, OPEN = 2, 2, 2  # rows of a group, groups of a round, open rounds
 
 
@@ -161,8 +162,9 @@ class Run:
         return sorted({request.group for request, _ in self.engines.running})
 
     def wait_for_rows(self, left: int):
-        deadline = time.monotonic() + 5
-        while self.engines.rows_left > left and time.monotonic() < deadline:
+        """Wait until only so many rows of the open groups have no completion."""
+        groups, deadline = self.continuous.groups, time.monotonic() + 5
+        while sum(len(one.missing()) for one in groups.snapshot()) > left and time.monotonic() < deadline:
             time.sleep(0.002)
 
 

@@ -16,6 +16,7 @@ from trl_multinode.rollouts.recorded import Recorded, joined
 from trl_multinode.rollouts.recorded_groups import RecordedGroups
 from trl_multinode.wire.messages import WeightVersion
 
+pytestmark = pytest.mark.usefixtures("no_collecting_afterwards")
 SIZE = 4  # rows of a group
 
 
@@ -107,6 +108,7 @@ def test_the_oldest_complete_groups_are_taken_and_the_others_stay():
     first, second, third = (group(i, due=9) for i in range(3))
     groups.submit([first, second, third])
     rows.end(*of_group(rows, third), *of_group(rows, second), *of_group(rows, first)[:-1])
+    until(lambda: groups.ended_rows == 3 * SIZE - 1)  # the newest group is the first to be complete
     assert ids(groups.take(1, 0)) == [(1, 0)]
     rows.end(*rows.open)
     assert ids(groups.take(2, 1)) == [(0, 0), (2, 0)] and groups.ids == []
