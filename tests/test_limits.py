@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -109,9 +110,12 @@ def test_an_idle_connection_is_probed(link):
     client.set("key", "")
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as end:
-            if end.family != socket.AF_UNIX and end.getpeername()[1] == link.port:
-                found.append(end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as end:
+                if end.family != socket.AF_UNIX and end.getpeername()[1] == link.port:
+                    found.append(end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
     assert found == [1]
     assert client.get("key") == b""  # the socket is still torch's
 

@@ -28,7 +28,7 @@ def tree():
 
 def ended(process: subprocess.Popen) -> int:
     process.kill()
-    psutil.wait_procs([psutil.Process(process.pid)], timeout=0.5)
+    process.wait(20)
     return process.pid
 
 

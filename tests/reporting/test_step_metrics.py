@@ -282,11 +282,14 @@ def test_the_page_names_what_is_logged_and_nothing_else():
 def test_at_64_nodes_metrics_line_and_table_take_less_than_a_hundredth_of_a_10_s_step():
     rows = [[1.0] * NUM_NUMBERS] * (64 * 7)
     shape = RunShape(7, 512)
-    start = time.process_time()
-    ranks = [RankNumbers.of(row) for row in rows]
-    logs = step_metrics(ranks, 1, shape)
-    logs |= summarize_rounds([list(astuple(one.rounds)) for one in ranks], [1.0] * len(ranks))
-    logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], 7)
-    step_line(logs, 1, 2)
-    rendered(node_table(logs, 1))
-    assert time.process_time() - start < 0.1
+    seconds = []
+    for _ in range(3):  # the collection of other tests' garbage may fall into one
+        start = time.thread_time()
+        ranks = [RankNumbers.of(row) for row in rows]
+        logs = step_metrics(ranks, 1, shape)
+        logs |= summarize_rounds([list(astuple(one.rounds)) for one in ranks], [1.0] * len(ranks))
+        logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], 7)
+        step_line(logs, 1, 2)
+        rendered(node_table(logs, 1))
+        seconds.append(time.thread_time() - start)
+    assert min(seconds) < 0.1

@@ -8,9 +8,9 @@ import pytest
 import torch
 from served import Keeper, serving
 
-from trl_multinode.transports import page_lock
+from trl_multinode.transports import host_memory, page_lock
 from trl_multinode.transports.cuda_ipc import without_expandable_segments
-from trl_multinode.transports.host_memory import SHARED_MEMORY, HostMemory, HostSlots, OpenedHostSlots
+from trl_multinode.transports.host_memory import HostMemory, HostSlots, OpenedHostSlots
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import WeightMeta, slot_layout
 from trl_multinode.weights.transport import Transport
@@ -87,15 +87,15 @@ def test_a_worker_that_cannot_page_lock_says_so_in_its_log(cudart, caplog):
     assert "not page-locked" in caplog.text and "CUDA error 2" in caplog.text
 
 
-def test_no_file_is_left_when_page_locking_raises(monkeypatch):
+def test_no_file_is_left_when_page_locking_raises(tmp_path, monkeypatch):
     def broken():
         raise RuntimeError("no CUDA driver")
 
     monkeypatch.setattr(torch.cuda, "cudart", broken)
-    before = set(SHARED_MEMORY.glob("trl_multinode_*"))
+    monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path)
     with pytest.raises(RuntimeError, match="no CUDA driver"):
         HostSlots(256, pin=True)
-    assert not set(SHARED_MEMORY.glob("trl_multinode_*")) - before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bucket_is_copied_once_and_its_tensors_are_views_of_the_copy():

@@ -110,12 +110,14 @@ class SyncDriver:
         self.engines = engines
         self.sync = WeightSync(source or ModuleSource(model, model.dtype), engines, bucket_bytes, transport)
         self.version = WeightVersion()
+        self._noise = torch.Generator().manual_seed(0)  # the same in each run, whatever has drawn before
 
     @torch.no_grad()
     def perturb(self, scale: float = 0.05) -> None:
         """Change every parameter so much that log-probs of an engine with the old weights are off by more than 0.1."""
         for parameter in self.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * scale)
+            noise = torch.randn(parameter.shape, generator=self._noise)
+            parameter.add_(noise.to(parameter) * scale)
 
     def send(self) -> WeightVersion:
         self.version = WeightVersion(self.version.update + 1, 10 * self.version.update)

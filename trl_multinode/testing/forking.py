@@ -173,15 +173,18 @@ def fork_launcher(
     return ForkedProcess(template.socket_path, "launcher", arguments, environment, log.fileno(), node)
 
 
-def forked_fake_engine(environment: Mapping[str, str] = os.environ) -> str:
+def forked_fake_engine(environment: Mapping[str, str] | None = None) -> str:
     """
     Return the value of `TRL_MULTINODE_ENGINE_MODULE` with which fake engines are forks: 0.1 s instead of 5 s each. For
     trainers in this process; [`fork_launcher`] sets it itself. The first call starts the template (20 s).
 
     Args:
         environment (`Mapping[str, str]`, *optional*):
-            Environment of the template, if this call starts it.
+            Environment of the template, if this call starts it. Default: this process's, with one thread per process
+            as in the launches of [`Nodes`], so that these may use the template too.
     """
+    if environment is None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return f"{__package__}.forked_engine {_started(environment).socket_path}"
 
 
