@@ -55,10 +55,14 @@ def unused_shared_memory() -> set[str]:
     return {name for name in names if f"/dev/shm/{name}" not in mapped}
 
 
+# Names of the library's threads, or their beginnings; `printer` lives as long as the process
+RUN_THREADS = ("watch", "owner", "progress-lines", "weight sync", "restart of engine")
+ROLLOUT_THREADS = ("look-ahead", "open-groups", "rollouts")
+
+
 def our_threads() -> set[threading.Thread]:
-    """Threads that end with what they belong to: a trainer, its engines, its open rows."""
-    names = "restart of engine", "look-ahead", "open-groups", "rollouts", "watch", "owner", "progress-lines"
-    return {thread for thread in threading.enumerate() if thread.name.startswith((*names, "weight sync"))}
+    """Return the live threads that must end with their trainer, its engines, or its open groups."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith(RUN_THREADS + ROLLOUT_THREADS)}
 
 
 def pytest_addoption(parser) -> None:

@@ -14,8 +14,8 @@ BLOCK = 8 * MIB
 def leave_holes(kept: list[bytearray], together: threading.Barrier) -> None:
     """Free ever larger blocks, so that glibc takes blocks of 8 MiB from this thread's arena; then leave holes.
 
-    Smaller blocks between the holes would go into free memory that the arena had before, and the holes become one with
-    the arena's end, where they are not seen.
+    Each hole has a used block of the same size after it. Smaller blocks would go into free memory that the arena had
+    before; the holes would then merge with the free end of the arena, which the measure does not see.
     """
     together.wait()
     for size in range(2, 32):

@@ -1,4 +1,4 @@
-"""What tests of open groups share."""
+"""Fixtures for tests of open groups."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from trl_multinode.rollouts.groups import OpenGroups
 
 @pytest.fixture
 def no_collecting_afterwards(monkeypatch):
-    """Without it, the threads of a test's open groups would wait for the rest of their rows as long as the process."""
+    """End the threads of a test's open groups after the test: some of their rows never end."""
     made, init = [], OpenGroups.__init__
 
     def noted(groups: OpenGroups, *args, **kwargs) -> None:

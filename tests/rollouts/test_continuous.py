@@ -19,6 +19,7 @@ from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.rollouts.saved_groups import restore, to_arrays
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.rollouts.updates import UpdateLog
+from trl_multinode.testing.waiting import wait_until
 from trl_multinode.wire.messages import VersionSpan, WeightVersion
 
 pytestmark = pytest.mark.usefixtures("no_collecting_afterwards")
@@ -163,9 +164,8 @@ class Run:
 
     def wait_for_rows(self, left: int):
         """Wait until only so many rows of the open groups have no completion."""
-        groups, deadline = self.continuous.groups, time.monotonic() + 5
-        while sum(len(one.missing()) for one in groups.snapshot()) > left and time.monotonic() < deadline:
-            time.sleep(0.002)
+        groups = self.continuous.groups
+        assert wait_until(lambda: sum(len(one.missing()) for one in groups.snapshot()) <= left, 20.0)
 
 
 def test_a_group_that_is_older_than_the_limit_ends_the_run():

@@ -77,7 +77,7 @@ class EarlyWatch:
         failed = status is not None or error is not None
         watch = self.watch(READY_S if failed else LEAVE_S)
         if watch is None:
-            if not failed and self._watch is not None and os.getpid() == self._pid:  # it has outlived the store
+            if not failed and self._watch is not None and os.getpid() == self._pid:  # the watch has outlived the store
                 self._watch.ending.write_good()
             return
         if error is not None:  # the script replaced `sys.excepthook` after the import

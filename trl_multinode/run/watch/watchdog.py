@@ -169,8 +169,8 @@ class Watchdog:
 
         Args:
             close (`Callable[[], None]`, *optional*):
-                Function that is called before a run of one process raises: while a trainer is built, that which closes
-                what there is of it, because the process may live on (in a notebook) without a trainer.
+                Function that closes what is built so far, for a context in which a trainer is built. It is called
+                before a run of one process raises, because that process may live on (in a notebook) without a trainer.
         """
         try:
             yield
