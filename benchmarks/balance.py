@@ -30,7 +30,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 
 from trl_multinode import GRPOConfig
-from trl_multinode.testing.launch_files import ZERO3, _free_port
+from trl_multinode.testing.launch_files import ZERO3, free_port
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.testing.replay import ReplayTrainer, log_normal_length
 
@@ -179,7 +179,7 @@ def spy_on_slots(trainer: Measured) -> None:
 
 def run(arm: str, rows: int, ranks: int, folder: Path) -> dict:
     """One world; what its ranks measured."""
-    port, context = _free_port(), multiprocessing.get_context("fork")
+    port, context = free_port(), multiprocessing.get_context("fork")
     workers = [context.Process(target=run_rank, args=(arm, rows, ranks, r, port, folder)) for r in range(ranks)]
     for worker in workers:
         worker.start()

@@ -43,7 +43,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
 from trl_multinode.testing.engines import REAL, running_engines
-from trl_multinode.testing.launch_files import _free_port
+from trl_multinode.testing.launch_files import free_port
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import slot_layout
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two repeats: does it run, not how fast")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    repeats, port, context = 2 if options.quick else 9, _free_port(), multiprocessing.get_context("fork")
+    repeats, port, context = 2 if options.quick else 9, free_port(), multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(rank, port, repeats, Path(folder)) for rank in range(RANKS)]
         workers = [context.Process(target=run_rank, args=each) for each in arguments]

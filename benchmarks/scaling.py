@@ -29,7 +29,7 @@ from trl_multinode.batches.batching import plan_micro_steps
 from trl_multinode.check import rollcall
 from trl_multinode.check.attendance import Hello
 from trl_multinode.check.meeting import Place
-from trl_multinode.testing.launch_files import _free_port
+from trl_multinode.testing.launch_files import free_port
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
 RANKS, GENERATIONS = 7, 8  # training ranks of a node, rows of a group
@@ -71,7 +71,7 @@ def node_tokens(nodes: int, rows: int = 32) -> float:
 
 async def roll_call(nodes: int) -> float:
     """Return the seconds of a roll-call of so many nodes, which all run in this process."""
-    place = Place("127.0.0.1", _free_port(), timeout_s=60.0)
+    place = Place("127.0.0.1", free_port(), timeout_s=60.0)
     rollcall._Node._is_local = lambda self: self.hello.rank == 0  # type: ignore[method-assign]
     rollcall.say = lambda text: None
     versions = dict.fromkeys(("torch", "trl", "vllm", "transformers", "trl-multinode"), "1.0.0")

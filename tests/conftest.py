@@ -2,11 +2,10 @@
 
 import gc
 import os
-import re
 import signal
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,15 +14,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # in ten, that took 5 s each time, which is longer than most limits in these tests
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-import psutil
 import pytest
 import torch
 from compatibility import Compatibility
+from costs import FileCosts
 from fault_record import FaultRecord, fault_seconds  # noqa: F401
+from private_memory import make_shared_memory_private, note_segments, unused_segments
 from store_host import StoreHost
 
 from trl_multinode.run import store as run_store
-from trl_multinode.testing.forking import template_pid
+from trl_multinode.testing.forking import template_pids
 from trl_multinode.wire.supervisor import descendants, is_resource_tracker, title_of
 
 
@@ -42,19 +42,6 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 5.0)
 
 
-def unused_shared_memory() -> set[str]:
-    """Segments of vLLM's or ours that no live process has mapped: left by somebody who is gone."""
-    mapped = ""
-    for process in psutil.process_iter():
-        try:
-            mapped += Path(f"/proc/{process.pid}/maps").read_text()
-        except OSError:
-            continue
-    ours = re.compile(r"psm_|vllm_|trl_multinode_|.*-cpushm_")
-    names = [path.name for path in Path("/dev/shm").iterdir() if ours.match(path.name)]
-    return {name for name in names if f"/dev/shm/{name}" not in mapped}
-
-
 # Names of the library's threads, or their beginnings; `printer` lives as long as the process
 RUN_THREADS = ("watch", "owner", "progress-lines", "weight sync", "restart of engine")
 ROLLOUT_THREADS = ("look-ahead", "open-groups", "rollouts")
@@ -67,14 +54,19 @@ def our_threads() -> set[threading.Thread]:
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--compatibility", action="store_true", help="write docs/compatibility.md")
+    parser.addoption("--record-budgets", action="store_true", help="write tests/budgets.json")
     parser.addoption("--faults", action="store_true", help="write docs/faults.md")
 
 
 def pytest_configure(config):
+    distributes = bool(getattr(config.option, "numprocesses", None)) and "PYTEST_XDIST_WORKER" not in os.environ
+    if not distributes:
+        make_shared_memory_private()
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; tests send Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # forked ranks would wait for the threads of an OpenMP pool, which a fork does not have
     config.pluginmanager.register(Compatibility(config.getoption("--compatibility")))
+    config.pluginmanager.register(FileCosts(config.getoption("--record-budgets")))
     config.pluginmanager.register(FaultRecord(config.getoption("--faults")))
 
 
@@ -110,21 +102,29 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+def pytest_runtest_teardown():
+    note_segments()
+
+
+def what_stays(left: Callable[[], set]) -> set:
+    """Return what is left when it has not become empty within a minute; on a loaded machine an end takes seconds."""
+    deadline = time.monotonic() + 60
+    while (found := left()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_behind():
     """Per module, because a module may share one engine among its tests."""
-    files, environment, threads = unused_shared_memory(), dict(os.environ), our_threads()
+    files, environment, threads = unused_segments(), dict(os.environ), our_threads()
     yield
-    deadline = time.monotonic() + 20
-    while (left := our_threads() - threads) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    left = what_stays(lambda: our_threads() - threads)
     assert not left, f"threads left, which later tests in this process would count as theirs: {left}"
-    children = [p for p in descendants() if p.pid != template_pid()]  # which lives as long as the session
+    children = [p for p in descendants() if p.pid not in template_pids()]  # they live as long as the session
     names = {p.pid: title for p in children if not is_resource_tracker(p) and (title := title_of(p))}
     assert not names, f"processes left: {names}"
-    deadline = time.monotonic() + 60
-    while (left := unused_shared_memory() - files) and time.monotonic() < deadline:
-        time.sleep(0.2)  # a test of another worker, which kills owners, may be about to map or unlink it
+    left = what_stays(lambda: unused_segments() - files)
     assert not left, f"shared memory left: {left}"
     changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}
     assert not (changed - {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}), (

@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from waiting import HANG_S, until
 
 FORK = multiprocessing.get_context("fork")
-DEADLINE_S = 90.0  # DeepSpeed may build an extension in it
 
 
 class Rank:
@@ -41,17 +40,21 @@ class Rank:
             traceback.print_exc()
             os._exit(70)
 
-    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+    def wait(self, timeout_s: float = HANG_S) -> int:
         """The exit status, negative for a signal."""
         self.process.join(timeout_s)
         assert self.process.exitcode is not None, f"still running after {timeout_s} s:\n{self.text}"
         return self.process.exitcode
 
     def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while text not in self.text:
-            assert time.monotonic() < deadline and self.process.is_alive(), f"never said {text!r}:\n{self.text}"
-            time.sleep(0.02)
+        """Wait until the rank has printed `text`; fail at once if it ends without it."""
+
+        def printed_or_ended() -> bool:
+            alive = self.process.is_alive()  # asked before the log is read, which would otherwise miss a last line
+            return text in self.text or not alive
+
+        until(printed_or_ended, lambda: f"rank prints {text!r}:\n{self.text}")
+        assert text in self.text, f"the rank ended and never printed {text!r}:\n{self.text}"
 
     @property
     def text(self) -> str:

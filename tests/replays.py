@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from trl_multinode import GRPOConfig
-from trl_multinode.testing.launch_files import _free_port
+from trl_multinode.testing.launch_files import free_port
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.testing.replay import ReplayTrainer, seeded
 
@@ -90,7 +90,7 @@ def logged(trainer, name: str) -> list[float]:
 
 def on_ranks(body, count: int, folder: Path, ranks_per_node: int | None = None) -> list[Any]:
     """What `body(rank)` returned on each rank of a gloo world that looks like a launch of one or more nodes."""
-    port, per_node = _free_port(), ranks_per_node or count
+    port, per_node = free_port(), ranks_per_node or count
     # Other weights than the trained model's, or the KL term of a first step would be zero
     tiny_qwen2(vocab_size=258, seed=0).save_pretrained(folder / "reference")  # here: the ranks would race
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from trl_multinode.testing.launch_files import ZERO3, NodesSpec, _free_port, fresh_environment
+from trl_multinode.testing.launch_files import ZERO3, NodesSpec, free_port, fresh_environment
 from trl_multinode.testing.models import tiny_tokenizer
 
 from .machine import Machine, build_model
@@ -49,7 +49,7 @@ def launch(machine: Machine, folder: Path, arm: str, model: Path, **options) -> 
         precision = ["--mixed_precision", "no"]
     command = [
         sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--num_processes", "1",
-        *precision, "--main_process_port", str(_free_port()), "-m", "gpu_kit.train_rank", *arguments,
+        *precision, "--main_process_port", str(free_port()), "-m", "gpu_kit.train_rank", *arguments,
     ]  # fmt: skip
     path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**fresh_environment(), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from trl_multinode.command import main
-from trl_multinode.testing.launch_files import _free_port, fresh_environment
+from trl_multinode.testing.launch_files import free_port, fresh_environment
 from trl_multinode.testing.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -134,13 +134,12 @@ def test_wrong_options_are_refused(render, options, message, capsys):
 
 
 @pytest.mark.two_node
-@pytest.mark.timeout(300)
 def test_the_command_meets_launches_and_ends_with_the_code_of_the_run(render, tmp_path):
     """Two pods on this machine: roll-call, launch, then SIGTERM to the first process of each, as at an eviction."""
     Path("script.py").write_text(SCRIPT)
     options = ["--image", "i", "--env", "A=1", "--timeout", "100", "--grace", "20"]
     documents = render("2x1 --cpu", *options, script="script.py $A-$PET_NODE_RANK")
-    port = _free_port()
+    port = free_port()
     text = documents["ConfigMap"]["data"]["accelerate.yaml"].replace("29500", str(port))
     Path("accelerate.yaml").write_text(text)
     command = documents["TrainJob"]["spec"]["trainer"]["command"]

@@ -24,7 +24,6 @@ SCRIPTS = Path(__file__).parent / "scripts"
 GPUS = 8
 pytestmark = [
     pytest.mark.two_node,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(slurm_available() is not None, reason=str(slurm_available())),
 ]
 

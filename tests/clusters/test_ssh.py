@@ -44,7 +44,6 @@ def missing() -> str | None:
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.two_node,
-    pytest.mark.timeout(300),
 ]
 
 

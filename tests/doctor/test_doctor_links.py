@@ -12,7 +12,7 @@ from trl_multinode.doctor.cluster import ClusterReport, RingPlan, differing, mea
 from trl_multinode.doctor.facts import Fact, NodeReport
 from trl_multinode.doctor.links import Link, link_findings, rounds_of_ring, slow_links, speed, usual_speed
 from trl_multinode.doctor.tables import finding_lines, links_table
-from trl_multinode.testing.launch_files import _free_port
+from trl_multinode.testing.launch_files import free_port
 
 
 def ring_of(*speeds: float, device: str = "cpu") -> list[Link]:
@@ -111,7 +111,7 @@ def test_of_many_links_the_slowest_are_shown():
 
 def test_links_are_measured_over_gloo_also_in_two_rings_of_one_process(tmp_path, monkeypatch):
     """With two GPUs a node there are two rings; here both are in host memory."""
-    port = _free_port()
+    port = free_port()
     monkeypatch.setattr(ring, "TRANSFER_S", 0.05)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
@@ -137,7 +137,7 @@ def test_links_are_measured_over_gloo_also_in_two_rings_of_one_process(tmp_path,
 
 
 def test_a_ring_that_does_not_come_together_gives_its_reason(monkeypatch):
-    port = _free_port()
+    port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     plan = RingPlan(5, 2, "127.0.0.1", port, "gloo")  # a rank that does not exist
     result = measure_links(plan, "lo", limit_s=60.0)

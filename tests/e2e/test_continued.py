@@ -14,7 +14,7 @@ from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "continued.py"
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 # Two ranks x 4 rows x 2 micro-steps = 4 prompts a round: an epoch has 2 rounds and 4 optimizer steps, a run 2 epochs.
 RUN = {

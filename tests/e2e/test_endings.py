@@ -20,7 +20,7 @@ from trl_multinode.wire.supervisor import descendants, title_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "endless.py"
 LIMIT_S = 30.0
-pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node]
 NAMESPACES = namespaces_available() is None
 
 

@@ -12,7 +12,7 @@ from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 
 def end_of_run(folder: Path, case: str, first_rank_says: str, code: int) -> tuple[set[str], list[str]]:

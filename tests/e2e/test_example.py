@@ -21,7 +21,7 @@ from trl_multinode.testing.nodes import Nodes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 LEARNING_RATE = 1e-2
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 # The third call is step 3 of a run that starts anew, and never comes in one that goes on from step 2
 REWARD = """

@@ -15,7 +15,7 @@ from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "features.py"
-pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3]
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 ROWS = {
     "plain": [("Training", "full fine-tuning under ZeRO-3"), ("Data", "plain prompts")],

@@ -14,7 +14,7 @@ from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "in_flight.py"
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 GROUP, WORLD = 4, 4
 SLOW = Faults().slow_tokens(0.06)  # generation takes longer than a step, whatever else the machine does
 

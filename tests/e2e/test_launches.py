@@ -26,7 +26,7 @@ SETTINGS = {"ZERO3": ZERO3, "ZERO2": ZERO2, "OFFLOAD": OFFLOAD, "BF16": ZERO3 | 
 CANARY = f"canary{secrets.token_hex(8)}"
 SECRETS = dict.fromkeys(("TEST_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY"), CANARY)  # HF_TOKEN: small_run.py
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, **SECRETS}
-pytestmark = [pytest.mark.two_node, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.two_node]
 
 
 def result(folder: Path) -> dict:

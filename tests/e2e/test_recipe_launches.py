@@ -23,7 +23,7 @@ def letters(completions, completion_ids, **_):
         file.write(json.dumps(completion_ids) + "\\n")
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 """
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from trl_multinode.testing.nodes import Nodes
 SCRIPT = Path(__file__).parent / "scripts" / "features.py"
 NAMES = ["structured_outputs", "stop_strings", "pictures"]
 STOPS = "aeiou"
-pytestmark = [pytest.mark.engine, pytest.mark.two_node, pytest.mark.zero3, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.two_node, pytest.mark.zero3]
 
 
 @pytest.fixture(scope="module")

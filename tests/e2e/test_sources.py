@@ -16,7 +16,7 @@ NAMES = {
     "zero3_offload_param": "ZeRO-3, parameters and optimizer offloaded",
     "zero3_hpz": "ZeRO-3 with a secondary shard per node (ZeRO++)",
 }  # fmt: skip
-pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from trl_multinode.testing.nodes import Nodes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAULTS = Faults().lie_about_load(8).lose_load(10).stale_head(12).environment()
-pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node]
 NAMESPACES = namespaces_available() is None
 
 

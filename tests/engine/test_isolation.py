@@ -18,7 +18,6 @@ SCRIPT = Path(__file__).parents[1] / "isolated.py"
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "PYTHON_SECRET", "CUDA_PASSWORD", "NCCL_CREDENTIALS")
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(500),
     pytest.mark.skipif(namespaces_available() is not None, reason=f"namespaces: {namespaces_available()}"),
 ]
 

@@ -157,7 +157,6 @@ def test_row_33_a_full_disk_under_the_log_ends_nothing(who):
 
 @pytest.mark.zero3
 @pytest.mark.two_node
-@pytest.mark.timeout(300)
 def test_row_33_a_disk_that_fills_up_ends_a_save_and_nothing_else(tmp_path):
     """Two runs on one small disk, with their logs and timings: one without checkpoints, then one with them."""
     run = {

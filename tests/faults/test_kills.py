@@ -19,7 +19,7 @@ from trl_multinode.testing.waiting import wait_until
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "scripts" / "endless.py"
 LIMIT_S = 30.0  # the page has the promised seconds; this machine may be loaded
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 
 @pytest.fixture(scope="module")

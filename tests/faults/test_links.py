@@ -61,7 +61,6 @@ def metric(runs: dict, name: str, key: str) -> float:
 
 @pytest.mark.zero3
 @pytest.mark.two_node
-@pytest.mark.timeout(500)
 def test_row_31_a_slow_link_ends_nothing_and_the_metrics_of_the_sync_show_it(runs):
     slow, plain = ({key: metric(runs, name, f"sync/{key}") for key in ("gather_s", "gb_per_s", "load_s")}
                    for name in ("slow_link", "plain"))  # fmt: skip

@@ -11,7 +11,7 @@ from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "scripts" / "continued.py"
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRL_MULTINODE_PREEMPT_SIGNAL": "USR1"}
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 RANKS, LAST = 4, 6
 # 4 ranks x 4 rows x 2 micro-steps = 8 prompts a round. A round serves two optimizer steps, and the next one is

@@ -385,7 +385,6 @@ def test_row_2_weights_of_an_earlier_step_are_there_with_a_copy_only(node, copy)
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
 def test_rows_1_2_8_with_vllm(node):
     """A worker of a TP 2 engine is killed in generation, its core idle, and the engine while weights are sent."""
     one = node(

@@ -26,7 +26,7 @@ from trl_multinode.check.meeting import Place
 from trl_multinode.check.rollcall import call
 from trl_multinode.run.endings.exit_codes import CONFIGURATION, PEER_LOST
 from trl_multinode.run.versions import differences, local_versions
-from trl_multinode.testing.launch_files import _free_port
+from trl_multinode.testing.launch_files import free_port
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.testing.waiting import wait_until
 from trl_multinode.wire.supervisor import is_running
@@ -46,7 +46,7 @@ def _short(monkeypatch):
 
 @pytest.fixture
 def place() -> Place:
-    return Place("127.0.0.1", _free_port(), timeout_s=20.0, every_s=1.0, settle_s=0.3, linger_s=0.2)
+    return Place("127.0.0.1", free_port(), timeout_s=20.0, every_s=1.0, settle_s=0.3, linger_s=0.2)
 
 
 def changed(hello: Hello, **values) -> Hello:
@@ -107,7 +107,6 @@ raise SystemExit(5)
 
 
 @pytest.mark.two_node
-@pytest.mark.timeout(300)
 def test_accelerate_launch_runs_below_the_check_and_its_code_is_not_lost(tmp_path, config):
     script = tmp_path / "script.py"
     script.write_text(LAUNCHED)

@@ -14,7 +14,6 @@ STALL_S, TOKEN_S, TOKENS, STEPS = 2.0, 0.5, 8, 2
 
 @pytest.mark.zero3
 @pytest.mark.two_node
-@pytest.mark.timeout(300)
 def test_row_5_a_round_longer_than_the_stall_limit_ends_nothing_and_the_metrics_name_the_node(tmp_path, fault_seconds):
     job = {
         "name": "slow", "output": "slow", "prompts": 8, "max_steps": STEPS, "save_steps": STEPS,

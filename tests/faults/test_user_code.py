@@ -28,7 +28,6 @@ LIMIT_S = 0.2
 
 @pytest.mark.zero3
 @pytest.mark.two_node
-@pytest.mark.timeout(300)
 def test_rows_18_19_a_rank_without_rewards_is_counted_and_one_that_hangs_ends_the_run(tmp_path):
     with Nodes(2, 1, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
         nodes.launch(SCRIPT, str(tmp_path))

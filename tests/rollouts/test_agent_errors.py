@@ -171,7 +171,6 @@ BROKEN = {  # what fails -> the agent, settings, and what the line says
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "ahead"])
 @pytest.mark.parametrize("name", BROKEN)
-@pytest.mark.timeout(60)
 def test_what_fails_ends_the_run_with_its_place(name, ahead, tmp_path):
     kind, speaker, settings, line = BROKEN[name]
     where = r"node 0, rank 0.*: "

@@ -19,6 +19,7 @@ from .launch_files import MARKER_VARIABLE
 NUMBER_BYTES = 16  # of a pid or an exit code, in digits
 Node = tuple[str, list[str]]  # arguments of `namespaces.enter_node`
 STOP_LIMIT_S = 10.0
+FORK_EVENT = "trl_multinode.testing.fork"  # audit event of each fork, with the program
 # Libraries read these when they are imported, which the template has done once for all launches
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DS_", "OMP_", "TORCH_", "PYTHON", "XDG_", "TRACKIO_")
 
@@ -50,6 +51,7 @@ class ForkedProcess:
         log: int,
         node: Node | None = None,
     ):
+        sys.audit(FORK_EVENT, program)
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.connect(socket_path)
         request = {
@@ -131,9 +133,9 @@ class _Template:
 _template: _Template | None = None
 
 
-def template_pid() -> int | None:
-    """Return the pid of this process's template, which lives as long as this process; `None` before the first fork."""
-    return _template.process.pid if _template else None
+def template_pids() -> list[int]:
+    """Return the pids of this process's templates, which live as long as this process."""
+    return [_template.process.pid] if _template else []
 
 
 def template_output() -> str:

@@ -18,6 +18,8 @@ CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"  # vLLM's name for cores of its wor
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", MARKER_VARIABLE)
 LAUNCH_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "PET_", "MASTER_")
 
+FIRST_PORT, PORTS_PER_WORKER, NUM_PORT_RANGES = 20000, 1000, 12
+
 # A tiny model is never sharded unless the threshold is 0: DeepSpeed keeps small parameters whole on every rank
 ZERO3 = {
     "zero_optimization": {
@@ -77,7 +79,7 @@ class NodesSpec:
             "compute_environment": "LOCAL_MACHINE",
             "machine_rank": 0,
             "main_process_ip": ip,
-            "main_process_port": _free_port(),
+            "main_process_port": free_port(),
             "num_machines": self.num_nodes,
             "num_processes": self.num_ranks,
             **(self.accelerate or self._deepspeed_section(folder)),
@@ -132,13 +134,19 @@ def core_of_engines(node: int) -> dict[str, str]:
     return {CORES_VARIABLE: os.environ.get(CORES_VARIABLE, str(cores[node % len(cores)]))}
 
 
-def _free_port() -> int:
-    """Return a free TCP port below 32768, because the kernel assigns ports from there up to outgoing connections."""
-    for port in random.sample(range(20000, 30000), k=100):
+def free_port() -> int:
+    """Return a free TCP port below 32768, because the kernel assigns ports from there up to outgoing connections.
+
+    Each worker of pytest-xdist has a range of its own: two that draw from one range could draw the same port.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    index = int(worker.removeprefix("gw") or 0) % NUM_PORT_RANGES
+    ports = range(FIRST_PORT + index * PORTS_PER_WORKER, FIRST_PORT + (index + 1) * PORTS_PER_WORKER)
+    for port in random.sample(ports, k=100):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
             return port
-    raise RuntimeError("none of 100 ports between 20000 and 30000 is free on this computer")
+    raise RuntimeError(f"none of 100 ports between {ports.start} and {ports.stop} is free on this computer")

@@ -1,0 +1,137 @@
+"""Costs of each test file: CPU seconds, and the engines, launches and Pythons that it started.
+
+`budgets.json` holds the budgets. CPU seconds above a budget are printed as `OVER BUDGET`, because they depend on the
+machine; a count above it fails the run, because counts are exact. `--record-budgets` writes the file.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from trl_multinode.testing.faults import FAULTY_REAL, FORKED, REAL
+from trl_multinode.testing.forking import FORK_EVENT, template_pids
+
+TESTS = Path(__file__).parent
+BUDGETS = TESTS / "budgets.json"
+COUNTS = ("engines", "launches", "pythons")
+SLOWEST = 10
+# A file below these CPU seconds that starts nothing needs no line
+FREE_CPU_S = 10.0
+# Between machines of the same kind, CPU seconds of a file differ by less than this
+MACHINE_FACTOR = 1.5
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+Costs = dict[str, float]
+
+
+def budgets() -> dict[str, Costs]:
+    """Return the budget of each file that has one; keys are paths below `tests/`."""
+    return json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
+
+
+class FileCosts:
+    """Plugin that adds up the costs of each file, in each xdist worker, and reports them at the end of the run."""
+
+    def __init__(self, record: bool):
+        self._record = record
+        self._files: dict[str, Costs] = defaultdict(lambda: defaultdict(float))
+        self._started: Costs = defaultdict(float)
+        sys.addaudithook(self._audit)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        cpu, wall = cpu_seconds(), time.monotonic()
+        self._started.clear()
+        result = yield
+        costs = self._files[str(item.path.relative_to(TESTS))]
+        costs["cpu_s"] += cpu_seconds() - cpu
+        costs["wall_s"] += time.monotonic() - wall
+        for name, count in self._started.items():
+            costs[name] += count
+        return result
+
+    def _audit(self, event: str, arguments: tuple) -> None:
+        if event == "subprocess.Popen":
+            kind = kind_of(arguments[1])
+        elif event == FORK_EVENT:
+            kind = {"launcher": "launches", "vllm": "engines"}.get(arguments[0])
+        else:
+            return
+        if kind is not None:
+            self._started[kind] += 1
+
+    def pytest_sessionfinish(self, session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["costs"] = {file: dict(costs) for file, costs in self._files.items()}
+        elif self._record:
+            write_budgets(self._files)
+        elif counted := over_budget(self._files, COUNTS, 1.0):
+            print("\nmore than the budget of tests/budgets.json allows:", *counted, sep="\n  ")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        for file, costs in getattr(node, "workeroutput", {}).get("costs", {}).items():
+            for name, value in costs.items():
+                self._files[file][name] += value
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        slowest = sorted(self._files.items(), key=lambda each: -each[1]["cpu_s"])[:SLOWEST]
+        terminalreporter.section("slowest files")
+        for file, costs in slowest:
+            counts = ", ".join(f"{costs[name]:.0f} {name}" for name in COUNTS if costs[name])
+            terminalreporter.line(f"{costs['cpu_s']:7.1f} CPU s {costs['wall_s']:7.1f} s  {file}  {counts}")
+        for line in over_budget(self._files, ("cpu_s",), MACHINE_FACTOR):
+            terminalreporter.line(f"OVER BUDGET {line}")
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process, of its children that have ended, and of the templates with theirs."""
+    times = os.times()
+    total = times.user + times.system + times.children_user + times.children_system
+    for pid in template_pids():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += sum(int(ticks) for ticks in fields[11:15]) / TICKS_PER_S
+    return total
+
+
+def kind_of(command: object) -> str | None:
+    """Return what a command starts: one of `COUNTS`, or `None`."""
+    words = [command] if isinstance(command, str | bytes | os.PathLike) else list(command)
+    words = [os.fsdecode(word) for word in words]
+    if not any(os.path.basename(word).startswith("python") for word in words[:10]):
+        return None
+    if "launch" in words and any("accelerate" in word for word in words):
+        return "launches"
+    if {REAL, FORKED, FAULTY_REAL} & set(words):
+        return "engines"
+    return "pythons"
+
+
+def over_budget(files: dict[str, Costs], names: tuple[str, ...], factor: float) -> list[str]:
+    """Return a line for each file that costs more than its budget in one of `names`."""
+    allowed, lines = budgets(), []
+    for file, costs in sorted(files.items()):
+        budget = {"cpu_s": FREE_CPU_S} | allowed.get(file, {})
+        for name in names:
+            if costs.get(name, 0) > budget.get(name, 0) * factor:
+                lines.append(f"{file}: {costs[name]:.0f} {name}, budget {budget.get(name, 0):.0f}")
+    return lines
+
+
+def write_budgets(files: dict[str, Costs]) -> None:
+    """Replace the budgets of the files that ran; drop those of files that do not exist any more."""
+    kept = {file: budget for file, budget in budgets().items() if (TESTS / file).exists()}
+    for file, costs in files.items():
+        counts = {name: int(costs[name]) for name in COUNTS if costs.get(name)}
+        if counts or costs["cpu_s"] > FREE_CPU_S:
+            kept[file] = {"cpu_s": round(costs["cpu_s"])} | counts
+        else:
+            kept.pop(file, None)
+    lines = [f" {json.dumps(file)}: {json.dumps(kept[file])}" for file in sorted(kept)]
+    BUDGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
