@@ -68,6 +68,7 @@ def test_the_cure_grows_with_the_run():
     assert "no file descriptors left for 2044 ranks" in file_limit_cure(2044) and "-n 6196" in file_limit_cure(2044)
 
 
+@pytest.mark.real
 def test_a_shell_between_launcher_and_rank_does_not_hide_the_launcher():
     code = "import os; from trl_multinode.run import limits; print(limits.launchers()[-1])"
     shell = ["sh", "-c", f"{sys.executable} -c '{code}'; true"]

@@ -164,6 +164,7 @@ def test_workers_of_an_engine_on_a_cpu_are_bound_to_cores_that_it_has(monkeypatc
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one core only: a rank cannot have fewer than its launcher"
 )
+@pytest.mark.real
 def test_an_engine_without_pidfds_has_its_launchers_cores_and_ends_with_its_owner(tmp_path):
     """A real process with the fake backend, started by a rank that is bound to one core; this is its launcher."""
     cores = os.sched_getaffinity(0)

@@ -71,6 +71,7 @@ SCRIPT_ERRORS = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("error", SCRIPT_ERRORS)
 def test_row_script_error_before_the_trainer_ends_all_nodes(tmp_path, store, run_script, error):
     """The import loads nothing and does not wait. The thread has to load torch, which may take a while here."""
@@ -96,6 +97,7 @@ assert not {{"torch", "transformers", "trl", "numpy"}} & set(sys.modules)
         assert lines.pop().startswith(f"{FAILED}node 1, rank 3, phase before the trainer: {cause}")
 
 
+@pytest.mark.real
 def test_row_a_script_that_ends_well_without_a_trainer_waits_for_nobody(tmp_path, store, run_script):
     def others(rank: int) -> None:
         if rank != 3:
@@ -192,6 +194,7 @@ def test_trainers_attach_to_the_thread_of_the_import_and_a_failure_between_them_
         assert all("rank 2, phase script: OSError: the third trainer" in rank.text for rank in ranks)
 
 
+@pytest.mark.real
 def test_no_child_of_a_rank_is_watched(run_script):
     script = run_script(
         """
@@ -221,6 +224,7 @@ def test_no_child_of_a_rank_is_watched(run_script):
     assert FAILED not in script.text
 
 
+@pytest.mark.real
 def test_a_wrapper_between_launcher_and_rank_is_no_rank_of_its_own(store):
     ask = "from trl_multinode.run.watch import early; import sys; sys.exit(0 if early._early else 5)"
     command = ["sh", "-c", f'{sys.executable} -c "{ask}"; exit $?']
