@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 from forks import forked
+from waiting import HANG_S
 
 import trl_multinode.host.ending as host_module
 from trl_multinode import GRPOConfig, GRPOTrainer
@@ -20,7 +21,7 @@ from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.testing.waiting import wait_until
 from trl_multinode.wire.supervisor import is_running
 
-LIMIT_S = 20.0
+LIMIT_S = HANG_S
 
 
 def build(folder) -> GRPOTrainer:

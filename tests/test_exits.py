@@ -43,6 +43,7 @@ SCRIPTS = {  # what a script does in the end: the status that is noticed
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("end", SCRIPTS, ids=lambda end: end.splitlines()[-1].strip())
 def test_a_script_that_ends_with_an_error_is_told_from_one_that_caught_it(tmp_path, end):
     script = tmp_path / "script.py"
@@ -84,6 +85,7 @@ def test_a_frame_has_returned_or_was_left_by_an_exception():
     assert not has_returned(sys._getframe())
 
 
+@pytest.mark.real
 def test_what_an_earlier_hook_prints_under_torchs_own_is_seen():
     """`init_process_group` installs a hook that calls the one before it with a buffer as stderr."""
     program = """

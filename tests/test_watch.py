@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from forks import forked
 from store_host import RANKS, enter
+from waiting import HANG_S
+from waiting import until as until_true
 
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.run import store as run_store
@@ -23,19 +25,20 @@ FAILED = "[trl_multinode] the run failed: "
 
 
 @pytest.fixture(autouse=True)
-def short_waits(monkeypatch):
+def limits(monkeypatch):
+    """A rank that has failed waits for the others for a short time, and no starved rank loses the store."""
     monkeypatch.setattr(run_store, "GRACE_S", 1.5)
-    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 60.0)
 
 
 def in_a_collective(watch: Watchdog | None) -> None:
     """The main thread waits for ranks that never come."""
-    time.sleep(60)
+    time.sleep(HANG_S)
 
 
 def the_line(ranks, code: int = exit_codes.USER_CODE) -> str:
     """All `ranks` end in time with the same exit code, and all with one and the same last line."""
-    statuses = [rank.wait(20) for rank in ranks]  # 3 s for the store, and two cores that other tests use too
+    statuses = [rank.wait() for rank in ranks]
     assert statuses == [code] * len(ranks), [rank.text for rank in ranks]
     last = {rank.text.splitlines()[-1] for rank in ranks}
     assert len(last) == 1, last
@@ -45,8 +48,7 @@ def the_line(ranks, code: int = exit_codes.USER_CODE) -> str:
 
 
 def until(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.02)
+    until_true(path.exists, str(path))
 
 
 def all_up(ranks) -> None:
@@ -114,12 +116,11 @@ def test_a_rank_whose_output_blocks_ends_all_ranks_all_the_same(tmp_path, store)
         with watch.guard():
             if rank == 3:
                 raise ValueError("the reward failed")
-            time.sleep(60)
+            time.sleep(HANG_S)
 
     with forked(body, RANKS, tmp_path) as ranks:
         assert "node 1, rank 3" in the_line(ranks[:3]) and "the reward failed" in the_line(ranks[:3])
-        ranks[3].process.join(20)
-        assert ranks[3].process.exitcode == ranks[0].process.exitcode
+        assert ranks[3].wait() == ranks[0].process.exitcode
 
 
 def full_pipe() -> int:
@@ -168,14 +169,21 @@ def test_a_closed_store_ends_all_with_the_same_line(tmp_path, store):
 
 @pytest.mark.fault("launcher_frozen")
 def test_a_store_that_stops_answering_ends_all_with_the_same_line(tmp_path, store):
-    with forked(lambda rank: in_a_collective(enter(rank, store)), RANKS, tmp_path) as ranks:
+    def body(rank: int) -> None:
+        watch = enter(rank, store)
+        until(tmp_path / "now")
+        watch.limit_store(3.0)
+        in_a_collective(watch)
+
+    with forked(body, RANKS, tmp_path) as ranks:
         all_up(ranks)
         os.kill(store.process.pid, signal.SIGSTOP)
+        (tmp_path / "now").touch()
         assert "PeerFailureError: the launcher of node 0" in the_line(ranks, exit_codes.PEER_LOST)
 
 
 def test_the_end_of_a_watched_process_is_told_with_its_cause_and_before_its_symptoms(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(watch_module, "SYMPTOM_DELAY_S", 10.0)
+    monkeypatch.setattr(watch_module, "SYMPTOM_DELAY_S", 2 * HANG_S)
 
     def body(rank: int) -> None:
         watch = enter(rank, store)

@@ -14,6 +14,7 @@ import pytest
 from beating import Link
 from forks import FORK, forked
 from pidfds import forbid_pidfds
+from waiting import HANG_S, until
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
@@ -40,6 +41,7 @@ def test_a_single_process_raises_its_exceptions_as_python_does():
 def test_a_rank_leaves_when_the_store_knows_it(store, monkeypatch):
     """Its neighbour sees the end of the process at once, and asks the store through another connection."""
     link = Link(store.port)
+    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", HANG_S)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(link.port))
     leaving, neighbour = run_store.RunStore(LAUNCHED_2, None), run_store.RunStore(LAUNCHED_2, None)
@@ -49,7 +51,7 @@ def test_a_rank_leaves_when_the_store_knows_it(store, monkeypatch):
     thread.join(0.5)
     assert thread.is_alive()
     link.heal()
-    thread.join(10)
+    thread.join(HANG_S)
     assert not thread.is_alive() and neighbour.have_left([0])
     link.close()
 
@@ -86,7 +88,7 @@ def test_signals_that_a_script_handles_itself_are_its_own(tmp_path):
         assert len(seen) == 5 and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(20) == 0, rank.text
+        assert rank.wait() == 0, rank.text
 
 
 def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
@@ -94,10 +96,10 @@ def test_a_stop_signal_that_nobody_else_handles_ends_the_run(tmp_path):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         Watchdog(LAUNCHED)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(20)
+        time.sleep(HANG_S)
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(10) == exit_codes.PREEMPTED and "stopped by SIGTERM" in rank.text
+        assert rank.wait() == exit_codes.PREEMPTED and "stopped by SIGTERM" in rank.text
 
 
 def test_a_note_goes_with_the_failures_inside_and_with_none_after_it(tmp_path):
@@ -109,10 +111,10 @@ def test_a_note_goes_with_the_failures_inside_and_with_none_after_it(tmp_path):
             watch.report("engine 0 ended")
         with watch.noting("Lower `max_num_seqs`."):
             watch.add_process(subprocess.Popen(["sleep", "0.1"]).pid, lambda: "engine 0 ended")
-            time.sleep(20)
+            time.sleep(HANG_S)
 
     with forked(body, 2, tmp_path) as ranks:
-        assert [rank.wait(10) for rank in ranks] == [exit_codes.OTHER, exit_codes.ENGINE]
+        assert [rank.wait() for rank in ranks] == [exit_codes.OTHER, exit_codes.ENGINE]
         last = [rank.text.splitlines()[-1] for rank in ranks]
         assert last[0].endswith("phase set-up: engine 0 ended")
         assert last[1].endswith("phase set-up: engine 0 ended. Lower `max_num_seqs`.")
@@ -156,10 +158,10 @@ def test_a_process_that_is_gone_already_is_a_failure_at_once(tmp_path):
         gone.start()
         gone.join()
         Watchdog(ALONE).add_process(gone.pid, lambda: "engine 0 was gone")
-        time.sleep(20)
+        time.sleep(HANG_S)
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(10) == exit_codes.ENGINE
+        assert rank.wait() == exit_codes.ENGINE
         assert rank.text.splitlines()[-1].endswith("node 0, rank 0, phase set-up: engine 0 was gone")
 
 
@@ -175,7 +177,7 @@ def test_forgotten_processes_may_end(tmp_path):
         watch.close()
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(10) == 0, rank.text
+        assert rank.wait() == 0, rank.text
 
 
 @pytest.mark.fault("14")
@@ -192,11 +194,11 @@ def kill_a_launcher(tmp_path, prepare=lambda: None):
         prepare()
         Watchdog(LAUNCHED)
         print(f"up, pid {os.getpid()}.", flush=True)
-        time.sleep(30)
+        time.sleep(HANG_S)
 
     def launcher(rank: int) -> None:
         FORK.Process(target=rank_body).start()
-        time.sleep(30)
+        time.sleep(HANG_S)
 
     with forked(launcher, 1, tmp_path) as (parent,):
         parent.wait_for("up, pid ")
@@ -204,9 +206,7 @@ def kill_a_launcher(tmp_path, prepare=lambda: None):
         pidfd = os.pidfd_open(child)
         parent.process.kill()
         parent.process.join()
-        deadline = time.monotonic() + 10
-        while "the launcher of node 0 (pid" not in parent.text and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(lambda: "the launcher of node 0 (pid" in parent.text, lambda: parent.text)
         assert parent.text.splitlines()[-1].endswith(f"the launcher of node 0 (pid {parent.process.pid}) ended")
         os.close(pidfd)
 
@@ -224,7 +224,7 @@ def test_a_pool_that_a_reward_function_ends_is_no_failure_of_the_run(tmp_path):
         return ""
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(8) == 0, rank.text
+        assert rank.wait() == 0, rank.text
         assert rank.result == "too slow: reward 0"
 
 
@@ -280,7 +280,7 @@ def test_a_failure_of_the_watch_itself_is_not_silent(tmp_path):
         engine.start()
         watch.add_process(engine.pid, broken)
         engine.join()
-        time.sleep(10)
+        time.sleep(HANG_S)
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(5) == exit_codes.OTHER, rank.text
+        assert rank.wait() == exit_codes.OTHER, rank.text

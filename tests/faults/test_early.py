@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from forks import forked
 from store_host import RANKS, StoreHost, enter_early, launched_variables, topology_of
+from waiting import HANG_S
 
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run import store as run_store
@@ -20,8 +21,13 @@ from trl_multinode.run.watch import arrivals, early
 from trl_multinode.run.watch.watchdog import Watchdog
 
 FAILED = "[trl_multinode] the run failed: "
-LIMIT_S = 30.0
-pytestmark = pytest.mark.usefixtures("short_waits")
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    """A rank that has failed waits for the others for a short time, and no starved rank loses the store."""
+    monkeypatch.setattr(run_store, "GRACE_S", 3.0)
+    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 60.0)
 
 
 class Script:
@@ -36,7 +42,7 @@ class Script:
             self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
 
     def wait(self) -> int:
-        return self.process.wait(3 * LIMIT_S)
+        return self.process.wait(HANG_S)
 
     @property
     def text(self) -> str:
@@ -65,6 +71,7 @@ SCRIPT_ERRORS = {
 }
 
 
+@pytest.mark.real
 @pytest.mark.parametrize("error", SCRIPT_ERRORS)
 def test_row_script_error_before_the_trainer_ends_all_nodes(tmp_path, store, run_script, error):
     """The import loads nothing and does not wait. The thread has to load torch, which may take a while here."""
@@ -73,28 +80,24 @@ def test_row_script_error_before_the_trainer_ends_all_nodes(tmp_path, store, run
     def others(rank: int) -> None:
         if rank != 3:
             enter_early(rank, store)
-            time.sleep(4 * LIMIT_S)
+            time.sleep(HANG_S)
 
     with forked(others, RANKS, tmp_path) as ranks:
         script = run_script(
             f"""
-start = time.process_time()
 import trl_multinode
-print("imported in", round(time.process_time() - start, 2), "s of a core")
-assert time.process_time() - start < 1.0 and "torch" not in sys.modules
-print("the error at", time.time())
+assert not {{"torch", "transformers", "trl", "numpy"}} & set(sys.modules)
 {code}
 """,
             rank=3,
         )
-        assert [script.wait(), *(rank.wait(LIMIT_S) for rank in ranks[:3])] == [exit_codes.USER_CODE] * RANKS
-        at = float(script.text.partition("the error at")[2].split()[0])
-        print(script.text.splitlines()[0], f"all ended {time.time() - at:.1f} s after the error")
+        assert [script.wait(), *(rank.wait() for rank in ranks[:3])] == [exit_codes.USER_CODE] * RANKS
         lines = {text.splitlines()[-1] for text in (script.text, *(rank.text for rank in ranks[:3]))}
         assert len(lines) == 1, lines
         assert lines.pop().startswith(f"{FAILED}node 1, rank 3, phase before the trainer: {cause}")
 
 
+@pytest.mark.real
 def test_row_a_script_that_ends_well_without_a_trainer_waits_for_nobody(tmp_path, store, run_script):
     def others(rank: int) -> None:
         if rank != 3:
@@ -109,27 +112,26 @@ def test_row_a_script_that_ends_well_without_a_trainer_waits_for_nobody(tmp_path
         assert script.wait() == 0 and FAILED not in script.text
         assert all(rank.process.is_alive() for rank in ranks[:3])
         (tmp_path / "now").touch()
-        assert [rank.wait(LIMIT_S) for rank in ranks[:3]] == [0, 0, 0], ranks[2].text
+        assert [rank.wait() for rank in ranks[:3]] == [0, 0, 0], ranks[2].text
 
 
 def test_row_a_rank_killed_before_the_trainer_is_named(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(run_store, "GRACE_S", 20.0)
+    monkeypatch.setattr(
+        run_store, "GRACE_S", 2 * HANG_S
+    )  # all ranks wait for a dead reader, unless its neighbour counts it
 
     def body(rank: int) -> None:
         enter_early(rank, store)
         early.early_watch()
         time.sleep(2.0)
         print("up", flush=True)
-        time.sleep(60)
+        time.sleep(HANG_S)
 
     with forked(body, RANKS, tmp_path) as ranks:
         for rank in ranks:
             rank.wait_for("up")
-        start = time.monotonic()
         ranks[3].process.kill()
-        assert [rank.wait(LIMIT_S) for rank in ranks[:3]] == [exit_codes.PEER_LOST] * 3
-        print(f"all ended after {time.monotonic() - start:.1f} s")
-        assert time.monotonic() - start < 15, "the others wait for a reader that is dead"
+        assert [rank.wait() for rank in ranks[:3]] == [exit_codes.PEER_LOST] * 3
         (line,) = {rank.text.splitlines()[-1] for rank in ranks[:3]}
         assert "node 1, rank 2, phase before the trainer: the process of rank 3 ended (pid" in line
 
@@ -141,10 +143,10 @@ def test_row_ranks_that_have_not_imported_it_are_named_and_end_the_run(tmp_path,
     def body(rank: int) -> None:
         if rank != 3:
             enter_early(rank, store)
-        time.sleep(60)
+        time.sleep(HANG_S)
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert [rank.wait(LIMIT_S) for rank in ranks[:3]] == [exit_codes.PEER_LOST] * 3
+        assert [rank.wait() for rank in ranks[:3]] == [exit_codes.PEER_LOST] * 3
         (line,) = {rank.text.splitlines()[-1] for rank in ranks[:3]}
         assert "rank 3 (node 1) did not import trl_multinode within 4 s" in line
         named = [rank.text.count("s for rank 3 (node 1) to import trl_multinode") for rank in ranks]
@@ -160,12 +162,12 @@ def test_a_rank_that_ends_well_without_the_trainer_of_the_others_ends_the_run(tm
         enter_early(rank, store)
         if rank != 1:
             Watchdog(Topology.from_environment())
-            time.sleep(60)
+            time.sleep(HANG_S)
         time.sleep(1.0)
         early._early._at_exit()
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert [rank.wait(LIMIT_S) for rank in ranks] == [exit_codes.USER_CODE] * RANKS
+        assert [rank.wait() for rank in ranks] == [exit_codes.USER_CODE] * RANKS
         (line,) = {rank.text.splitlines()[-1] for rank in ranks}
         assert (
             "node 0, rank 1, phase before the trainer: the script of this rank has ended without the trainer" in line
@@ -185,13 +187,14 @@ def test_trainers_attach_to_the_thread_of_the_import_and_a_failure_between_them_
         assert signal.getsignal(signal.SIGTERM) is before and not first._watch.stopped.is_set()
         if rank == 2:
             early._early._on_uncaught(OSError("the third trainer"))
-        time.sleep(60)
+        time.sleep(HANG_S)
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert [rank.wait(LIMIT_S) for rank in ranks] == [exit_codes.USER_CODE] * RANKS, ranks[0].text
+        assert [rank.wait() for rank in ranks] == [exit_codes.USER_CODE] * RANKS, ranks[0].text
         assert all("rank 2, phase script: OSError: the third trainer" in rank.text for rank in ranks)
 
 
+@pytest.mark.real
 def test_no_child_of_a_rank_is_watched(run_script):
     script = run_script(
         """
@@ -221,13 +224,14 @@ def test_no_child_of_a_rank_is_watched(run_script):
     assert FAILED not in script.text
 
 
+@pytest.mark.real
 def test_a_wrapper_between_launcher_and_rank_is_no_rank_of_its_own(store):
     ask = "from trl_multinode.run.watch import early; import sys; sys.exit(0 if early._early else 5)"
     command = ["sh", "-c", f'{sys.executable} -c "{ask}"; exit $?']
     environment = {**os.environ, **launched_variables(0, store)}
-    assert subprocess.run(command, env=environment, timeout=LIMIT_S).returncode == 0
+    assert subprocess.run(command, env=environment, timeout=HANG_S).returncode == 0
     without = {**environment, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert subprocess.run(command, env=without, timeout=LIMIT_S).returncode == 5
+    assert subprocess.run(command, env=without, timeout=HANG_S).returncode == 5
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
@@ -241,9 +245,9 @@ def test_row_frozen_early_ends_the_ranks_that_wait_for_it(tmp_path, store, monke
         if rank != 3:  # it loads its data
             watch = Watchdog(topology_of(rank, launched=True), lambda: "set-up")
             with watch.guard():
-                time.sleep(12.0 if not is_stopped else 4 * LIMIT_S)
+                time.sleep(12.0 if not is_stopped else HANG_S)
         print("imported", flush=True)
-        time.sleep(4 * LIMIT_S)
+        time.sleep(HANG_S)
 
     with forked(body, RANKS, tmp_path) as ranks:
         ranks[3].wait_for("imported")
@@ -254,5 +258,5 @@ def test_row_frozen_early_ends_the_ranks_that_wait_for_it(tmp_path, store, monke
         time.sleep(2.0)
         os.kill(ranks[3].process.pid, signal.SIGSTOP)
         for rank in ranks[:3]:
-            assert rank.wait(LIMIT_S) == exit_codes.PEER_LOST, rank.text
+            assert rank.wait() == exit_codes.PEER_LOST, rank.text
             assert "rank 3 (node 1) has shown no sign of life" in rank.text and "has no trainer yet" in rank.text
