@@ -3,12 +3,12 @@
 import asyncio
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from waiting import until
 
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine_process.backend import Backend
@@ -81,7 +81,7 @@ class Keeper(Backend):
 
 
 @contextmanager
-def serving(*backends: Backend, folder: Path, stall_timeout_s: float = 10.0) -> Iterator[NodeEngines]:
+def serving(*backends: Backend, folder: Path, stall_timeout_s: float = 60.0) -> Iterator[NodeEngines]:
     """One rank's connections to an engine per backend."""
     folder.mkdir(exist_ok=True)
     sockets = [folder / f"engine{index}.sock" for index in range(len(backends))]
@@ -102,14 +102,14 @@ def serving(*backends: Backend, folder: Path, stall_timeout_s: float = 10.0) -> 
 
 
 def _wait_until_listening(path: Path) -> None:
-    deadline = time.monotonic() + 10.0
-    while True:
+    def connects() -> bool:
         try:
             Connection(str(path), path.name, path).close()
-            return
         except EngineDiedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+            return False
+        return True
+
+    until(connects, f"an engine listens on {path}")
 
 
 def _serve(backend: Backend, socket: Path, index: int) -> None:

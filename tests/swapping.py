@@ -1,19 +1,21 @@
 """Updates sent while an engine generates, and what transformers gives for rows that hold several versions."""
 
 import copy
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from waiting import until
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.row_stream import RowRequest
 from trl_multinode.testing.engines import SyncDriver, worst_difference
+from trl_multinode.wire.messages import WeightVersion
 
 LIMIT = 1e-5  # mean difference of log-probs in fp32
-NUM_TOKENS = (240, 900)  # of a row; the second number after a try in which no row saw an update
+# Tokens of a row. A busy machine may let short rows end before an update; then longer ones are tried
+NUM_TOKENS = (240, *[900] * 9)
 
 
 @dataclass
@@ -52,51 +54,102 @@ class MixedRows:
         return scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
+class RowsUnderWay:
+    """Rows that run on a connection of their own, one request each."""
+
+    def __init__(self, trainer: SyncDriver, prompts: list[list[int]], num_tokens: int, seconds: float, seeded: bool):
+        self._rank = trainer.engines.connect_again()
+        sampling = {"temperature": 1.0, "ignore_eos": True} | slowed(trainer, seconds)
+        self._stream = self._rank.open_stream(num_tokens, sampling)
+        self.requests = [
+            RowRequest((0, row), 0, prompt, 7 * row if seeded else None, trainer.version.update)
+            for row, prompt in enumerate(prompts)
+        ]
+        self.ended: dict[RowRequest, Rollout] = {}
+        self._stream.add(self.requests)
+
+    def look(self) -> list[tuple[RowRequest, Rollout]]:
+        """Return the rows that have a token and have not ended, as far as they are made."""
+        peeking = self._stream.peek()
+        while not peeking.complete.is_set():
+            self.ended |= dict(self._stream.poll())
+        return peeking.rows
+
+    @property
+    def all_ended(self) -> bool:
+        return len(self.ended) == len(self.requests)
+
+    def wait_for_a_token(self) -> list[tuple[RowRequest, Rollout]]:
+        """Wait until a row under way has a token that it has not now, and return the rows then; none if all end."""
+        before = self._num_tokens(self.look())
+        rows: list[tuple[RowRequest, Rollout]] = []
+
+        def has_grown() -> bool:
+            rows[:] = self.look()
+            return self.all_ended or self._num_tokens(rows) > before
+
+        until(has_grown, "a token of the rows under way")
+        return rows
+
+    def _num_tokens(self, rows: list[tuple[RowRequest, Rollout]]) -> int:
+        return sum(len(row.tokens) for row in (*self.ended.values(), *(row for _, row in rows)))
+
+    def results(self) -> list[Rollout]:
+        """Wait for all rows, and return them in the order of their prompts."""
+        while not self.all_ended:
+            self.ended |= dict(self._stream.poll())
+        return [self.ended[request] for request in self.requests]
+
+    def close(self) -> None:
+        self._stream.close()
+        self._rank.close()
+
+
 def generate_while_sending(
     trainer: SyncDriver, recompute_kv: bool, seeded: bool = False, change: Callable[[], None] | None = None
 ) -> MixedRows:
-    """Send three updates in flight, each with changed weights, while eight rows run: one request per row.
+    """Send three updates in flight, each with changed weights, while eight rows run, and each after a further token.
 
-    The models are made before, because a busy machine would let the rows end meanwhile. Try again if it lets them end
-    before the first update, or begin after the last one.
+    The models are made before, because a busy machine would let the rows end meanwhile. If it lets them end before the
+    first update, the weights and the version are set back, and longer rows run.
     """
-    models = [copy.deepcopy(trainer.model)]
+    models, first = [copy.deepcopy(trainer.model)], trainer.version
     for _ in range(3):  # more perturbations would make logits, and their rounding errors, large
         (change or trainer.perturb)()
         models.append(copy.deepcopy(trainer.model))
-    trainer.sync.in_flight, trainer.sync.recompute_kv = True, recompute_kv
-    try:
-        for num_tokens, held in zip(NUM_TOKENS, (models[0], models[-1]), strict=True):
-            found = _generate(trainer, seeded, num_tokens, held, models[1:])
-            if found.mixed_share > 0.3:
-                break
-        return found
-    finally:
-        trainer.sync.in_flight = trainer.sync.recompute_kv = False
+    for attempt, num_tokens in enumerate(NUM_TOKENS):
+        if attempt:
+            trainer.model.load_state_dict(models[0].state_dict())
+            send_as(trainer, first.update)
+        trainer.sync.in_flight, trainer.sync.recompute_kv = True, recompute_kv
+        try:
+            found = _generate(trainer, seeded, num_tokens, models)
+        finally:
+            trainer.sync.in_flight = trainer.sync.recompute_kv = False
+        if found.mixed_share > 0.3:
+            break
+    return found
 
 
-def _generate(
-    trainer: SyncDriver, seeded: bool, num_tokens: int, held: torch.nn.Module, models: list[torch.nn.Module]
-) -> MixedRows:
-    """Send `models` while rows run, to an engine that holds `held`."""
+def _generate(trainer: SyncDriver, seeded: bool, num_tokens: int, models: list[torch.nn.Module]) -> MixedRows:
+    """Send the models after the first one, which the engine has, while rows run."""
     prompts = [[5, 6, 7 + row] for row in range(8)]
-    requests = [PromptRequest(prompt, 1, 7 * i if seeded else None) for i, prompt in enumerate(prompts)]
-    sampling = {"temperature": 1.0, "ignore_eos": True} | slowed(trainer, 5e-4)
-    sent = {trainer.version.update: held}
-    other = trainer.engines.connect_again()
+    sent = {trainer.version.update: models[0]}
+    rows = RowsUnderWay(trainer, prompts, num_tokens, 5e-4, seeded)
     try:
-        with ThreadPoolExecutor(1) as thread:
-            rows = thread.submit(other.generate, requests, num_tokens, sampling, trainer.version.update)
-            try:
-                for model in models:
-                    trainer.model.load_state_dict(model.state_dict())
-                    sent[trainer.send().update] = model
-                    time.sleep(0.03)
-            finally:
-                groups = rows.result()
-        return MixedRows(prompts, [row for (row,) in groups], sent)
+        for model in models[1:]:
+            rows.wait_for_a_token()
+            trainer.model.load_state_dict(model.state_dict())
+            sent[trainer.send().update] = model
+        return MixedRows(prompts, rows.results(), sent)
     finally:
-        other.close()
+        rows.close()
+
+
+def send_as(trainer: SyncDriver, update: int) -> WeightVersion:
+    """Send the weights as this update, whatever the engine has."""
+    trainer.version = WeightVersion(update - 1, 10 * (update - 1))
+    return trainer.send()
 
 
 def slowed(trainer: SyncDriver, seconds: float) -> dict:

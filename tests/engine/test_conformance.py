@@ -1,11 +1,15 @@
-"""One set of tests on the fake engine, on the real one, and on the real one with forked vLLM processes.
+"""One set of tests on the fake engine and on vLLM, whose processes are forked, which saves 24 CPU seconds an engine.
 
-The fake thus shows of the protocol what vLLM shows. Other modules fork vLLM, which saves 24 CPU seconds an engine.
+The fake thus shows of the protocol what vLLM shows. Tests of processes run on vLLM's own tree of processes too, and
+tests that read the head on models with and without a head of their own.
 """
 
+import copy
+import functools
+import itertools
 import math
 import signal
-import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +17,20 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from swapping import LIMIT, differences_with_a_cached_prefix, generate_while_sending, slowed
+from swapping import (
+    LIMIT,
+    NUM_TOKENS,
+    RowsUnderWay,
+    differences_with_a_cached_prefix,
+    generate_while_sending,
+    send_as,
+)
+from waiting import until
 
 from trl_multinode import testing
 from trl_multinode.engine.dispatch import PromptRequest
-from trl_multinode.engine.row_stream import Peeking, RowRequest
 from trl_multinode.errors import (
+    EngineError,
     EngineRefusedError,
     LogprobDivergenceError,
     WeightsNotFiniteError,
@@ -42,28 +54,58 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((FAKE, True), id="fake-tied"),
-        pytest.param((FAKE, False), id="fake-untied"),
-        pytest.param((REAL, True), id="vllm-tied", marks=pytest.mark.engine),
-        pytest.param((FORKED, False), id="vllm-untied", marks=pytest.mark.engine),
-    ],
-)
-def trainer(request, tmp_path_factory):
-    module, tied = request.param
-    model = tiny_qwen2(VOCABULARY, tied)
-    faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lie_about_load(31, 59).lose_load(62)
-    names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[module]
-    custom = {"logits_processors": [f"{testing.__name__}.logits_processor:{name}" for name in names]} if names else {}
-    engine = faults.late_outputs(70, 79).engine(module)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(PREEMPT_VARIABLE, "USR1")
-        with running_engines(
-            model, tmp_path_factory.mktemp("log"), engine, max_num_batched_tokens=96, max_model_len=1024, **custom
-        ) as engines:
-            yield SyncDriver(model, engines)
+FAKE_TIED = pytest.param((FAKE, True), id="fake-tied")
+FAKE_UNTIED = pytest.param((FAKE, False), id="fake-untied")
+OWN_TREE_TIED = pytest.param((REAL, True), id="vllm-tied", marks=pytest.mark.engine)
+FORKED_UNTIED = pytest.param((FORKED, False), id="vllm-untied", marks=pytest.mark.engine)
+
+
+def on(*engines):
+    return pytest.mark.parametrize("trainer", engines, indirect=True)
+
+
+OWN_TREE_TOO = on(FAKE_TIED, OWN_TREE_TIED, FORKED_UNTIED)
+EACH_HEAD = on(FAKE_TIED, FAKE_UNTIED, OWN_TREE_TIED, FORKED_UNTIED)
+ONLY_VLLM = on(FORKED_UNTIED)
+FIRST_UPDATES = itertools.count(1000, 1000)  # beyond the updates with faults
+
+
+@pytest.fixture(scope="module")
+def driver_of(tmp_path_factory):
+    """Function that starts an engine of a kind when a test first needs it."""
+    with ExitStack() as ends:
+
+        @functools.cache
+        def driver_of(module: str, tied: bool) -> SyncDriver:
+            model = tiny_qwen2(VOCABULARY, tied)
+            faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lie_about_load(31, 59).lose_load(62)
+            names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[module]
+            custom = {"logits_processors": [f"{testing.__name__}.logits_processor:{name}" for name in names]}
+            engine = faults.late_outputs(70, 79).engine(module)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(PREEMPT_VARIABLE, "USR1")
+                engines = ends.enter_context(running_engines(
+                    model, tmp_path_factory.mktemp("log"), engine, max_num_batched_tokens=96, max_model_len=1024,
+                    **(custom if names else {}),
+                ))  # fmt: skip
+            driver = SyncDriver(model, engines)
+            driver.first_weights = copy.deepcopy(model.state_dict())
+            with pytest.raises(WeightSyncError) as refused:
+                generate(driver)
+            driver.refused_before_weights = str(refused.value)
+            return driver
+
+        yield driver_of
+
+
+@pytest.fixture(params=[FAKE_TIED, FORKED_UNTIED])
+def trainer(request, driver_of):
+    """Driver whose engine has the first weights, whatever other tests sent."""
+    driver = driver_of(*request.param)
+    driver.model.load_state_dict(driver.first_weights)
+    driver._noise.manual_seed(0)
+    send_as(driver, next(FIRST_UPDATES))
+    return driver
 
 
 def generate(trainer, seed: int | None = 11, **changes):
@@ -75,9 +117,9 @@ def difference(trainer) -> float:
     return worst_difference(trainer, generate(trainer), PROMPTS)
 
 
+@OWN_TREE_TOO
 def test_refuses_to_generate_with_dummy_weights(trainer):
-    with pytest.raises(WeightSyncError, match="dummy weights"):
-        generate(trainer)
+    assert "engine 0 of node 0" in trainer.refused_before_weights and "dummy" in trainer.refused_before_weights
 
 
 def test_a_layer_is_split_over_two_buckets(trainer):
@@ -85,15 +127,14 @@ def test_a_layer_is_split_over_two_buckets(trainer):
     assert any(a & b for a, b in zip(layers, layers[1:], strict=False))
 
 
-@pytest.mark.parametrize("syncs", [1, 5])
-def test_log_probs_agree_after_sync_and_disagree_before(trainer, syncs):
-    while trainer.version.update < syncs:
+@EACH_HEAD
+def test_log_probs_agree_after_sync_and_disagree_before(trainer):
+    for _ in range(3):
         trainer.perturb()
-        if trainer.version.update > 0:
-            assert difference(trainer) > 0.1, "the weights did not move enough for this test to mean anything"
+        assert difference(trainer) > 0.1, "the weights did not move enough for this test to mean anything"
         version = trainer.send()
-    assert difference(trainer) < 1e-3
-    assert {row.version for rows in generate(trainer) for row in rows} == {version}
+        assert difference(trainer) < 1e-3
+        assert {row.version for rows in generate(trainer) for row in rows} == {version}
 
 
 def test_weights_with_a_nan_are_refused_before_the_engine_loads_any(trainer):
@@ -101,7 +142,7 @@ def test_weights_with_a_nan_are_refused_before_the_engine_loads_any(trainer):
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[0, 0] = float("nan")
-    with pytest.raises(WeightsNotFiniteError, match=r"layers\.1\.mlp\.down_proj\.weight .* after optimizer step 7"):
+    with pytest.raises(WeightsNotFiniteError, match=r"layers\.1\.mlp\.down_proj\.weight .* 7"):
         trainer.sync.run(version)
     with torch.no_grad():
         weight.copy_(kept)
@@ -109,16 +150,24 @@ def test_weights_with_a_nan_are_refused_before_the_engine_loads_any(trainer):
     assert trainer.engines[0].ask(Await(min_update=trainer.version.update)).version == trainer.version
 
 
+@OWN_TREE_TOO
 def test_row_15_its_processes_ignore_the_signals_that_a_scheduler_sends_to_all(trainer):
     """Between the start and the end; vLLM's core installs a handler after its start, its workers before."""
     engine = psutil.Process(trainer.engines[0].ready.pid)
     processes = [engine, *engine.children(recursive=True)]
     for process in processes:
+        ignored = signal_mask(process.pid, "SigIgn")
         for number in (signal.SIGTERM, signal.SIGUSR1):
+            assert ignored & 1 << number - 1, f"{process.cmdline()} obeys signal {number}"
             process.send_signal(number)
-    time.sleep(1.0)
-    assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
     assert difference(trainer) < 1e-3
+    assert all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+def signal_mask(pid: int, key: str) -> int:
+    """Return the bits of a line of /proc/<pid>/status."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith(key))
 
 
 def test_score_gives_the_trainers_log_probs(trainer):
@@ -188,14 +237,11 @@ SETTINGS = {
     "settings", [pytest.param(SETTINGS[x], marks=FEATURE("Generation", f"`{x}`"), id=x) for x in SETTINGS]
 )
 def test_log_probs_are_over_the_whole_vocabulary(trainer, settings):
-    if trainer.version.update == 0:  # `make compatibility` runs only these tests of the file
-        trainer.send()
     for temperature in (1.0, 0.7):
         check_log_probs(trainer, settings | {"temperature": temperature})
 
 
-@pytest.mark.parametrize("trainer", [pytest.param((FORKED, False), id="vllm-untied", marks=pytest.mark.engine)],
-                         indirect=True)  # fmt: skip
+@ONLY_VLLM
 def test_log_probs_are_over_the_whole_vocabulary_under_a_custom_logits_processor(trainer):
     """No setting of vLLM's own masks a token of these requests."""
     rows = [row for rows in generate(trainer, extra_args={"even_tokens_only": True}) for row in rows]
@@ -269,10 +315,6 @@ def test_a_refused_request_does_not_hurt_the_engine(trainer):
     assert len(generate(trainer)) == 2
 
 
-def test_generation_waits_for_an_attempted_update(trainer):
-    assert trainer.engines[0].ask(Await(min_update=trainer.version.update)).version == trainer.version
-
-
 def test_an_engine_says_how_busy_it_was_and_idle_seconds_are_not_busy_ones(trainer):
     def clocks() -> tuple[float, float]:
         done = trainer.engines[0].ask(Await(min_update=trainer.version.update))
@@ -281,10 +323,9 @@ def test_an_engine_says_how_busy_it_was_and_idle_seconds_are_not_busy_ones(train
     before = clocks()
     generate(trainer)
     worked = clocks()
-    time.sleep(0.2)
-    idle = clocks()
+    until(lambda: clocks()[1] - worked[1] > 0.2, "idle seconds of the engine's clock")
     assert 0.0 < worked[0] - before[0] <= worked[1] - before[1]
-    assert idle[0] == worked[0] and idle[1] - worked[1] >= 0.2
+    assert clocks()[0] == worked[0]
 
 
 def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
@@ -299,9 +340,11 @@ def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
     after = row_seconds()
     lengths = [len(row.tokens) for row in rows]
     assert min(lengths) < max(lengths)
-    assert 0.0 < after[1] - before[1] < 0.95 * 16 * (after[0] - before[0])
+    # Equal, but for rounding, if ended rows counted; near to it if a busy machine stops the engine at the beginning
+    assert 0.0 < after[1] - before[1] < (1 - 1e-4) * 16 * (after[0] - before[0])
 
 
+@OWN_TREE_TOO
 def test_the_environment_of_every_process_can_be_read(trainer):
     """The titles of vLLM's processes would overwrite it."""
     ready = trainer.engines[0].ready
@@ -310,17 +353,17 @@ def test_the_environment_of_every_process_can_be_read(trainer):
 
 
 def test_a_lost_load_is_a_wrong_version(trainer):
+    send_as(trainer, 6)
     trainer.perturb()
-    trainer.send()
-    trainer.perturb()
-    with pytest.raises(WeightVersionError, match=r"has the weights of update 6 .* expected update 7"):
+    with pytest.raises(WeightVersionError, match=r"update 6 .* update 7"):
         trainer.send()
     assert difference(trainer) > 0.1
 
 
+@EACH_HEAD
 def test_a_load_that_lies_shows_in_log_probs_and_is_healed_by_the_next(trainer):
     trainer.perturb()
-    assert trainer.send().update == 8
+    assert send_as(trainer, 8).update == 8
     assert difference(trainer) > 0.1
     trainer.perturb()
     trainer.send()  # update 9: a tied head stays stale, vLLM's real bug on a CPU; an untied one is loaded as any other
@@ -345,7 +388,7 @@ def test_an_engine_whose_weights_give_nan_is_an_alarm_until_the_next_update(trai
         groups = generate(trainer, seed, ignore_eos=True)
         assert {token for rows in groups for row in rows for token in row.tokens.tolist()} == {0}  # no error of vLLM's
         assert all(np.isnan(row.logprobs).all() for rows in groups for row in rows)
-        with pytest.raises(LogprobDivergenceError, match=r"100.0 % .* \(72 of 72\) .* from the engine, "):
+        with pytest.raises(LogprobDivergenceError, match=r"100.0 % .* \(72 of 72\) .* engine"):
             compare_like_a_round(trainer, groups)
     assert np.isnan(trainer.engines[0].score([5, 6, 7]).logprobs).all()
     trainer.send()
@@ -368,40 +411,25 @@ def compare_like_a_round(trainer, groups) -> None:
 
 
 def test_rows_under_way_are_returned_as_far_as_they_are_made(trainer):
-    trainer.version = WeightVersion(15, 150)
-    trainer.send()
-    for num_tokens in (30, 200, 900):  # rows of a fast engine, or on a busy machine, may end before it answers
-        so_far, ended = peek_while_rows_run(trainer, num_tokens)
-        if so_far.rows:
+    prompts = [[5, 6, 7 + row] for row in range(16)]
+    for num_tokens in (30, *NUM_TOKENS):  # rows of a fast engine, or on a busy machine, may end before it answers
+        rows = RowsUnderWay(trainer, prompts, num_tokens, 1e-4, seeded=False)
+        so_far = rows.wait_for_a_token()
+        rows.results()
+        rows.close()
+        if so_far:
             break
-    assert so_far.rows
-    for request, row in so_far.rows:
-        assert row.tokens.tolist() == ended[request].tokens.tolist()[: len(row.tokens)]
-        assert row.logprobs.tolist() == ended[request].logprobs.tolist()[: len(row.tokens)]
-        assert [span.end for span in row.versions] == [len(row.tokens)] and row.version == ended[request].version
+    assert so_far
+    for request, row in so_far:
+        assert row.tokens.tolist() == rows.ended[request].tokens.tolist()[: len(row.tokens)]
+        assert row.logprobs.tolist() == rows.ended[request].logprobs.tolist()[: len(row.tokens)]
+        assert [span.end for span in row.versions] == [len(row.tokens)]
+        assert row.version == rows.ended[request].version == trainer.version
 
 
-def peek_while_rows_run(trainer, num_tokens: int) -> tuple[Peeking, dict]:
-    rank = trainer.engines.connect_again()
-    stream = rank.open_stream(num_tokens, SAMPLING | {"ignore_eos": True} | slowed(trainer, 1e-4))
-    rows = [RowRequest((0, row), 0, [5, 6, 7 + row], num_tokens + row, trainer.version.update) for row in range(16)]
-    stream.add(rows)
-    so_far, ended = Peeking(), {}
-    while not so_far.rows and len(ended) < len(rows):
-        time.sleep(0.01)  # an engine that must answer all the time has no time for its rows
-        so_far = stream.peek()
-        while not so_far.complete.is_set():
-            ended |= dict(stream.poll())
-    while len(ended) < len(rows):
-        ended |= dict(stream.poll())
-    rank.close()
-    return so_far, ended
-
-
+@OWN_TREE_TOO
 @pytest.mark.parametrize("recompute_kv", [False, True])
 def test_running_rows_continue_with_new_weights_and_every_token_has_the_log_prob_of_its_own(trainer, recompute_kv):
-    trainer.version = WeightVersion(100 + 20 * recompute_kv, 1000)
-    trainer.send()
     # recomputed rows do not fit into one step of 96 tokens, which once ended a CPU engine with seeds
     found = generate_while_sending(trainer, recompute_kv, seeded=recompute_kv)
     assert found.mixed_share > 0.3
@@ -410,17 +438,15 @@ def test_running_rows_continue_with_new_weights_and_every_token_has_the_log_prob
     assert difference(trainer) < 1e-3
 
 
+@ONLY_VLLM
 def test_the_boundary_is_exact_if_the_engines_outputs_are_read_late(trainer):
-    trainer.version = WeightVersion(69, 690)
-    trainer.send()
+    send_as(trainer, 70)
     found = generate_while_sending(trainer, recompute_kv=True)
     assert found.mixed_share > 0.3
     assert found.difference(recomputed=True) < LIMIT
 
 
 def test_a_request_after_a_swap_in_flight_reads_no_cache_of_older_weights(trainer):
-    trainer.version = WeightVersion(80, 800)
-    trainer.send()
     assert max(differences_with_a_cached_prefix(trainer, trainer.perturb)) < 1e-3
 
 
@@ -434,29 +460,27 @@ def test_a_seeded_prompt_that_takes_several_steps_gives_the_same_row(trainer):
 
 
 def test_a_swap_in_flight_that_lies_shows_in_log_probs(trainer):
-    trainer.version = WeightVersion(29, 290)
-    trainer.send()
+    send_as(trainer, 30)
     found = generate_while_sending(trainer, recompute_kv=True)
     assert found.mixed_share > 0.3
     assert found.difference(recomputed=True) > 0.1
 
 
 def test_a_swap_in_flight_that_is_lost_ends_the_running_rows_and_the_next_update_heals(trainer):
-    trainer.version = WeightVersion(60, 600)
-    trainer.send()
-    why = r"its workers committed the weights of update 61 .* expected update 62"
-    with pytest.raises(WeightSyncError, match=why):
+    send_as(trainer, 60)
+    with pytest.raises(WeightSyncError, match=r"update 61 .* update 62"):
         generate_while_sending(trainer, recompute_kv=False)
-    with pytest.raises(WeightSyncError, match="mixed weights"):
+    with pytest.raises(WeightSyncError, match=r"engine 0 of node 0.* mixed"):
         generate(trainer)
     trainer.send()
     assert difference(trainer) < 1e-3
 
 
+@OWN_TREE_TOO
 def test_half_an_update_makes_the_engine_refuse(trainer):
-    trainer.engines[0].ask(BeginUpdate(version=WeightVersion(99, 99)))
+    trainer.engines[0].ask(BeginUpdate(version=WeightVersion(trainer.version.update + 1, 99)))
     trainer.engines[0].ask(LoadBucket(bucket=0, slot=0))
-    with pytest.raises(Exception, match="buckets came"):
+    with pytest.raises(EngineError, match=f"1 of {len(trainer.sync.buckets)} "):
         trainer.engines[0].ask(CommitUpdate())
-    with pytest.raises(WeightSyncError, match="mixed weights"):
+    with pytest.raises(WeightSyncError, match=r"engine 0 of node 0.* mixed"):
         generate(trainer)

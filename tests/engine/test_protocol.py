@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.errors import EngineDiedError, EngineError, EngineStalledError
 from trl_multinode.transports.broadcast import Broadcast
@@ -117,12 +118,12 @@ def sending(engine: socket.socket, pieces: list[bytes]):
     def send() -> None:
         for piece in pieces:
             engine.sendall(piece)
-            time.sleep(0.002)
+            time.sleep(0.002)  # so that pieces are read one by one; nothing depends on it
 
     thread = threading.Thread(target=send)
     thread.start()
     yield
-    thread.join(10)
+    thread.join(HANG_S)
     assert not thread.is_alive()
 
 
@@ -151,7 +152,7 @@ def read_all(data: bytes) -> list:
 def test_every_request_reaches_the_engine_as_it_was_sent(pair):
     connection, engine = pair
     for message in REQUESTS:
-        connection.send(message, 1.0)
+        connection.send(message, HANG_S)
     sent = b"".join(frame(message) for message in REQUESTS)
     assert engine.recv(1 << 20) == sent
     assert read_all(sent) == REQUESTS
@@ -163,7 +164,7 @@ def test_every_reply_reaches_the_rank_however_the_stream_is_cut(pair, size):
     stream = b"".join(map(frame, REPLIES))[: 220 if size == 1 else None]
     with sending(engine, [stream[i : i + size] for i in range(0, len(stream), size)]):
         count = 2 if size == 1 else len(REPLIES)
-        assert [connection.receive(5.0) for _ in range(count)] == REPLIES[:count]
+        assert [connection.receive(HANG_S) for _ in range(count)] == REPLIES[:count]
 
 
 def test_a_second_reply_in_the_same_piece_stays_where_a_selector_sees_it(pair):
@@ -171,7 +172,7 @@ def test_a_second_reply_in_the_same_piece_stays_where_a_selector_sees_it(pair):
     engine.sendall(frame(REPLIES[0]) + frame(REPLIES[1]))
     for reply in REPLIES[:2]:
         assert select.select([connection], [], [], 0)[0]
-        assert connection.receive(1.0) == reply
+        assert connection.receive(HANG_S) == reply
     assert not select.select([connection], [], [], 0)[0]
 
 
@@ -180,7 +181,7 @@ def test_a_reply_larger_than_any_buffer_arrives_whole(pair):
     tokens = np.arange(2_000_000, dtype=np.int32)
     reply = Completions(lengths=b"", tokens=pack_ids(tokens), logprobs=b"", span_counts=b"", spans=b"", seconds=0.0)
     with sending(engine, [frame(reply)]):
-        assert np.array_equal(unpack_ids(connection.receive(10.0).tokens), tokens)
+        assert np.array_equal(unpack_ids(connection.receive(HANG_S).tokens), tokens)
 
 
 def test_ids_and_floats_are_arrays_without_a_copy():
@@ -194,19 +195,19 @@ def test_end_of_file_is_the_death_notice(pair):
     engine.sendall(frame(REPLIES[0])[:-1])
     engine.close()
     with pytest.raises(EngineDiedError, match=f"engine 0 of node 1 ended. Log: {LOG}"):
-        connection.receive(5.0)
+        connection.receive(HANG_S)
     with pytest.raises(EngineDiedError, match=f"closed the connection .* Log: {LOG}"):
         connection.send(REQUESTS[0], 1.0)
 
 
 @pytest.mark.parametrize("piece", [b"", frame(REPLIES[0])[:20]])
-def test_silence_is_a_stall_within_the_deadline(pair, piece):
+def test_silence_is_a_stall_after_the_deadline(pair, piece):
     connection, engine = pair
     engine.sendall(piece)
     start = time.monotonic()
-    with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 sent nothing for .* Log: {LOG}"):
+    with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 .* Log: {LOG}"):
         connection.receive(0.2)
-    assert 0.15 < time.monotonic() - start < 2.0
+    assert time.monotonic() - start > 0.15
 
 
 def test_the_reason_of_an_engine_that_is_started_again_may_be_gone(tmp_path):
@@ -229,7 +230,7 @@ def test_a_corrupt_length_is_an_error_and_not_an_allocation(pair):
     connection, engine = pair
     engine.sendall(b"\xff" * 8)
     with pytest.raises(EngineDiedError, match="Corrupt frame: it claims 18446744073709551615 bytes"):
-        connection.receive(1.0)
+        connection.receive(HANG_S)
     with pytest.raises(EngineDiedError, match="Corrupt frame"):
         read_all(b"\xff" * 8)
 
@@ -238,7 +239,7 @@ def test_a_body_that_is_no_message_is_an_error_of_the_engine(pair):
     connection, engine = pair
     engine.sendall(LENGTH.pack(3) + b"\x93\x01\x02")
     with pytest.raises(EngineError, match="engine 0 of node 1"):
-        connection.receive(1.0)
+        connection.receive(HANG_S)
 
 
 def test_a_request_cut_off_is_the_end_of_the_rank():

@@ -3,6 +3,8 @@
 import threading
 from types import SimpleNamespace
 
+from waiting import HANG_S
+
 from trl_multinode.engine.restarts import EngineRestarts
 from trl_multinode.run.endings.exit_codes import ENGINE
 
@@ -27,5 +29,5 @@ def test_a_restart_that_raises_ends_the_run_with_the_code_of_an_engine():
     )
     watch = SimpleNamespace(report=report, add_process=lambda *_: None)
     EngineRestarts([process], start_again, 2, 1.0, watch, lambda text: None)._on_end(process)
-    assert ended.wait(5.0)
+    assert ended.wait(HANG_S)
     assert told == [("OSError: [Errno 28] No space left on device", ENGINE)]

@@ -3,6 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
+from waiting import HANG_S
+
 from trl_multinode.engine_process.backend import CompletionBuffer, show
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.connection import LENGTH, _reply_decoder, frame
@@ -25,11 +27,13 @@ class Backend:
 
     def __init__(self):
         self.reply = asyncio.Event()
+        self.num_shown = 0
 
     async def generate(self, prompt, *_):
         row = CompletionBuffer([7, LAST] if prompt == [5] else [7], [-1.0, -1.0] if prompt == [5] else [-1.0])
         row.complete = prompt == [5]
         show([row])
+        self.num_shown += 1
         await self.reply.wait() if row.complete else await asyncio.Event().wait()
         return [row]
 
@@ -63,7 +67,8 @@ async def peek_beside_an_ended_row() -> list:
         reader.feed_data(frame(Generate(
             request_id=number, prompt=pack_ids(prompt), num_completions=1, max_tokens=9, sampling={}, min_update=1,
         )))  # fmt: skip
-    await asyncio.sleep(0.05)
+    while backend.num_shown < 2:
+        await asyncio.sleep(0.01)
     reader.feed_data(frame(Peek(request_id=3)))
     await asyncio.sleep(0.05)
     backend.reply.set()
@@ -75,7 +80,7 @@ async def peek_beside_an_ended_row() -> list:
 
 
 def test_the_reply_of_a_row_that_has_ended_goes_before_the_rows_under_way():
-    ended, so_far = asyncio.run(asyncio.wait_for(peek_beside_an_ended_row(), 10.0))
+    ended, so_far = asyncio.run(asyncio.wait_for(peek_beside_an_ended_row(), HANG_S))
     assert isinstance(ended, Completions) and ended.request_id == 1
     assert unpack_ids(ended.tokens).tolist() == [7, LAST]
     assert so_far.request_id == 3 and unpack_ids(so_far.request_ids).tolist() == [2]
