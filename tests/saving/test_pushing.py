@@ -4,12 +4,12 @@ import os
 import re
 import shlex
 import subprocess
-import time
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from huggingface_hub import HfApi
+from waiting import HANG_S
 
 from trl_multinode.errors import HubPushError, SavedWeightsError
 from trl_multinode.saving import pushing
@@ -91,7 +91,7 @@ def test_the_command_of_the_message_pushes_the_same_files(hub, folder, capsys, t
     (line,) = [line.strip() for line in capsys.readouterr().out.splitlines() if "hf upload" in line]
     hub.heal()
     environment = os.environ | hub.environment | {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN}
-    run = subprocess.run(shlex.split(line), env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(shlex.split(line), env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert run.returncode == 0, run.stderr
     assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
     assert hub.commits == ["End of training"]
@@ -138,9 +138,8 @@ def test_a_hub_that_is_silent_is_given_up(hub, folder, capsys, monkeypatch):
     monkeypatch.setattr(pushing, "WAITS_S", (0.01,))
     hub.repos["tester/run"] = {}
     hub.stall(on=COMMIT)
-    start = time.monotonic()
     assert push(connect(hub, folder), folder) is None
-    assert time.monotonic() - start < 5.0  # the hub itself would hold it for 30 s
+    # The hub resets the connection after 30 s, which would be another error
     assert "ReadTimeout" in capsys.readouterr().out
 
 
@@ -162,7 +161,7 @@ def test_a_push_that_must_succeed_raises_with_the_same_message(hub, folder):
 def test_a_push_in_the_background_that_fails_is_told_and_its_future_knows(hub, folder, capsys, must_succeed):
     hub.fail(401, on=COMMIT)
     job = push(connect(hub, folder, must_succeed=must_succeed), folder, run_as_future=True)
-    error = job.exception(timeout=30)
+    error = job.exception(timeout=HANG_S)
     assert isinstance(error, HubPushError) is must_succeed
     assert "hf upload tester/run" in capsys.readouterr().out
 

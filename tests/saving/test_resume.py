@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from waiting import HANG_S
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import ConfigurationError
@@ -131,8 +132,10 @@ def test_inside_a_block_position_block_and_look_ahead_come_back(tmp_path):
 
 def test_a_checkpoint_waits_for_the_look_ahead(tmp_path):
     go, trainer = threading.Event(), trainer_at(3, tmp_path)
-    trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, lambda: (go.wait(10), rows())[1])
-    threading.Timer(0.2, go.set).start()
+    look_ahead = trainer.vllm_generation.look_ahead
+    look_ahead.submit(2, PROMPTS, VERSION, lambda: (go.wait(HANG_S), rows())[1])
+    join = look_ahead._thread.join
+    look_ahead._thread.join = lambda: (go.set(), join())  # it ends only when the checkpoint waits for it
     saved = load_rollouts(save(trainer, 3), 0, torch.device("cpu"))
     assert saved.notes["ahead"]["number"] == 2
     assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None  # the run itself goes on with it
