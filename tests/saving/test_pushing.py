@@ -157,15 +157,6 @@ def test_a_push_that_must_succeed_raises_with_the_same_message(hub, folder):
     assert caught.value.__context__ is None and caught.value.__cause__ is None  # a traceback would show addresses
 
 
-@pytest.mark.parametrize("must_succeed", [False, True])
-def test_a_push_in_the_background_that_fails_is_told_and_its_future_knows(hub, folder, capsys, must_succeed):
-    hub.fail(401, on=COMMIT)
-    job = push(connect(hub, folder, must_succeed=must_succeed), folder, run_as_future=True)
-    error = job.exception(timeout=HANG_S)
-    assert isinstance(error, HubPushError) is must_succeed
-    assert "hf upload tester/run" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("run_as_future", [False, True])
 def test_wrong_weights_are_refused_before_a_single_request(hub, folder, run_as_future):
     def refuse(folder):

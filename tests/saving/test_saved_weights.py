@@ -137,24 +137,25 @@ def test_shards_with_their_index_are_the_model(sharded):
     check_saved(sharded[1], sharded[0])
 
 
-def test_a_shard_that_is_not_there_is_named(sharded):
-    model, folder, index = sharded
-    (folder / index["weight_map"][KEY]).unlink()
-    assert f"{index['weight_map'][KEY]}, which is missing" in message(folder, model)
+SHARD_DEFECTS = {  # edit of the shard with `KEY`, or its loss -> words of the error
+    "lost": (None, ["missing"]),
+    "another tensor set": (lambda tensors: tensors.pop(KEY), ["index", KEY]),
+    "without data": (lambda tensors: tensors.update({KEY: torch.empty(0)}), ["1 of 26", KEY]),
+}
 
 
-def test_a_shard_that_lacks_what_the_index_says_is_named(sharded):
+@pytest.mark.parametrize("defect", SHARD_DEFECTS)
+def test_a_defect_of_a_shard_is_named(sharded, defect):
     model, folder, index = sharded
     shard = index["weight_map"][KEY]
-    change(folder, lambda tensors: tensors.pop(KEY), shard)
+    edit, words = SHARD_DEFECTS[defect]
+    if edit is None:
+        (folder / shard).unlink()
+    else:
+        change(folder, edit, shard)
     text = message(folder, model)
-    assert f"{shard} " in text and KEY in text
-
-
-def test_a_shard_with_a_tensor_without_data_is_found(sharded):
-    model, folder, index = sharded
-    change(folder, lambda tensors: tensors.update({KEY: torch.empty(0)}), index["weight_map"][KEY])
-    assert "1 of 26" in message(folder, model)
+    assert defect == "without data" or shard in text
+    assert all(word in text for word in words), text
 
 
 def test_a_file_of_an_earlier_save_beside_shards_is_refused_because_it_would_be_loaded(sharded):
