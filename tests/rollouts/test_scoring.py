@@ -391,6 +391,10 @@ def test_a_function_that_hangs_is_named_with_its_row_and_line(name, processes, s
     one = group(texts=BAD)
     thread = threading.Thread(target=keep_end, args=(scorer, one), daemon=True)
     thread.start()
+    if processes:
+        until(lambda: "in row 1 " in scorer._pool.processes[0].ask(), "the function hangs")
+    else:
+        assert group_rewards.REACHED.wait(HANG_S)
     until(lambda: (scorer.check(), scorer.reports)[1], "a report of the function that hangs")
     text, code = scorer.reports[0]
     assert code == USER_CODE
@@ -410,6 +414,7 @@ def test_a_function_that_hangs_is_named_with_its_row_and_line(name, processes, s
         group_rewards.RELEASED.set()
         thread.join(HANG_S)
         group_rewards.RELEASED.clear()
+        group_rewards.REACHED.clear()
         assert one.scores.values == [[1.0] * 4]
 
 
