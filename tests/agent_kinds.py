@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agents import Seen, Speaker, call_of, chats, engines_here, keep_outputs, ours
-
-from trl_multinode.testing.waiting import wait_until
+from waiting import until
 
 AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
 
@@ -176,13 +175,11 @@ def trained(folder: Path, kind: Kind, reward=None, rows: int = 12, speaker: Spea
     return trainer, reward
 
 
-def threads_of_groups(limit_s: float = 5.0) -> list[str]:
-    """Names of the threads that still make rollouts after so long."""
-    found: list[str] = []
+def threads_of_groups() -> list[str]:
+    """Names of the threads that make rollouts at this moment."""
+    return [one.name for one in threading.enumerate() if one.name.startswith(("rollouts", "open-groups"))]
 
-    def none_left() -> bool:
-        found[:] = [one.name for one in threading.enumerate() if one.name.startswith(("rollouts", "open-groups"))]
-        return not found
 
-    wait_until(none_left, limit_s)
-    return found
+def wait_for_the_end_of_groups() -> None:
+    """Wait until no thread makes rollouts."""
+    until(lambda: not threads_of_groups(), lambda: f"the end of {threads_of_groups()}")

@@ -103,12 +103,14 @@ def no_rewards(completions, **_):
     return [{"reward": 1.0}] * len(completions)
 
 
-RELEASED = threading.Event()  # of those that hang in a thread
+REACHED = threading.Event()  # a function hangs in a thread
+RELEASED = threading.Event()  # it goes on
 
 
 def hangs(completions, **_):
     for text in completions:
         while text == "bad" and not RELEASED.is_set():
+            REACHED.set()
             time.sleep(0.01)
     return [1.0] * len(completions)
 
@@ -116,6 +118,7 @@ def hangs(completions, **_):
 async def hangs_later(completions, **_):
     for text in completions:
         while text == "bad" and not RELEASED.is_set():
+            REACHED.set()
             await asyncio.sleep(0.01)
     return [1.0] * len(completions)
 

@@ -51,7 +51,7 @@ def teacher_server(folder: Path, status: int = 200) -> Iterator[str]:
         def log_message(self, *_) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # `shutdown` waits so long
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

@@ -14,6 +14,8 @@ from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_re
 
 from trl_multinode import GRPOTrainer  # noqa: F401  sets some more: the example imports it
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PATH = ["red", "blue", "green"]

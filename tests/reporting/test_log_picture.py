@@ -5,7 +5,10 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from log_picture import DOCS, draw, record
+
+pytestmark = pytest.mark.nightly
 
 
 def text_of(picture: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """The line of a step and the table of the nodes, from logged metrics; and the callback that prints them."""
 
 import io
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -204,7 +203,3 @@ def test_without_a_terminal_there_is_no_bar_but_the_lines(monkeypatch, capsys):
     found.on_step_end(SimpleNamespace(), state, TrainerControl())
     log(found, dict(LOGS))
     assert file.getvalue() == "" and "step 10/80" in capsys.readouterr().out
-
-
-def test_a_log_history_that_went_through_json_gives_the_same_line():
-    assert step_line(json.loads(json.dumps(LOGS)), 1, 2) == step_line(LOGS, 1, 2)

@@ -1,6 +1,7 @@
 """Metrics of an interval: tokens, FLOPs, memory and seconds of all ranks; docs/log.md names each of them."""
 
 import math
+import sys
 import time
 from dataclasses import astuple
 from types import SimpleNamespace
@@ -235,10 +236,10 @@ def test_the_advice_has_the_tail_that_the_engines_measured(capsys, in_flight):
         one.metrics(SyncTimings(), 0)
     said = capsys.readouterr().out
     if in_flight:  # 10 s with all rows, and a tenth of the tail
-        assert "Split: 2+2 takes 11.0 s of generation beside training" in said and "fewer than" not in said
+        assert "2+2" in said and "11.0 s" in said and "10 %" not in said
     else:
-        assert "Split: 2+2 takes 20.0 s of generation beside training" in said
-        assert "In 10.0 of 20.0 s of generation fewer than 10 % of the rows run" in said
+        assert "2+2" in said and "20.0 s" in said
+        assert "10.0 of 20.0 s" in said and "10 %" in said
 
 
 def test_a_sync_through_host_memory_crosses_the_bus_once_out_and_once_into_every_worker():
@@ -280,16 +281,33 @@ def test_the_page_names_what_is_logged_and_nothing_else():
 
 
 def test_at_64_nodes_metrics_line_and_table_take_less_than_a_hundredth_of_a_10_s_step():
-    rows = [[1.0] * NUM_NUMBERS] * (64 * 7)
-    shape = RunShape(7, 512)
-    seconds = []
-    for _ in range(3):  # the collection of other tests' garbage may fall into one
-        start = time.thread_time()
-        ranks = [RankNumbers.of(row) for row in rows]
-        logs = step_metrics(ranks, 1, shape)
-        logs |= summarize_rounds([list(astuple(one.rounds)) for one in ranks], [1.0] * len(ranks))
-        logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], 7)
-        step_line(logs, 1, 2)
-        rendered(node_table(logs, 1))
-        seconds.append(time.thread_time() - start)
-    assert min(seconds) < 0.1
+    """A line of Python takes 0.1 us, so a million of them take 0.1 s."""
+    few, many = lines_run(report_of, 4), lines_run(report_of, 64)
+    assert many < 16 * few and many < 1e6
+
+
+def report_of(num_nodes: int) -> None:
+    ranks = [RankNumbers.of(row) for row in [[1.0] * NUM_NUMBERS] * (num_nodes * 7)]
+    logs = step_metrics(ranks, 1, RunShape(7, 8 * num_nodes))
+    logs |= summarize_rounds([list(astuple(one.rounds)) for one in ranks], [1.0] * len(ranks))
+    logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], 7)
+    step_line(logs, 1, 2)
+    rendered(node_table(logs, 1))
+
+
+def lines_run(function, *arguments) -> int:
+    """Number of lines of Python that a call runs, which no other process changes."""
+    count = 0
+
+    def trace(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function(*arguments)
+    finally:
+        sys.settrace(before)
+    return count

@@ -3,16 +3,16 @@
 import asyncio
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import agent_kinds
 import pytest
 import torch
-from agent_kinds import SPEAKER, Kind, threads_of_groups, trained
+from agent_kinds import SPEAKER, Kind, threads_of_groups, trained, wait_for_the_end_of_groups
 from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, ours
 from forks import forked
+from waiting import HANG_S
 
 from trl_multinode.errors import RolloutError
 from trl_multinode.rollouts.tool_calls import ToolCalls
@@ -36,18 +36,27 @@ class Waiting(agent_kinds.Counter):
         """
         if self.total > 1:
             self.held.set()
-            self.hold.wait(60)
+            self.hold.wait()
         return "at last"
 
 
 WAITS = Speaker({"wait": [call_of("wait", number=1)]}, share=0.5)
 
 
+class Releases(Seen):
+    """A reward function whose second call releases the tools: all groups of the next round have begun by then."""
+
+    def __call__(self, *args, **kwargs):
+        if self.rounds:
+            Waiting.hold.set()
+        return super().__call__(*args, **kwargs)
+
+
 def stopped(folder: Path):
     """A trainer that has stopped in its first step, while tools of the next round wait."""
     Waiting.hold.clear()
     Waiting.held.clear()
-    seen = Seen()
+    seen = Releases()
     trainer = ours(
         folder, seen, chats(12, start=list(range(12))), {"environment_factory": Waiting}, max_staleness=1,
         shuffle_dataset=False,
@@ -55,7 +64,7 @@ def stopped(folder: Path):
 
     def stop(*args, **kwargs):
         step(*args, **kwargs)
-        assert Waiting.held.wait(20)
+        assert Waiting.held.wait(HANG_S)
         raise Stop
 
     step, trainer.training_step = trainer.training_step, stop
@@ -69,23 +78,22 @@ def test_a_run_that_stops_early_drops_its_tools_and_trains_again(tmp_path):
     """A group that is in a tool then ends at its next turn, and the next `train()` makes its rows again."""
     with engines_here(WAITS):
         trainer, seen = stopped(tmp_path)
-        assert threads_of_groups(0)
-        threading.Timer(0.5, Waiting.hold.set).start()  # in the next run, which has groups with the same numbers
-        trainer.train()
+        assert threads_of_groups()
+        trainer.train()  # its groups have the same numbers as those that wait
         trainer.close()
     prompts = [one["prompts"][0][0]["content"] for one in seen.rounds]
     assert len(prompts) == 4 and prompts[0] == prompts[1] and len(set(prompts)) == 3
     assert seen.rounds[0]["prompts"] == seen.rounds[1]["prompts"]
-    assert threads_of_groups() == []
+    wait_for_the_end_of_groups()
 
 
 def test_a_trainer_that_is_closed_after_an_error_ends_the_rollouts_that_were_open(tmp_path):
     with engines_here(WAITS):
         trainer, _ = stopped(tmp_path)
         trainer.close()
-        assert trainer.vllm_generation.continuous.groups.ids == [] and threads_of_groups(0)
+        assert trainer.vllm_generation.continuous.groups.ids == [] and threads_of_groups()
         Waiting.hold.set()
-        assert threads_of_groups() == []
+        wait_for_the_end_of_groups()
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -95,12 +103,10 @@ def test_a_process_ends_although_a_tool_does_not_return(closes, tmp_path):
             trainer, _ = stopped(tmp_path)
             if closes:
                 trainer.close()
-            return threads_of_groups(0)
+            return threads_of_groups()
 
-    start = time.monotonic()
-    with forked(body, 1, tmp_path) as (one,):
+    with forked(body, 1, tmp_path) as (one,):  # its result is there when it has ended
         assert any("rollouts" in name for name in one.result)
-    assert time.monotonic() - start < 30  # the tool waits for 60 s
 
 
 # ---- what ends a run -----------------------------------------------------------------------------------------------
@@ -147,57 +153,50 @@ def caller_of(tool, number: int) -> Speaker:
 
 
 RAISES = {"tool_errors": "raise"}
-BROKEN = {  # what fails -> the agent, settings, and what the line says
-    "tool": (Kind({"tools": [breaks]}), caller_of(breaks, 1), RAISES, "the tool `breaks` failed, for row"),
-    "async tool": (
-        Kind({"tools": [breaks_later]}), caller_of(breaks_later, 1), RAISES, "the tool `breaks_later` failed, for row",
-    ),
-    "exit in a tool": (Kind({"tools": [breaks]}), caller_of(breaks, 2), {}, "`breaks` failed, for row"),
-    "exit in an async tool": (
-        Kind({"tools": [breaks_later]}), caller_of(breaks_later, 2), {}, "`breaks_later` failed",
-    ),
-    "interrupt in an async tool": (
-        Kind({"tools": [breaks_later]}), caller_of(breaks_later, 3), {}, "`breaks_later` failed",
-    ),
+BROKEN = {  # what fails -> the agent, settings, and the names in the error
+    "tool": (Kind({"tools": [breaks]}), caller_of(breaks, 1), RAISES, "`breaks`"),
+    "async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 1), RAISES, "`breaks_later`"),
+    "exit in a tool": (Kind({"tools": [breaks]}), caller_of(breaks, 2), {}, "`breaks`"),
+    "exit in an async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 2), {}, "`breaks_later`"),
+    "interrupt in an async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 3), {}, "`breaks_later`"),
     "reset": (
-        Kind({"environment_factory": BreaksReset}, {"start": list(range(12))}), SPEAKER, {},
-        "the `reset` of the environment BreaksReset failed, for row",
+        Kind({"environment_factory": BreaksReset}, {"start": list(range(12))}), SPEAKER, {}, "`reset`.*BreaksReset",
     ),
-    "rollout_func": (
-        Kind({"rollout_func": breaks_loop}), SPEAKER, {}, r"`rollout_func` \(breaks_loop\) failed, for rows 0 to 7",
-    ),
+    "rollout_func": (Kind({"rollout_func": breaks_loop}), SPEAKER, {}, r"`rollout_func` \(breaks_loop\).* 0 to 7"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "ahead"])
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_fails_ends_the_run_with_its_place(name, ahead, tmp_path):
-    kind, speaker, settings, line = BROKEN[name]
-    where = r"node 0, rank 0.*: "
-    with pytest.raises(RolloutError, match=where + ".*" + line) as raised:
+    kind, speaker, settings, names = BROKEN[name]
+    with pytest.raises(RolloutError, match=f"node 0, rank 0.*{names}") as raised:
         trained(tmp_path, kind, speaker=speaker, shuffle_dataset=False, max_staleness=int(ahead), **settings)
     assert "broken" in str(raised.value) and raised.value.__cause__ is not None
     if name != "rollout_func":
-        row = int(re.search(r"for row (\d+) of this rank", str(raised.value))[1])
+        row = int(re.search(r"row (\d+) of this rank", str(raised.value))[1])
         assert 0 <= row < 2 * GROUP and (name != "reset" or row >= GROUP)
 
 
-def test_an_error_of_a_tool_is_its_answer_as_in_trl(tmp_path):
-    for number, tool in enumerate((breaks, breaks_later)):
-        kind = Kind({"tools": [tool]})
-        _, seen = trained(tmp_path / str(number), kind, speaker=caller_of(tool, 1), max_staleness=1)
-        messages = [message for one in seen.rounds for row in one["completions"] for message in row]
-        assert {one["content"] for one in messages if one["role"] == "tool"} == {"{'error': 'broken'}"}
+def answers_of_tools(seen: Seen) -> set[str]:
+    messages = [message for one in seen.rounds for row in one["completions"] for message in row]
+    return {one["content"] for one in messages if one["role"] == "tool"}
+
+
+@pytest.mark.parametrize("tool", [breaks, breaks_later])
+def test_an_error_of_a_tool_is_its_answer_as_in_trl(tool, tmp_path):
+    _, seen = trained(tmp_path, Kind({"tools": [tool]}), speaker=caller_of(tool, 1), max_staleness=1, max_steps=2)
+    assert answers_of_tools(seen) == {"{'error': 'broken'}"}
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("tool", [breaks, breaks_later])
 def test_wrong_arguments_are_no_error_of_the_tool(tool, ahead, tmp_path):
     speaker = Speaker({tool.__name__: [call_of(tool.__name__, wrong=1)]})
-    _, seen = trained(tmp_path, Kind({"tools": [tool]}), speaker=speaker, max_staleness=ahead, **RAISES)
-    messages = [message for one in seen.rounds for row in one["completions"] for message in row]
-    (answer,) = {one["content"] for one in messages if one["role"] == "tool"}
-    assert "unexpected keyword argument 'wrong'" in answer
+    settings = RAISES | {"max_staleness": ahead, "max_steps": 2}
+    _, seen = trained(tmp_path, Kind({"tools": [tool]}), speaker=speaker, **settings)
+    (answer,) = answers_of_tools(seen)
+    assert "'wrong'" in answer
 
 
 def test_answers_of_a_turn_have_trls_order(tmp_path, monkeypatch):
@@ -242,11 +241,12 @@ def test_an_error_of_an_earlier_run_does_not_end_the_next_one(ahead, tmp_path):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_ctrl_c_is_nobodys_error(ahead, tmp_path):
     """In the main thread it is the user's."""
-    with pytest.raises(RolloutError if ahead else KeyboardInterrupt):
+    with pytest.raises(RolloutError if ahead else KeyboardInterrupt, match="broken"):
         trained(tmp_path, Kind({"tools": [breaks]}), speaker=caller_of(breaks, 3), max_staleness=ahead)
 
 
-def test_a_reset_in_a_tool_is_no_row_of_trls(tmp_path):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_reset_in_a_tool_is_no_row_of_trls(ahead, tmp_path):
     class ResetsItself(agent_kinds.Counter):
         async def raise_by(self, step: int) -> str:
             """
@@ -258,14 +258,13 @@ def test_a_reset_in_a_tool_is_no_row_of_trls(tmp_path):
             self.reset(start=step)
             return "again"
 
-    for ahead in (0, 1):
-        kind = Kind({"environment_factory": ResetsItself}, {"start": list(range(12))})
-        _, seen = trained(tmp_path / str(ahead), kind, max_staleness=ahead)
-        assert "again" in str(seen.rounds)
+    kind = Kind({"environment_factory": ResetsItself}, {"start": list(range(12))})
+    _, seen = trained(tmp_path, kind, max_staleness=ahead, max_steps=2)
+    assert "again" in str(seen.rounds)
 
 
 def test_a_collective_in_a_rollout_func_that_runs_ahead_is_refused(tmp_path):
-    with pytest.raises(RolloutError, match="`accelerator.gather` cannot be called in a rollout that runs ahead"):
+    with pytest.raises(RolloutError, match="`accelerator.gather`"):
         trained(tmp_path, Kind({"rollout_func": breaks_by_gathering}), max_staleness=1)
 
 
@@ -276,5 +275,5 @@ def generates_in_two_threads(prompts, trainer):
 
 
 def test_two_calls_of_generate_at_once_in_one_rollout_are_refused(tmp_path):
-    with pytest.raises(RolloutError, match="called `generate` in two threads at once"):
+    with pytest.raises(RolloutError, match="`generate`"):
         trained(tmp_path, Kind({"rollout_func": generates_in_two_threads}), max_staleness=1)

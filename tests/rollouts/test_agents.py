@@ -4,32 +4,20 @@ import datetime
 import json
 import sys
 import threading
-import time
 from collections import Counter as Count
+from itertools import product
 
 import agent_kinds
 import pytest
-from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, threads_of_groups, trained
+from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, trained, wait_for_the_end_of_groups
 from agents import GROUP, Seen, chats, engines_here, ours
 from safetensors import safe_open
 from transformers.utils import chat_template_utils
+from waiting import until
 
 from trl_multinode.rollouts.stand_in import own_attributes
 
 # ---- seeds ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["environments", "rollout_func"])
-def test_without_a_change_of_weights_a_run_ahead_is_the_synchronous_run(name, tmp_path):
-    """Rows of all turns have the seeds of the synchronous run, whenever they are made."""
-    kind, frozen = KINDS[name], {"learning_rate": 0.0}
-    fresh, seen = trained(tmp_path / "fresh", kind, **frozen)
-    ahead, seen_ahead = trained(tmp_path / "ahead", kind, max_staleness=1, **frozen)
-    assert seen.rounds == seen_ahead.rounds and len({str(one) for one in seen.rounds}) == 3
-    for mine, its in zip(ahead.gradients, fresh.gradients, strict=True):
-        assert mine.equal(its) and mine.abs().max() > 0
-    for mine, its in zip(ahead.outputs, fresh.outputs, strict=True):
-        assert mine["tool_mask"].equal(its["tool_mask"])
 
 
 class ObservesOnly:
@@ -68,17 +56,25 @@ IN_ORDER = {
 }
 
 
-@pytest.mark.parametrize("mode", IN_ORDER)
-@pytest.mark.parametrize("name", LOOPS)
-def test_other_loops_are_the_synchronous_run_too(name, mode, tmp_path):
-    kind, frozen = LOOPS[name], {"learning_rate": 0.0}
-    _, seen = trained(tmp_path / "fresh", kind, **frozen)
+@pytest.mark.parametrize(
+    ("name", "mode"), [("environments", "drain"), ("rollout_func", "drain"), *product(LOOPS, IN_ORDER)]
+)
+def test_without_a_change_of_weights_a_run_ahead_is_the_synchronous_run(name, mode, tmp_path):
+    """Rows of all turns have the seeds of the synchronous run, whenever they are made."""
+    kind, frozen = (KINDS | LOOPS)[name], {"learning_rate": 0.0}
+    fresh, seen = trained(tmp_path / "fresh", kind, **frozen)
     ahead, seen_ahead = trained(tmp_path / "ahead", kind, **frozen, **IN_ORDER[mode])
-    if mode != "scored":
-        assert seen.rounds == seen_ahead.rounds and len({str(one) for one in seen.rounds}) == 3
-        assert ahead.state.log_history[1]["staleness/rounds_mean"] == 1
-    else:
+    if mode == "scored":
         assert groups_of(seen.rounds) == groups_of(sorted_rounds(seen_ahead.rounds, seen.rounds))
+        return
+    assert seen.rounds == seen_ahead.rounds and len({str(one) for one in seen.rounds}) == 3
+    assert ahead.state.log_history[1]["staleness/rounds_mean"] == 1
+    for mine, its in zip(ahead.outputs, fresh.outputs, strict=True):
+        assert ("tool_mask" in its) == ("tool_mask" in mine) == (name in KINDS)
+        assert name in LOOPS or mine["tool_mask"].equal(its["tool_mask"])
+    for mine, its in zip(ahead.gradients, fresh.gradients, strict=True):
+        # The engine of this process computes log-probs beside training, which differ in their last bits now and then
+        assert (mine - its).abs().max() < 1e-4 * its.abs().max()
 
 
 def sorted_rounds(groups: list[dict], rounds: list[dict]) -> list[dict]:
@@ -97,7 +93,10 @@ def test_a_template_with_the_date_does_not_end_a_run_at_midnight(tmp_path, monke
 
     class AtMidnight(Seen):
         def __call__(self, *args, **kwargs):
-            time.sleep(0.5)  # the next round has its prompts meanwhile
+            groups, stream = trainer.vllm_generation.continuous.groups, trainer.host.ahead_engines.stream
+            until(
+                lambda: {request.group for request, _ in list(stream.turns)} >= set(groups.ids), "turns of all groups"
+            )
             day[0] = "02"
             return super().__call__(*args, **kwargs)
 
@@ -135,7 +134,8 @@ def test_every_row_of_every_epoch_is_trained_once(name, mode, tmp_path):
     prompts = [one["prompts"][row][0]["content"] for one in seen.rounds for row in range(len(one["prompts"]))]
     epochs = SCHEDULES[name]["num_train_epochs"]
     assert Count(prompts) == Count({f"{i} + {i + 1}?": GROUP * epochs for i in range(6)})
-    assert trainer.vllm_generation.continuous.groups.ids == [] and threads_of_groups() == []
+    assert trainer.vllm_generation.continuous.groups.ids == []
+    wait_for_the_end_of_groups()
 
 
 def test_attributes_are_copied_while_another_thread_replaces_methods():
@@ -183,23 +183,22 @@ class Tracked(agent_kinds.Counter):
 
 @pytest.mark.parametrize("mode", AHEAD)
 def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_again(mode, tmp_path):
-    Tracked.built, wrong, rounds = [], [], []
+    Tracked.built, wrong, rounds, num_rounds = [], [], [], 6
 
     def reads_late(environments, start, completions, **_):
-        following, deadline = 2 * GROUP * min(len(rounds) + 2, 10), time.monotonic() + 20
-        while sum(one.resets for one in Tracked.built) < following and time.monotonic() < deadline:
-            time.sleep(0.005)  # the following round runs meanwhile
+        following = 2 * GROUP * min(len(rounds) + 2, num_rounds)
+        until(lambda: sum(one.resets for one in Tracked.built) >= following, "the following round")
         rounds.append([id(one) for one in environments])
         wrong.extend(row for row, one in zip(start, environments, strict=True) if one.row != row)
         return [float(one.total) for one in environments]
 
-    kind = Kind({"environment_factory": Tracked}, {"start": list(range(20))})
+    kind = Kind({"environment_factory": Tracked}, {"start": list(range(2 * num_rounds))})
     settings = {"max_steps": -1, "num_train_epochs": 1}
-    trainer, _ = trained(tmp_path, kind, reads_late, rows=20, **settings, **AHEAD[mode])
-    assert wrong == [] and len(rounds) == 10 and all(len(set(one)) == 2 * GROUP for one in rounds)
+    trainer, _ = trained(tmp_path, kind, reads_late, rows=2 * num_rounds, **settings, **AHEAD[mode])
+    assert wrong == [] and len(rounds) == num_rounds and all(len(set(one)) == 2 * GROUP for one in rounds)
     in_use = 1 + trainer.rounds_ahead  # rounds: the one that is scored, and those that are open
     assert len(Tracked.built) <= 1 + 2 * GROUP * in_use, "environments are not used again"
-    assert len({one for ids in rounds for one in ids}) < 10 * 2 * GROUP
+    assert len({one for ids in rounds for one in ids}) < num_rounds * 2 * GROUP
     assert [one.resets for one in Tracked.built].count(0) <= 1  # TRL's probe
     if mode == "drain":
         assert all(not set(one) & set(following) for one, following in zip(rounds, rounds[1:], strict=False))
@@ -255,18 +254,18 @@ class TakesNotes(agent_kinds.Counter):
 
 @pytest.mark.parametrize("mode", AHEAD)
 def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mode, tmp_path):
-    kind = Kind({"environment_factory": TakesNotes}, {"start": list(range(12)), "notes": [[-1]] * 12})
+    kind = Kind({"environment_factory": TakesNotes}, {"start": list(range(8)), "notes": [[-1]] * 8})
     settings = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, **AHEAD[mode]}
     before, after = Seen("start"), Seen("start")
-    trained(tmp_path, kind, before, rows=12, max_steps=-1, **settings)
+    trained(tmp_path, kind, before, rows=8, max_steps=-1, **settings)
     del before.rounds[2:]
     if mode == "in flight":
         with safe_open(tmp_path / "checkpoint-2" / "rollouts_rank0.safetensors", "pt") as saved:
             assert len(json.loads(saved.metadata()["notes"])["open"]["groups"]) == 4
     with engines_here(SPEAKER):
-        resumed = ours(tmp_path, after, chats(12, **kind.columns), kind.keywords, max_steps=-1, **settings)
+        resumed = ours(tmp_path, after, chats(8, **kind.columns), kind.keywords, max_steps=-1, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         resumed.close()
     rows = Count(row for seen in (before, after) for one in seen.rounds for row in one["start"])
-    assert len(before.rounds) == 2 and len(after.rounds) == 4
-    assert rows == Count(dict.fromkeys(range(12), GROUP))
+    assert len(before.rounds) == 2 and len(after.rounds) == 2
+    assert rows == Count(dict.fromkeys(range(8), GROUP))

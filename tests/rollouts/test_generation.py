@@ -127,7 +127,7 @@ def test_settings_that_truncate_are_refused_if_log_probs_would_be_truncated_too(
     build(truncated_logprobs="no hook", temperature=0.7, repetition_penalty=1.1, generation_kwargs={"stop": ["a"]})
     build(truncated_logprobs="no hook", logprobs=None, **settings)  # the trainer reads none
     build(**settings)
-    with pytest.raises(ConfigurationError, match=r"Rank 3 \(node 1\): \w+ need.*engine 0 of node 1 .*: no hook\."):
+    with pytest.raises(ConfigurationError, match=r"Rank 3 \(node 1\).*engine 0 of node 1.*no hook"):
         build(truncated_logprobs="no hook", **settings)
 
 
@@ -136,8 +136,8 @@ def test_a_prompt_that_fills_the_context_names_row_rank_and_cure():
     generation.generate([[1] * 7], None, 1)
     with pytest.raises(PromptTooLongError) as error:
         generation.generate([A, [1] * 8, [1] * 9], None, 1)
-    assert "Row 1 of rank 3: its prompt has 8 tokens, the engine's context is 8" in str(error.value)
-    assert "`vllm_max_model_length`" in str(error.value)
+    for word in ["Row 1 of rank 3", "8 tokens", "context is 8", "`vllm_max_model_length`"]:
+        assert word in str(error.value)
     assert len(generation.engines.calls) == 1
 
 
@@ -186,7 +186,7 @@ def test_a_row_that_other_weights_made_is_an_error_that_names_engine_and_version
     generation = build()
     generation.sync_weights()
     generation.engines.version = WeightVersion(7, 3)
-    with pytest.raises(WeightVersionError, match=r"engine 0 of node 1 has .* update 7 .* expected update 1"):
+    with pytest.raises(WeightVersionError, match="engine 0 of node 1 .*update 7 .*update 1"):
         generation.generate([A], None, 1)
 
 

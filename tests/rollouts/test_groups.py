@@ -7,9 +7,10 @@ from collections import deque
 
 import numpy as np
 import pytest
+from waiting import HANG_S, until
 
 from trl_multinode.engine.client import Rollout
-from trl_multinode.engine.row_stream import Peeking
+from trl_multinode.engine.row_stream import Peeking, RowRequest
 from trl_multinode.errors import EngineStalledError, WeightVersionError
 from trl_multinode.rollouts.groups import SEED_BITS, Group, OpenGroups
 from trl_multinode.rollouts.recorded import Recorded, joined
@@ -86,27 +87,25 @@ def of_group(rows: Rows, one: Group) -> list:
     return [request for request in rows.open if request.group == one.id]
 
 
-def until(done) -> None:
-    deadline = time.monotonic() + 10
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def opened(*groups: Group) -> tuple[Rows, OpenGroups]:
+    rows = Rows()
+    found = OpenGroups(rows)
+    found.submit(groups)
+    return rows, found
 
 
 def blocked(groups: OpenGroups, count: int, number: int) -> threading.Thread:
-    """A `take` that must still wait after a moment."""
+    """A `take` that waits for a row."""
     thread = threading.Thread(target=groups.take, args=(count, number), daemon=True)
     thread.start()
-    time.sleep(0.05)
-    assert thread.is_alive()
+    until(lambda: groups._changed._waiters or not thread.is_alive(), "`take` waits or returns")
+    assert thread.is_alive(), "`take` did not wait"
     return thread
 
 
 def test_the_oldest_complete_groups_are_taken_and_the_others_stay():
-    rows = Rows()
-    groups = OpenGroups(rows)
     first, second, third = (group(i, due=9) for i in range(3))
-    groups.submit([first, second, third])
+    rows, groups = opened(first, second, third)
     rows.end(*of_group(rows, third), *of_group(rows, second), *of_group(rows, first)[:-1])
     until(lambda: groups.ended_rows == 3 * SIZE - 1)  # the newest group is the first to be complete
     assert ids(groups.take(1, 0)) == [(1, 0)]
@@ -115,21 +114,17 @@ def test_the_oldest_complete_groups_are_taken_and_the_others_stay():
 
 
 def test_a_group_that_is_due_is_waited_for_although_enough_others_are_complete():
-    rows = Rows()
-    groups = OpenGroups(rows)
-    groups.submit([group(0, due=2), group(1, due=3), group(2, due=4)])
+    rows, groups = opened(group(0, due=2), group(1, due=3), group(2, due=4))
     rows.end(*of_group(rows, group(1)), *of_group(rows, group(2)))
     assert ids(groups.take(1, 1)) == [(1, 0)]
     waiting = blocked(groups, 1, 2)
     rows.end(*rows.open)
-    waiting.join(5)
+    waiting.join(HANG_S)
     assert not waiting.is_alive() and groups.ids == [(2, 0)]
 
 
 def test_a_row_keeps_its_place_in_its_group_whatever_ends_first():
-    rows = Rows()
-    groups = OpenGroups(rows)
-    groups.submit([group(0)])
+    rows, groups = opened(group(0))
     for length, request in enumerate(reversed(list(rows.open)), start=1):
         rows.end(request, length=length)
     (taken,) = groups.take(1, 0)
@@ -185,9 +180,7 @@ def test_every_id_is_taken_exactly_once_in_an_epoch_and_none_is_older_than_allow
 
 
 def test_an_error_of_the_engines_reaches_the_rank_that_waits_and_everyone_after_it():
-    rows = Rows()
-    groups = OpenGroups(rows)
-    groups.submit([group(0)])
+    rows, groups = opened(group(0))
     rows.error = EngineStalledError("engine 0 of node 1 made no token")
     for _ in range(2):
         with pytest.raises(EngineStalledError, match="engine 0 of node 1"):
@@ -213,19 +206,13 @@ def test_the_thread_ends_with_the_last_row_and_another_one_begins_with_the_next(
         groups.submit([group(number)])
         rows.end(*rows.open)
         groups.take(1, number)
-        deadline = time.monotonic() + 5
-        while groups._thread is not None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert groups._thread is None
+        until(lambda: groups._thread is None, "the thread ends with the last row")
 
 
 def test_a_snapshot_has_the_rows_that_ended_and_restored_groups_begin_the_others():
-    rows = Rows()
-    groups = OpenGroups(rows)
-    groups.submit([group(0, due=9), group(1, due=9)])
+    rows, groups = opened(group(0, due=9), group(1, due=9))
     rows.end(*of_group(rows, group(0)), of_group(rows, group(1))[2])
-    while groups.ended_rows < SIZE + 1:
-        time.sleep(0.001)
+    until(lambda: groups.ended_rows == SIZE + 1)
     saved = groups.snapshot()
     rows.end(*rows.open)
     groups.take(2, 0)
@@ -243,14 +230,11 @@ def test_a_snapshot_has_the_rows_that_ended_and_restored_groups_begin_the_others
 
 
 def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_rest_of_its_budget():
-    rows = Rows()
-    groups = OpenGroups(rows)
-    groups.submit([group(0, due=9)])
+    rows, groups = opened(group(0, due=9))
     rows.so_far = rollout(2)
     for request in rows.open[:2]:
         rows.end(request)
-    while groups.ended_rows < 2:
-        time.sleep(0.001)
+    until(lambda: groups.ended_rows == 2)
     saved = groups.snapshot()
     (copy,) = saved
     assert [row is None for row in copy.rollouts] == [False, False, True, True]
@@ -283,10 +267,16 @@ def test_a_row_that_was_begun_with_too_many_tokens_begins_again():
 
 
 def test_dropped_groups_are_forgotten_when_their_rows_have_ended():
-    rows = Rows()
-    groups = OpenGroups(rows)
-    groups.submit([group(0)])
-    threading.Timer(0.05, lambda: rows.end(*list(rows.open))).start()
+    rows, groups = opened(group(0))
+    collecting = groups._thread
+    join = collecting.join
+
+    def end_rows_and_join(*timeout: float) -> None:
+        """End the rows only when `drop` waits for their thread."""
+        rows.end(*list(rows.open))
+        join(*timeout)
+
+    collecting.join = end_rows_and_join
     groups.drop()
     assert groups.ids == [] and groups.rows_under_way == 0
     groups.submit([group(0)])
@@ -306,11 +296,13 @@ class Silent(Rows):
 def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alone():
     ends = [threading.Event(), threading.Event()]
     not_begun = iter(ends)
+    answers = []
 
-    def make(one: Group, ask) -> Recorded:
+    def make(one: Group, ask) -> None:
         end = next(not_begun)
         try:
-            return ask([[1]], None, 8)
+            while True:
+                answers.append(ask([[1]], None, 8))
         finally:
             end.set()
 
@@ -320,12 +312,14 @@ def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alo
     with groups._changed:  # so that the old group's thread goes on after the new one was begun
         groups.drop()
         groups.submit([group(0)])
-        assert not ends[0].wait(0.05)
-    assert ends[0].wait(10)
+    assert ends[0].wait(HANG_S) and answers == []
     until(lambda: groups._turns)
-    assert list(groups._turns) == [(0, 0)] and not ends[1].wait(0.05)
+    assert list(groups._turns) == [(0, 0)]
+    groups._add(RowRequest((0, 0), 0, [1], None, 0), rollout())  # an answer for the new group
+    until(lambda: answers or ends[1].is_set())
+    assert len(answers) == 1 and not ends[1].is_set()
     groups.drop()
-    assert ends[1].wait(10) and not groups._turns
+    assert ends[1].wait(HANG_S) and not groups._turns
 
 
 def test_a_group_whose_rollout_func_gave_no_mask_has_one_beside_a_group_with_one():

@@ -88,10 +88,9 @@ def test_a_difference_above_the_limit_names_node_rank_version_and_cure(config):
     with pytest.raises(LogprobDivergenceError) as error:
         monitor(config()).check(batch([[-1.0, -2.0]], [[-1.5, -1.9]]))
     message = str(error.value)
-    assert "node 1, rank 3: engine and trainer differ by 0.300 per token (limit 0.02)" in message
-    assert "the weights of update 4 (step 12)" in message
-    assert "`logprob_divergence_limit` sets the limit, 0 turns the check off" in message
-    assert "`engine_kwargs`" in message and "`rollout_func`" in message and "edited" in message
+    for word in ["node 1, rank 3", "0.300", "limit 0.02", "update 4 (step 12)", "`logprob_divergence_limit`",
+                 "`engine_kwargs`", "`rollout_func`"]:  # fmt: skip
+        assert word in message
 
 
 def test_the_alarm_names_the_engine_kwargs_of_the_run(config):
@@ -106,6 +105,9 @@ def test_padding_and_tool_tokens_do_not_count(config):
     assert watcher.last == 0.0
     watcher.check(batch([[-1.0, -9.0]], [[-1.0, 0.0]], mask=[[1, 1]], tool_mask=[[1, 0]]))
     assert watcher.last == 0.0
+    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], mask=[[1, 0]])) == (1, 0)
+    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], tool_mask=[[1, 0]])) == (1, 0)
+    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], mask=[[0, 0]])) == (0, 0)
 
 
 NAN = float("nan")
@@ -127,19 +129,18 @@ def test_more_than_one_nan_in_a_hundred_tokens_is_an_alarm_whatever_the_limit(co
     with pytest.raises(LogprobDivergenceError) as error:
         monitor(config(**fields)).check(batch([[-1.0] * 99], one_nan_in(99)), stale)
     message = str(error.value)
-    assert "node 1, rank 3: 1.0 % of the trained tokens (1 of 99) have a NaN log-prob" in message
-    assert "limit 1 %" in message and "from the engine, with the weights of update 3 (step 11)" in message
-    assert "`engine_dtype='bfloat16'`" in message and "`engine_kwargs`" in message
+    for word in ["node 1, rank 3", "1.0 %", "1 of 99", "NaN", "limit 1 %", "the engine,", "update 3 (step 11)",
+                 "`engine_dtype='bfloat16'`", "`engine_kwargs`"]:  # fmt: skip
+        assert word in message
 
 
 def test_nan_log_probs_of_the_trainer_are_an_alarm_that_names_training(config):
     with pytest.raises(LogprobDivergenceError) as error:
         monitor(config()).check(batch(one_nan_in(2), [[-1.0] * 2]))
     message = str(error.value)
-    assert "50.0 % of the trained tokens (1 of 2)" in message
-    assert "from the trainer, with the weights of update 4 (step 12)" in message
-    assert "`learning_rate`" in message and "earlier checkpoint" in message
-    with pytest.raises(LogprobDivergenceError, match="from the engine and the trainer"):
+    for word in ["50.0 %", "1 of 2", "the trainer,", "update 4 (step 12)", "`learning_rate`"]:
+        assert word in message
+    with pytest.raises(LogprobDivergenceError, match="the engine and the trainer"):
         monitor(config()).check(batch([[NAN, NAN]], [[NAN, NAN]]))
 
 
@@ -147,19 +148,12 @@ def test_nan_log_probs_of_an_engine_are_an_alarm_without_the_trainers(config):
     """`vllm_importance_sampling_correction=False`: TRL computes no log-probs of its own."""
     output = batch([[-1.0]], [[NAN]])
     del output["old_per_token_logps"]
-    with pytest.raises(LogprobDivergenceError, match="from the engine"):
+    with pytest.raises(LogprobDivergenceError, match="NaN.*the engine,"):
         monitor(config()).check(output)
 
 
-def test_nan_in_padding_and_tool_tokens_is_no_alarm(config):
-    watcher = monitor(config())
-    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], mask=[[1, 0]])) == (1, 0)
-    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], tool_mask=[[1, 0]])) == (1, 0)
-    assert watcher.check(batch([[-1.0, NAN]], [[-1.0, NAN]], mask=[[0, 0]])) == (0, 0)
-
-
 def test_an_infinite_difference_trips_the_alarm(config):
-    with pytest.raises(LogprobDivergenceError):
+    with pytest.raises(LogprobDivergenceError, match=" inf "):
         monitor(config()).check(batch([[-1.0, -1.0]], [[-1.0, float("-inf")]]))
 
 
@@ -199,7 +193,7 @@ class Unscored(NodeTrainer):
 def test_a_trainer_that_compares_nothing_still_stops_at_an_engines_nan_and_logs_its_share():
     assert Unscored([NAN] + [-1.0] * 199).run()["logprobs/nan_share"] == 1 / 200
     assert Unscored([]).run().get("logprobs/nan_share") is None
-    with pytest.raises(LogprobDivergenceError, match=r"rank 3: 50.0 % .* the engine, with the weights of update 4"):
+    with pytest.raises(LogprobDivergenceError, match="rank 3: 50.0 % .* the engine, .*update 4"):
         Unscored([NAN, -1.0]).run()
 
 
@@ -221,7 +215,7 @@ def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_lin
     with caplog.at_level(logging.WARNING):
         watcher = stale_monitor(config(**fields), engines := Engines())
     (line,) = caplog.messages
-    assert f"is off, because TRL scores completions without {names}." in line
+    assert f"without {names}." in line
     assert watcher.limit == 0.0
     watcher.check(batch([[-1.0]], [[-5.0]]))
     watcher._generation.on_stale(made())
@@ -253,7 +247,7 @@ def test_temperature_and_settings_that_only_forbid_tokens_or_end_rows_leave_it_o
     with caplog.at_level(logging.WARNING):
         watcher = monitor(config(**fields))
     assert not caplog.messages
-    with pytest.raises(LogprobDivergenceError):
+    with pytest.raises(LogprobDivergenceError, match="0.100 "):
         watcher.check(batch([[-1.0]], [[-1.1]]))
 
 
@@ -319,14 +313,14 @@ def test_stale_completions_may_differ_as_long_as_the_engines_present_weights_agr
         assert watcher.last == 0.0
     first, second = [*PROMPT, 10, 11], [*PROMPT, 10, 11, 12, 13]
     assert engines.asked == [(first, 0), (second, 1), (first, 0)]  # rows and engines in turn
-    with pytest.raises(LogprobDivergenceError):
+    with pytest.raises(LogprobDivergenceError, match="2.000 "):
         watcher.check(batch(FRESH, OLD, MASK))  # the same rows, were they fresh
 
 
 def test_an_engine_that_holds_older_weights_trips_the_alarm_on_a_stale_round(config):
     watcher = stale_monitor(config(), Engines(logprob=-3.0))  # the engine still agrees with its old completions
     watcher._generation.on_stale(made())
-    with pytest.raises(LogprobDivergenceError, match=r"differ by 2.000 per token .* the weights of update 4"):
+    with pytest.raises(LogprobDivergenceError, match="2.000 .*update 4"):
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
@@ -335,7 +329,7 @@ def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, f
     watcher = stale_monitor(config(**fields), engines := Engines(logprob=-1.5))
     watcher._generation.on_stale(made())
     assert engines.temperatures == [fields.get("temperature", 1.0)]
-    with pytest.raises(LogprobDivergenceError, match=r"differ by 0.500 per token"):
+    with pytest.raises(LogprobDivergenceError, match="0.500 "):
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
@@ -349,7 +343,7 @@ def test_no_score_is_asked_for_if_the_check_is_off(config):
 def test_a_score_of_nan_is_an_alarm_that_names_the_engines_present_weights(config):
     watcher = stale_monitor(config(), Engines(logprob=NAN))
     watcher._generation.on_stale(made())
-    with pytest.raises(LogprobDivergenceError, match=r"100.0 % .*from the engine, with the weights of update 4"):
+    with pytest.raises(LogprobDivergenceError, match="100.0 % .*the engine, .*update 4"):
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 

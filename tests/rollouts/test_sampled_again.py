@@ -62,7 +62,7 @@ def run(folder, kind: str, reward, **settings):
 def test_every_mode_trains_the_groups_of_the_simulation_and_none_without_an_advantage(mode, tmp_path):
     trainer, rounds, outputs = run(tmp_path, "tools", odd_ones_differ, **MODES[mode])
     assert kept_numbers(rounds) == simulation() and trainer.state.global_step == STEPS
-    assert any(number % 2 == 0 for one in first_ones() for number in one), "no group is flat at first"
+    assert any(number % 2 == 0 for one in simulation(most=0) for number in one), "no group is flat at first"
     for output in outputs:
         assert output["advantages"].view(PLACES, GROUP).abs().amax(dim=1).gt(0.1).all()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -74,11 +74,7 @@ def test_every_mode_trains_the_groups_of_the_simulation_and_none_without_an_adva
     assert 0 < max(shares) < 1 and max(entry.get("dynamic_sampling/extra_tokens", 0.0) for entry in logs) > 0
 
 
-def first_ones() -> list[list[int]]:
-    return simulation(most=0)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tools"])
+@pytest.mark.parametrize("kind", ["environments", "rollout_func"])
 def test_environments_and_loops_of_the_user_are_sampled_again(kind, tmp_path):
     trainer, rounds, outputs = run(tmp_path, kind, odd_ones_differ, **MODES["drain"])
     assert len(outputs) == STEPS and {len(rows) for rows, _ in rounds} == {PLACES * GROUP}
@@ -89,5 +85,5 @@ def test_environments_and_loops_of_the_user_are_sampled_again(kind, tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_without_any_differing_rewards_ends_in_its_first_round(mode, tmp_path):
     settings = MODES[mode] | {"max_resample_rounds": 2}
-    with pytest.raises(RolloutError, match=r"step 1 has nothing to learn from.*\(6 prompts\).*`always_one` 1 for all"):
+    with pytest.raises(RolloutError, match=r"step 1 .*\(6 prompts\).*`always_one` 1 "):
         run(tmp_path, "tools", always_one, **settings)

@@ -14,6 +14,7 @@ import torch
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
+from waiting import until
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import RolloutError
@@ -337,16 +338,13 @@ def test_a_checkpoint_has_the_drawn_row_and_the_attempt_of_an_open_group():
     class Slow(Rank):
         def record(self, group: Group) -> Recorded:
             if group.attempt == 2:
-                release.wait(10)
+                release.wait()
             return recorded_of(group, flat=group.place == 0 and group.attempt < 3)
 
     rank = Slow(1, 2, order, open_rounds=1, max_age=1)
     rank.rounds.begin_round(0, rank.quota, SIZE, rank.batch)
     rank.rounds.begin_following(WeightVersion(1, 0))
-    deadline = time.monotonic() + 10
-    while {one.attempt for one in rank.rounds.groups.snapshot() if one.place == 0} != {2}:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: {one.attempt for one in rank.rounds.groups.snapshot() if one.place == 0} == {2})
     file = OpenGroupsFile(trainer_of(1, 2, vllm_generation=SimpleNamespace(continuous=rank.rounds)))
     arrays, notes = to_arrays(rank.rounds, file._index_of)
     saved = {(one["number"], one["place"]): (one["index"], one["attempt"]) for one in notes["groups"]}
@@ -380,9 +378,8 @@ def test_a_round_of_flat_groups_ends_the_run_on_every_rank_with_its_rewards_and_
         assert again._trainer._metrics["train"]["dynamic_sampling/flat_groups"] == [PLACES]
     assert messages[0].replace("Rank 0", "Rank 1") == messages[1]
     for words in [
-        "Rank 1 (node 0): step 5 has nothing to learn from", "the 6 groups of all ranks", "the 2 completions",
-        "sampled again 3 times (24 prompts)", "`exact` 0 for all rows",
-        "`format` 0 to 0.4, and NaN or None for 2 rows", "raise `max_resample_rounds`",
+        "Rank 1 (node 0)", "step 5", "6 groups", "2 completions", "3 times (24 prompts)", "`exact` 0 ",
+        "`format` 0 to 0.4", "2 rows", "`max_resample_rounds`",
     ]:  # fmt: skip
         assert words in messages[1], messages[1]
 

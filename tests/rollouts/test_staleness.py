@@ -29,12 +29,20 @@ def metrics(*meters, ahead=(0.0, 0.0), clocks=(), idle=0.0) -> dict:
     return summarize_rounds([one.take(ahead, list(clocks)) for one in meters], [idle] * len(meters))
 
 
-def test_equal_weights_have_the_full_sample_size_and_one_heavy_weight_that_of_one_token():
-    one = meter()
-    one.add_weights(output([[-1.0, -2.0]], [[-1.0, -2.0]]))
-    assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(1.0)
-    one.add_weights(output([[0.0, -40.0, -40.0, -40.0]], [[0.0, -1.0, -1.0, -1.0]]))
-    assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(0.25)
+@pytest.mark.parametrize(
+    ("mode", "trainer", "sampler", "expected"),
+    [
+        ("token_truncate", [[-1.0, -2.0]], [[-1.0, -2.0]], 1.0),
+        ("token_truncate", [[0.0, -40.0, -40.0, -40.0]], [[0.0, -1.0, -1.0, -1.0]], 0.25),
+        ("token_truncate", [[-1.0, -2.0]], [[float("nan"), -2.0]], 1.0),  # a token without a log-prob weighs one
+        ("sequence_truncate", [[-60.0], [-60.0]], [[0.0], [0.0]], 1.0),
+    ],
+    ids=["equal", "one heavy token", "a token without a log-prob", "all are small"],
+)
+def test_the_effective_sample_size_of_a_few_weights(mode, trainer, sampler, expected):
+    one = meter(mode)
+    one.add_weights(output(trainer, sampler))
+    assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(expected)
 
 
 def test_clipped_are_the_tokens_beyond_the_corrections_limits_and_masked_ones_do_not_count():
@@ -90,18 +98,6 @@ def test_weights_beyond_float32_count_and_a_row_without_a_trained_token_does_not
     one = meter("sequence_truncate")
     one.add_weights(output([[log / 2] * 2, *[[0.0, 0.0]] * 4], [[0.0] * 2] * 5, [*[[1, 1]] * 4, [0, 0]]))
     assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(0.25 if log > 0 else 0.75)
-
-
-def test_all_weights_may_be_small():
-    one = meter("sequence_truncate")
-    one.add_weights(output([[-60.0], [-60.0]], [[0.0], [0.0]]))
-    assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(1.0)
-
-
-def test_a_token_without_a_log_prob_weighs_one():
-    one = meter()
-    one.add_weights(output([[-1.0, -2.0]], [[float("nan"), -2.0]]))
-    assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(1.0)
 
 
 def test_the_share_of_nan_is_that_of_the_trained_tokens_of_all_ranks():

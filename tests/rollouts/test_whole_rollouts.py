@@ -36,7 +36,14 @@ class Pair:
         self.rounds, self.rewards = rounds, rewards
 
 
-CASES = [*((kind, "drain") for kind in KINDS), ("environments", "in flight"), ("rollout_func", "in flight")]
+CASES = [
+    ("tools", "drain"),
+    pytest.param(("environment", "drain"), marks=pytest.mark.nightly),  # "environments" has it beside another one
+    ("environments", "drain"),
+    ("rollout_func", "drain"),
+    ("environments", "in flight"),
+    ("rollout_func", "in flight"),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=" ".join)

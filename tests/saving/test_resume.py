@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from waiting import HANG_S
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import ConfigurationError
@@ -92,7 +93,7 @@ def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterati
 
 
 def rows() -> list[Rollout]:
-    return [Rollout(np.array([i, 9], np.int32), np.array([-0.5, -i], np.float32), VERSION, 0) for i in range(2)]
+    return [Rollout(np.array([i, 9], np.int32), np.array([-0.5, -i], np.float32), VERSION, i) for i in range(2)]
 
 
 def save(trainer, step: int):
@@ -121,18 +122,28 @@ def saved_at(step: int, tmp_path, ahead: bool = True, **fields):
     return save(trainer, step)
 
 
-def test_inside_a_block_position_block_and_look_ahead_come_back(tmp_path):
-    trainer = resumed(trainer_at(3, tmp_path), saved_at(3, tmp_path))
+@pytest.mark.parametrize("has_format", [True, False])
+def test_inside_a_block_position_block_and_look_ahead_come_back(has_format, tmp_path):
+    """The first version wrote no `multinode.json`; its other files are the same."""
+    folder = saved_at(3, tmp_path)
+    if not has_format:
+        (folder / "multinode.json").unlink()
+    trainer = resumed(trainer_at(3, tmp_path), folder)
     assert trainer._step == 3
     assert [part["ids"].tolist() for part in trainer._buffered_inputs] == [[[1, 2]], [[3, 4]]]
     made = trainer.vllm_generation.look_ahead.take(2, PROMPTS)
-    assert [row.tokens.tolist() for row in made.rows] == [[0, 9], [1, 9]] and made.version.step == 4
+    assert made.version == WeightVersion(0, 4)  # the numbers of updates begin anew, the optimizer step stays
+    for row, was in zip(made.rows, rows(), strict=True):
+        assert row.tokens.tolist() == was.tokens.tolist() and row.logprobs.tolist() == was.logprobs.tolist()
+        assert row.engine == was.engine
 
 
 def test_a_checkpoint_waits_for_the_look_ahead(tmp_path):
     go, trainer = threading.Event(), trainer_at(3, tmp_path)
-    trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, lambda: (go.wait(10), rows())[1])
-    threading.Timer(0.2, go.set).start()
+    look_ahead = trainer.vllm_generation.look_ahead
+    look_ahead.submit(2, PROMPTS, VERSION, lambda: (go.wait(HANG_S), rows())[1])
+    join = look_ahead._thread.join
+    look_ahead._thread.join = lambda: (go.set(), join())  # it ends only when the checkpoint waits for it
     saved = load_rollouts(save(trainer, 3), 0, torch.device("cpu"))
     assert saved.notes["ahead"]["number"] == 2
     assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None  # the run itself goes on with it
@@ -176,7 +187,7 @@ def test_rows_of_another_layout_are_not_used(tmp_path, change, caplog):
     """With other iterations, or another batch, the same position means another place in another block."""
     trainer = resumed(trainer_at(6, tmp_path, **change), saved_at(6, tmp_path))
     assert trainer._buffered_inputs is None and trainer.vllm_generation.look_ahead.made is None
-    assert "another layout" in caplog.text
+    assert "Rank 0: " in caplog.text and "checkpoint-6" in caplog.text
 
 
 def test_a_missing_file_is_logged_with_rank_and_folder(tmp_path, caplog):
@@ -184,7 +195,7 @@ def test_a_missing_file_is_logged_with_rank_and_folder(tmp_path, caplog):
     rollouts_file(folder, 0).unlink()
     trainer = resumed(trainer_at(3, tmp_path), folder)
     assert trainer._buffered_inputs is None and trainer._step == 3
-    assert "Rank 0: " in caplog.text and str(folder) in caplog.text and "generate them again" in caplog.text
+    assert "Rank 0: " in caplog.text and str(folder) in caplog.text
 
 
 def test_a_rank_whose_neighbour_has_no_file_generates_afresh_with_it(tmp_path):
@@ -252,20 +263,20 @@ def test_a_checkpoint_of_as_many_ranks_is_taken_shared_or_not_and_one_without_ze
 
 @pytest.mark.parametrize(("mine", "others"), [((0, 1, 2, 3), (4, 1)), ((0, 1), (4, 0)), ((0,), (1, 0))], ids=str)
 def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(tmp_path, mine, others):
-    with pytest.raises(ConfigurationError, match=r"was written by \d ranks, this launch has 2.*Launch \d ranks again"):
+    with pytest.raises(ConfigurationError, match=r"\b([14]) ranks, .*\b2\b.*\b\1 ranks"):
         check_zero_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
 
 
 def test_a_node_that_sees_only_its_own_ranks_knows_the_others_from_its_rollouts(tmp_path):
     folder = zero_checkpoint(tmp_path, 0)
     save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [4, 1, 1, 1, 1]}))
-    with pytest.raises(ConfigurationError, match="written by 4 ranks"):
+    with pytest.raises(ConfigurationError, match="by 4 ranks"):
         check_zero_ranks(folder, Accelerator([[2, 1]]))
 
 
 def test_nodes_that_changed_places_are_told(tmp_path):
     """Rank 0 finds rank 1's file and the other way round."""
-    with pytest.raises(ConfigurationError, match=r"no optimizer state for the ranks \[0, 1\].*--machine_rank"):
+    with pytest.raises(ConfigurationError, match=r"\[0, 1\].*--machine_rank"):
         check_zero_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))
 
 
@@ -312,24 +323,15 @@ def test_the_number_of_ranks_is_known_without_rollouts_too(tmp_path):
     folder = zero_checkpoint(tmp_path, 0)
     with CheckpointLog(tmp_path, wide).saving(4):
         pass
-    with pytest.raises(ConfigurationError, match="written by 4 ranks"):
+    with pytest.raises(ConfigurationError, match="by 4 ranks"):
         check_zero_ranks(folder, Accelerator([[4, 1]]))
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_at_the_resume(tmp_path):
     folder = saved_at(3, tmp_path)
     (folder / "multinode.json").write_text('{"format": 3, "trl_multinode": "0.9", "ranks": 2}')
-    with pytest.raises(ConfigurationError, match="checkpoint format 3"):
+    with pytest.raises(ConfigurationError, match="format 3"):
         Resume(trainer_at(3, tmp_path)).choose(str(folder))
-
-
-def test_a_checkpoint_without_a_format_resumes_with_its_rollouts(tmp_path):
-    """The first version wrote no `multinode.json`; its other files are the same."""
-    folder = saved_at(3, tmp_path)
-    (folder / "multinode.json").unlink()
-    trainer = resumed(trainer_at(3, tmp_path), folder)
-    assert [part["ids"].tolist() for part in trainer._buffered_inputs] == [[[1, 2]], [[3, 4]]]
-    assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None
 
 
 @pytest.mark.parametrize("content", ["strange", "cut off"])
@@ -341,7 +343,7 @@ def test_a_rollouts_file_that_is_not_ours_is_as_good_as_none(tmp_path, content, 
     else:
         path.write_bytes(path.read_bytes()[:-1])
     trainer = resumed(trainer_at(3, tmp_path), folder)
-    assert trainer._buffered_inputs is None and "generate them again" in caplog.text
+    assert trainer._buffered_inputs is None and "Rank 0: " in caplog.text
     zero = zero_checkpoint(tmp_path / "other", 0, 1)
     rollouts_file(zero, 0).write_bytes(path.read_bytes())
     check_zero_ranks(zero, Accelerator([[2, 1]]))
@@ -351,5 +353,5 @@ def test_an_unfinished_checkpoint_that_the_script_names_is_refused(tmp_path):
     """transformers' `get_last_checkpoint` names it, for example."""
     folder = saved_at(3, tmp_path)
     (tmp_path / "_multinode" / "saving" / "checkpoint-3.rank1").touch()
-    with pytest.raises(ConfigurationError, match="checkpoint-3 cannot be resumed: it is unfinished, because"):
+    with pytest.raises(ConfigurationError, match="checkpoint-3 .*unfinished"):
         Resume(trainer_at(3, tmp_path)).choose(str(folder))

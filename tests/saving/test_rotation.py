@@ -270,7 +270,7 @@ def test_the_old_checkpoint_stays_until_no_rank_marks_the_new_one_as_unfinished(
     log = CheckpointLog(folders_with(tmp_path, {1: 10}), Ranks(others=(1,), meet=meet))
     with log.saving(2) as folder:
         (folder / "trainer_state.json").write_text("{}")
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError, match="the other rank is gone"):
         log.rotate(2, 1, None, deletes=True)
     assert seen == [(True, ["checkpoint-1", "checkpoint-2"]), (False, ["checkpoint-1", "checkpoint-2"])]
     assert log.last_whole() == tmp_path / "checkpoint-1"
@@ -300,7 +300,7 @@ def test_a_folder_that_cannot_be_moved_is_named_and_the_run_goes_on(tmp_path, mo
 
     monkeypatch.setattr(Path, "rename", refused)
     CheckpointLog(folder, Ranks()).rotate(2, 1, None, deletes=True)
-    assert "checkpoint-1 cannot be deleted" in caplog.text and "Permission denied" in caplog.text
+    assert "checkpoint-1" in caplog.text and "Permission denied" in caplog.text
 
 
 def test_what_a_run_was_deleting_is_deleted_at_the_next_start_and_never_resumed_from(tmp_path):

@@ -73,40 +73,38 @@ def message(folder: Path, model) -> str:
     with pytest.raises(SavedWeightsError) as caught:
         check_saved(folder, model)
     assert isinstance(caught.value, MultiNodeError) and str(folder) in str(caught.value)
-    assert "Nothing of it was pushed" in str(caught.value)
     return str(caught.value)
 
 
-def test_a_missing_tensor_is_named(saved):
+def drop_data(tensors: dict) -> None:
+    tensors.update({name: torch.empty(0) for name in tensors})
+
+
+DEFECTS = {  # defect of the file -> words of the error
+    "missing": (lambda tensors: tensors.pop(KEY), ["1 of 26", "missing", KEY]),
+    "unknown": (lambda tensors: tensors.update(stranger=torch.zeros(2)), ["1 of 26", "unknown", "stranger"]),
+    "without data": (drop_data, [
+        "26 of 26", "without data", "(0,)", " 23 ", "zero3_save_16bit_model: true",
+        "stage3_gather_16bit_weights_on_model_save",
+    ]),
+    "another shape": (
+        lambda tensors: tensors.update({KEY: tensors[KEY][:5].clone()}),
+        ["1 of 26", KEY, "('F32', (5, 64))", "('F32', (128, 64))"],
+    ),
+    "another dtype": (
+        lambda tensors: tensors.update({KEY: tensors[KEY].half()}),
+        ["1 of 26", KEY, "('F16', (128, 64))", "('F32', (128, 64))"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_named_with_tensors_and_cure(saved, defect):
     model, folder = saved
-    change(folder, lambda tensors: tensors.pop(KEY))
-    assert f"1 of 26 tensors missing: {KEY}." in message(folder, model)
-
-
-def test_an_extra_tensor_is_named(saved):
-    model, folder = saved
-    change(folder, lambda tensors: tensors.update(stranger=torch.zeros(2)))
-    assert "1 of 26 tensors unknown to the model: stranger" in message(folder, model)
-
-
-def test_tensors_without_data_are_counted_and_the_cure_is_the_setting_of_zero3(saved):
-    model, folder = saved
-    change(folder, lambda tensors: tensors.update({name: torch.empty(0) for name in list(tensors)}))
+    edit, words = DEFECTS[defect]
+    change(folder, edit)
     text = message(folder, model)
-    assert "26 of 26 tensors without data" in text and "(0,), expected (" in text and "and 23 more" in text
-    assert "zero3_save_16bit_model: true" in text and "stage3_gather_16bit_weights_on_model_save" in text
-
-
-def test_another_shape_is_told_with_both(saved):
-    model, folder = saved
-    change(folder, lambda tensors: tensors.update({KEY: tensors[KEY][:5].clone()}))
-    assert f"1 of 26 tensors different: {KEY} ('F32', (5, 64)), expected ('F32', (128, 64))" in message(folder, model)
-
-
-def test_another_dtype_has_other_bytes(saved):
-    model, folder = saved
-    change(folder, lambda tensors: tensors.update({KEY: tensors[KEY].half()}))
-    assert f"{KEY} ('F16', (128, 64)), expected ('F32', (128, 64))" in message(folder, model)
+    assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 100, -1])
@@ -114,13 +112,13 @@ def test_a_file_that_was_cut_off_cannot_be_read(saved, size):
     model, folder = saved
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:size])
-    assert "cannot be read" in message(folder, model)
+    assert "model.safetensors" in message(folder, model)
 
 
 def test_a_folder_without_weights_is_no_model(saved):
     model, folder = saved
     (folder / "model.safetensors").unlink()
-    assert "there is no model.safetensors" in message(folder, model)
+    assert "model.safetensors" in message(folder, model)
 
 
 # ---- shards ---------------------------------------------------------------------------------------------------------
@@ -139,36 +137,38 @@ def test_shards_with_their_index_are_the_model(sharded):
     check_saved(sharded[1], sharded[0])
 
 
-def test_a_shard_that_is_not_there_is_named(sharded):
-    model, folder, index = sharded
-    (folder / index["weight_map"][KEY]).unlink()
-    assert f"the index names {index['weight_map'][KEY]}, which is missing" in message(folder, model)
+SHARD_DEFECTS = {  # edit of the shard with `KEY`, or its loss -> words of the error
+    "lost": (None, ["missing"]),
+    "another tensor set": (lambda tensors: tensors.pop(KEY), ["index", KEY]),
+    "without data": (lambda tensors: tensors.update({KEY: torch.empty(0)}), ["1 of 26", KEY]),
+}
 
 
-def test_a_shard_that_lacks_what_the_index_says_is_named(sharded):
+@pytest.mark.parametrize("defect", SHARD_DEFECTS)
+def test_a_defect_of_a_shard_is_named(sharded, defect):
     model, folder, index = sharded
     shard = index["weight_map"][KEY]
-    change(folder, lambda tensors: tensors.pop(KEY), shard)
-    assert f"{shard} and the index disagree about {KEY}" in message(folder, model)
-
-
-def test_a_shard_with_a_tensor_without_data_is_found(sharded):
-    model, folder, index = sharded
-    change(folder, lambda tensors: tensors.update({KEY: torch.empty(0)}), index["weight_map"][KEY])
-    assert "1 of 26 tensors without data" in message(folder, model)
+    edit, words = SHARD_DEFECTS[defect]
+    if edit is None:
+        (folder / shard).unlink()
+    else:
+        change(folder, edit, shard)
+    text = message(folder, model)
+    assert defect == "without data" or shard in text
+    assert all(word in text for word in words), text
 
 
 def test_a_file_of_an_earlier_save_beside_shards_is_refused_because_it_would_be_loaded(sharded):
     model, folder, _ = sharded
     save_file({"old": torch.zeros(1)}, folder / "model.safetensors")
-    assert "both model.safetensors and model.safetensors.index.json" in message(folder, model)
+    assert "model.safetensors and model.safetensors.index.json" in message(folder, model)
 
 
 @pytest.mark.parametrize("content", ['{"weight_map": {', "{}", "[]"])
 def test_an_index_that_was_cut_off_cannot_be_read(sharded, content):
     model, folder, _ = sharded
     (folder / "model.safetensors.index.json").write_text(content)
-    assert "model.safetensors.index.json cannot be read" in message(folder, model)
+    assert "model.safetensors.index.json" in message(folder, model)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -180,13 +180,14 @@ def test_an_adapter_with_an_empty_a_is_found(tmp_path):
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     edit = lambda tensors: tensors.update({name: torch.empty(0)})  # noqa: E731
     change(tmp_path, edit, "adapter_model.safetensors")
-    assert f"1 of 8 tensors without data: {name} (0,), expected (4, 64)" in message(tmp_path, model)
+    text = message(tmp_path, model)
+    assert all(word in text for word in ["1 of 8", name, "(0,)", "(4, 64)"])
 
 
 def test_the_whole_model_in_the_place_of_an_adapter_is_refused(tmp_path):
     model = lora()
     model.get_base_model().save_pretrained(tmp_path)
-    assert "there is no adapter_model.safetensors" in message(tmp_path, model)
+    assert "adapter_model.safetensors" in message(tmp_path, model)
 
 
 # ---- ZeRO-3 ---------------------------------------------------------------------------------------------------------
@@ -204,7 +205,7 @@ def test_a_sharded_model_still_knows_what_its_file_must_hold(saved):
     shard(model)
     check_saved(folder, model)
     change(folder, lambda tensors: tensors.update({KEY: torch.empty(0)}))  # the accident: a shard saved as it is
-    assert "1 of 26 tensors without data" in message(folder, model)
+    assert "1 of 26" in message(folder, model)
 
 
 def test_a_sharded_adapter_still_knows_what_its_file_must_hold(tmp_path):
