@@ -14,6 +14,7 @@ from projection import MEASURED
 from trl_multinode.batches.batching import plan_micro_steps
 from trl_multinode.wire.messages import Generate, pack_ids
 
+pytestmark = pytest.mark.nightly  # records of benchmarks, which no user runs
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 KEYS = {
     "overlap": {"step_ratio_vs_max", "hidden_share", "busy_share", "control_ratio", "repeats"},

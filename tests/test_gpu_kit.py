@@ -17,13 +17,14 @@ from gpu_kit.machine import Machine, build_model, entropy
 from gpu_kit.record import Recorder, events, merge, read
 from gpu_kit.rows import rounding_floor, swap_points, trainer_logprobs
 from gpu_kit.weights import run_stages
+from waiting import until
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.faults import Faults
-from trl_multinode.testing.waiting import wait_until
 from trl_multinode.vllm_worker.plugin import register
 from trl_multinode.wire.supervisor import is_running
 
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 ROOT = Path(__file__).parents[1]
 META = {"rehearsal": False, "device": "NVIDIA X", "num_gpus": 1, "memory_gib": 80.0, "driver": "1", "cuda": "13.0",
         "python": "3.12", "versions": {"vllm": "0.26.0"}, "commit": "abc", "cores": 16}  # fmt: skip
@@ -60,7 +61,7 @@ def test_every_job_of_one_stage_has_its_function():
 
 def test_without_a_gpu_it_is_one_line_and_exit_code_2():
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": ""})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 2, done.stderr
     (line,) = done.stdout.splitlines()
     assert "torch sees no GPU here" in line and "--rehearse" in line
@@ -165,7 +166,7 @@ def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_
     assert rows["b slow"]["result"] == result and why in rows["b slow"]["why"]
     assert slow_job[0].poll() is not None
     rank = int((tmp_path / "slow" / "job.log").read_text().split()[-1])
-    assert wait_until(lambda: not is_running(rank), 10.0), "a rank of its own session outlived the job"
+    until(lambda: not is_running(rank), "the end of a rank of its own session")
 
 
 def test_a_machine_that_cannot_be_described_is_an_obstacle(monkeypatch):

@@ -85,6 +85,7 @@ def test_a_mistake_is_an_error_before_a_process_starts(words, message, capsys, l
 
 
 @pytest.mark.two_node
+@pytest.mark.nightly
 def test_two_ranks_run_the_module_with_the_scripts_words(tmp_path):
     (tmp_path / "probe.py").write_text(PROBE)
     code = "from trl_multinode.command import grpo; import sys; grpo.MODULE = 'probe'; grpo.main(sys.argv[1:])"
@@ -98,7 +99,6 @@ def test_two_ranks_run_the_module_with_the_scripts_words(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [["2", *NEEDED]] * 2

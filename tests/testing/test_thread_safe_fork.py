@@ -13,6 +13,7 @@ from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.thread_safe_fork import fork_without_held_locks
 
 
+@pytest.mark.real
 def test_no_fork_waits_for_a_lock_that_another_thread_held(tmp_path):
     if reason := namespaces_available():
         pytest.skip(reason)
@@ -20,7 +21,7 @@ def test_no_fork_waits_for_a_lock_that_another_thread_held(tmp_path):
     os.mkfifo(pipe)
     script = Path(__file__).with_name("held_lock.py")
     command = ["unshare", "--mount", sys.executable, str(script), str(pipe)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.stdout == "forks: 2, exit code: 3\n", found.stdout + found.stderr
 
 
@@ -30,11 +31,11 @@ def test_a_lock_that_stays_held_ends_in_an_error(monkeypatch):
         os.kill(os.getpid(), signal.SIGALRM)
 
     monkeypatch.setattr(thread_safe_fork, "_look_up_or_end", wait_for_the_lock)
-    with pytest.raises(RuntimeError, match="each of 10 forks inherited a held lock"):
+    with pytest.raises(RuntimeError, match="10 forks"):
         fork_without_held_locks(lambda: os._exit(3))
 
 
 def test_a_process_that_ends_before_its_program_is_an_error(monkeypatch):
     monkeypatch.setattr(thread_safe_fork, "_look_up_or_end", lambda: os._exit(7))
-    with pytest.raises(RuntimeError, match="ended with 7 before its program"):
+    with pytest.raises(RuntimeError, match="ended with 7"):
         fork_without_held_locks(lambda: os._exit(3))
