@@ -120,8 +120,8 @@ def test_only_a_preempted_run_starts_again(render):
     ("options", "message"),
     [
         ([], "--image"),
-        (["--image", "i", "--volume", "runs"], "expected a claim and an absolute path"),
-        (["--image", "i", "--resource", "rdma/ib"], "expected a name and an amount"),
+        (["--image", "i", "--volume", "runs"], "--volume"),
+        (["--image", "i", "--resource", "rdma/ib"], "--resource"),
     ],
 )
 def test_wrong_options_are_refused(render, options, message, capsys):
