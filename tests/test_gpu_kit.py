@@ -146,6 +146,8 @@ def slow_job(monkeypatch) -> list[subprocess.Popen]:
     def helper(*arguments, **keywords):
         command = [sys.executable, "-c", SLOW, *arguments]
         started.append(subprocess.Popen(command, start_new_session=True, **keywords))
+        log = Path(keywords["stdout"].name)
+        until(lambda: "stuck" in log.read_text(), "the end of stage a")  # so that only the limit can end the job
         return started[0]
 
     monkeypatch.setattr(running, "helper", helper)

@@ -144,7 +144,7 @@ def test_the_real_mode_is_refused_by_the_script_of_the_others(monkeypatch, capsy
     import train
 
     monkeypatch.setattr(sys, "argv", ["train.py", "--mode", "real"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         train.parse_arguments()
     assert "invalid choice: 'real'" in capsys.readouterr().err
     assert train.parse_arguments(["real"]).mode == "real"  # of train_real.py

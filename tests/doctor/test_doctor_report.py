@@ -46,7 +46,7 @@ def test_problems_of_the_check_are_errors_of_the_doctor(tmp_path, capsys):
     config = config_in(tmp_path, num_machines=2, num_processes=3)
     assert main([config]) == 1
     text = capsys.readouterr().out
-    assert "error: `num_processes`" in text and "`num_processes: " in text
+    assert "error: `num_processes`" in text and "cure: write `num_proc" in text
     assert "error: `machine_rank`" in text and "3 errors, 0 warnings" in text
 
 

@@ -13,6 +13,7 @@ from trl_multinode.testing.architectures import ARCHITECTURES, HUB, LEAST_HEAD_D
 from trl_multinode.testing.hub import LoopbackHub
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 
+pytestmark = pytest.mark.nightly
 SCRIPT = """
 import json, sys
 from safetensors.torch import save_file
@@ -33,7 +34,6 @@ def files(model, folder) -> dict[str, bytes]:
 
 
 @pytest.mark.real
-@pytest.mark.nightly
 def test_the_hubs_model_is_taken_if_it_is_there_and_an_engine_can_run_it(tmp_path):
     usable, flat = tiny_qwen2(seed=5), tiny_qwen2(layers=1, seed=6)
     flat.config.num_attention_heads = 8  # of 8: too small for an engine, fine for the fake

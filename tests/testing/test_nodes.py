@@ -16,6 +16,7 @@ from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
 from trl_multinode.wire.supervisor import is_alive
 
+pytestmark = pytest.mark.nightly  # a kit that did less would fail the launches that stand on it
 MEET = """
 import os, sys, tempfile, torch
 from accelerate import PartialState
@@ -100,7 +101,6 @@ def test_the_reason_against_namespaces_is_named(monkeypatch, user, ip, reason):
 
 
 @pytest.mark.two_node
-@pytest.mark.nightly
 def test_two_nodes_of_two_ranks_are_one_world_of_four(tmp_path, script):
     with Nodes(num_nodes=2, ranks_per_node=2, folder=tmp_path) as nodes:
         temporary = nodes.tmpdir(0).parent
@@ -120,7 +120,6 @@ def test_two_nodes_of_two_ranks_are_one_world_of_four(tmp_path, script):
 
 
 @pytest.mark.two_node
-@pytest.mark.nightly
 def test_a_hung_run_hits_the_deadline_and_leaves_nothing_behind(tmp_path, script, capfd, monkeypatch):
     monkeypatch.setattr("trl_multinode.testing.nodes.PROGRESS_EVERY_S", 0.5)
     nodes = Nodes(folder=tmp_path)
@@ -152,7 +151,6 @@ def test_a_hung_run_hits_the_deadline_and_leaves_nothing_behind(tmp_path, script
 
 
 @pytest.mark.real
-@pytest.mark.nightly
 def test_a_launcher_ends_with_a_killed_caller(tmp_path, script, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -176,7 +174,6 @@ def test_a_launcher_ends_with_a_killed_caller(tmp_path, script, monkeypatch):
 
 
 @pytest.mark.two_node
-@pytest.mark.nightly
 def test_nodes_in_namespaces_share_nothing_but_the_link(tmp_path, script):
     if reason := namespaces_available():
         pytest.skip(reason)
@@ -201,7 +198,6 @@ def test_nodes_in_namespaces_share_nothing_but_the_link(tmp_path, script):
 
 
 @pytest.mark.two_node
-@pytest.mark.nightly
 def test_a_process_without_the_marker_is_found_in_its_namespace(tmp_path, script):
     if reason := namespaces_available():
         pytest.skip(reason)

@@ -105,7 +105,7 @@ def test_steps_are_those_of_the_log(text, expected):
 
 @pytest.mark.parametrize("text", ["x", "", "1:2:3", "3-5", "30:40", "9:7"])
 def test_steps_that_are_no_range_or_not_there_are_refused(text):
-    with pytest.raises(TimelineError, match=re.escape(text)):
+    with pytest.raises(TimelineError, match="--steps"):
         chosen_steps(text, range(5, 21))
 
 
