@@ -115,12 +115,6 @@ def test_ranks_with_rows_of_their_own_are_accepted():
     call_checks.check_parallelism(args(3), "a/model", {"PARALLELISM_CONFIG_TP_SIZE": "2"})
 
 
-def test_tensor_parallelism_is_refused_before_a_model_loads(tmp_path):
-    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, parallelism_config=ParallelismConfig(tp_size=2))
-    with pytest.raises(ConfigurationError, match="`parallelism_config.tp_size=2`"):
-        call_checks.check_call(None, config, {"model": "no/such/model"})
-
-
 def test_fsdp_1_is_refused_before_an_engine_starts():
     fsdp = {"ACCELERATE_USE_FSDP": "true"}
     for environ in (fsdp, fsdp | {"FSDP_VERSION": "1"}):
@@ -147,27 +141,37 @@ def no_columns(completions, **kwargs):
 
 
 PROMPTS = Dataset.from_dict({"prompt": ["a"], "question": ["b"]})
+TENSOR = ParallelismConfig(tp_size=2)
 REFUSED_CALLS = {
-    "math-verify": ({"reward_funcs": [no_columns, accuracy_reward]}, "math-verify`"),
+    "tensor parallelism": (
+        {},
+        r"`parallelism_config\.tp_size=2`",
+        {"parallelism_config": TENSOR},
+    ),
+    "evaluation": ({}, "`eval_strategy` steps .*`eval_dataset`", {"eval_strategy": "steps", "eval_steps": 2}),
+    "math-verify": ({"reward_funcs": [no_columns, accuracy_reward]}, "math-verify`", {}),
     "a reward's column": (
         {"reward_funcs": needs_solution, "train_dataset": PROMPTS},
         r"\['solution'\].*`train_dataset`.*\['prompt', 'question'\]",
+        {},
     ),
     "column of the evaluation": (
         {"reward_funcs": [needs_solution], "eval_dataset": {"hard": PROMPTS}},
         r"\['solution'\].*`eval_dataset`",
+        {},
     ),
     "prompts": (
         {"reward_funcs": no_columns, "train_dataset": PROMPTS.rename_column("prompt", "text")},
         r"'prompt'.*\['text', 'question'\]",
+        {},
     ),
 }
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED_CALLS.values(), ids=REFUSED_CALLS.keys())
-def test_reward_that_would_fail_in_its_first_call_is_refused_before_the_model(call, message, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("call", "message", "fields"), REFUSED_CALLS.values(), ids=REFUSED_CALLS.keys())
+def test_a_call_that_would_fail_later_is_refused_before_the_model(call, message, fields, monkeypatch, tmp_path):
     monkeypatch.setattr(call_checks, "find_spec", lambda name: None)
-    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
     with pytest.raises(ConfigurationError, match=message):
         call_checks.check_call(None, config, {"model": "no/such/model", **call})
 
@@ -179,12 +183,6 @@ def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):
     # these make prompts or arguments of their own
     call_checks.check_rewards({"reward_funcs": needs_solution, "train_dataset": PROMPTS, "rollout_func": print})
     call_checks.check_rewards({"reward_funcs": [needs_solution], "train_dataset": [{"prompt": "a"}]})
-
-
-def test_evaluation_without_a_dataset_is_refused_before_the_model(tmp_path):
-    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, eval_strategy="steps", eval_steps=2)
-    with pytest.raises(ConfigurationError, match="`eval_strategy` steps .*`eval_dataset`"):
-        call_checks.check_call(None, config, {"model": "no/such/model"})
 
 
 def test_tensor_parallelism_must_divide_the_heads():

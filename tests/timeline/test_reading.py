@@ -64,13 +64,17 @@ def test_the_step_in_which_a_run_was_killed_is_shown(tmp_path):
     assert run.cut(range(4, 5)).lanes[0].seconds() == {"sync": 1.0, "wait": 1.0, "reward": 2.0, "generate": 3.0}
 
 
+def write_two_attempts(folder, ranks) -> None:
+    """Write a run of which only these ranks and the engine of node 0 started again."""
+    phases = write_run(folder) / "_multinode" / "phases"
+    for rank in ranks:
+        lines = rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500)
+        write_lines(phases / f"rank{rank}.jsonl", lines)
+    write_lines(phases / "node0_engine0.jsonl", engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
+
+
 def test_the_last_attempt_is_shown_and_an_earlier_one_can_be_chosen(tmp_path):
-    write_run(tmp_path)
-    for rank in range(4):
-        path = tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl"
-        write_lines(path, rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500))
-    path = tmp_path / "_multinode" / "phases" / "node0_engine0.jsonl"
-    write_lines(path, engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
+    write_two_attempts(tmp_path, ranks=(0, 1, 2, 3))
     last, first = read_run([tmp_path]), read_run([tmp_path], attempt=1)
     assert (last.attempt, last.attempts, last.begin) == (2, [1, 2], BEGIN + 480) and len(last.lanes) == 5
     assert first.begin == BEGIN - 20 and len(first.lanes) == 6
@@ -80,12 +84,7 @@ def test_the_last_attempt_is_shown_and_an_earlier_one_can_be_chosen(tmp_path):
 
 
 def test_a_node_without_a_line_of_the_attempt_is_a_note(tmp_path):
-    write_run(tmp_path)
-    for rank in (0, 1):
-        path = tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl"
-        write_lines(path, rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500))
-    path = tmp_path / "_multinode" / "phases" / "node0_engine0.jsonl"
-    write_lines(path, engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
+    write_two_attempts(tmp_path, ranks=(0, 1))
     (note,) = read_run([tmp_path]).notes
     assert "node 1" in note and "attempt 2" in note
     assert not read_run([tmp_path], attempt=1).notes

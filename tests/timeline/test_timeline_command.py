@@ -114,12 +114,6 @@ def test_a_negative_first_step_is_no_flag(folder, capsys):
     assert "steps 3 to 4" in capsys.readouterr().out
 
 
-def test_steps_without_a_value_are_a_wrong_command_line(folder, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["timeline", str(folder), "--steps"])
-    assert "--steps" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
