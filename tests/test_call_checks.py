@@ -39,7 +39,7 @@ def quantized_in_its_config():
     ids=["argument", "model_init_kwargs", "checkpoint"],
 )
 def test_quantized_weights_are_refused_wherever_they_are_asked_for(model, fields, call, record_property):
-    with pytest.raises(ConfigurationError, match="Leave `quantization_config` out") as refused:
+    with pytest.raises(ConfigurationError, match="`quantization_config`") as refused:
         check_model(model(), args(**fields), call)
     record_property("message", str(refused.value))
 
@@ -53,10 +53,10 @@ def test_folders_of_their_own_are_refused_where_other_nodes_would_have_no_weight
         check_own_folders(args(stage, **{**apart, **fields}), {"model": "m"} | (call or {}), num_nodes, environ or {})
 
     for environ, how, call in ({}, "DDP", {}), (fsdp, "FSDP2", {}), (fsdp, "FSDP2", {"peft_config": lora}):
-        with pytest.raises(ConfigurationError, match=f"under {how} .* other nodes have no weights"):
+        with pytest.raises(ConfigurationError, match=f"{how}"):
             check(call, environ=environ)
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, save_on_each_node=True)
-    with pytest.raises(ConfigurationError, match="under DDP"):
+    with pytest.raises(ConfigurationError, match="DDP"):
         call_checks.check_call(SimpleNamespace(topology=SimpleNamespace(num_nodes=2)), config, {"model": "m"})
     check(num_nodes=1)
     check(stage=2)
@@ -105,7 +105,7 @@ def test_ranks_that_share_rows_are_refused_wherever_they_are_asked_for(found, re
     with pytest.raises(ConfigurationError, match="`vllm_tensor_parallel_size`") as refused:
         call_checks.check_parallelism(SimpleNamespace(**fields), "a/model", environ)
     record_property("message", str(refused.value))
-    assert f"with {found} ranks would share rows" in str(refused.value)
+    assert found in str(refused.value)
 
 
 def test_ranks_with_rows_of_their_own_are_accepted():
@@ -113,12 +113,6 @@ def test_ranks_with_rows_of_their_own_are_accepted():
     replicas = SimpleNamespace(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
     call_checks.check_parallelism(replicas, tiny_qwen2(), LAUNCHED | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"})
     call_checks.check_parallelism(args(3), "a/model", {"PARALLELISM_CONFIG_TP_SIZE": "2"})
-
-
-def test_tensor_parallelism_is_refused_before_a_model_loads(tmp_path):
-    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, parallelism_config=ParallelismConfig(tp_size=2))
-    with pytest.raises(ConfigurationError, match="`parallelism_config.tp_size=2`"):
-        call_checks.check_call(None, config, {"model": "no/such/model"})
 
 
 def test_fsdp_1_is_refused_before_an_engine_starts():
@@ -147,27 +141,37 @@ def no_columns(completions, **kwargs):
 
 
 PROMPTS = Dataset.from_dict({"prompt": ["a"], "question": ["b"]})
+TENSOR = ParallelismConfig(tp_size=2)
 REFUSED_CALLS = {
-    "math-verify": ({"reward_funcs": [no_columns, accuracy_reward]}, "math-verify` on every node"),
+    "tensor parallelism": (
+        {},
+        r"`parallelism_config\.tp_size=2`",
+        {"parallelism_config": TENSOR},
+    ),
+    "evaluation": ({}, "`eval_strategy` steps .*`eval_dataset`", {"eval_strategy": "steps", "eval_steps": 2}),
+    "math-verify": ({"reward_funcs": [no_columns, accuracy_reward]}, "math-verify`", {}),
     "a reward's column": (
         {"reward_funcs": needs_solution, "train_dataset": PROMPTS},
-        r"requires \['solution'\], which the `train_dataset` does not have, got the columns \['prompt', 'question'\]",
+        r"\['solution'\].*`train_dataset`.*\['prompt', 'question'\]",
+        {},
     ),
     "column of the evaluation": (
         {"reward_funcs": [needs_solution], "eval_dataset": {"hard": PROMPTS}},
-        "which the `eval_dataset` does not have",
+        r"\['solution'\].*`eval_dataset`",
+        {},
     ),
     "prompts": (
         {"reward_funcs": no_columns, "train_dataset": PROMPTS.rename_column("prompt", "text")},
-        r"has no column 'prompt', got \['text', 'question'\]",
+        r"'prompt'.*\['text', 'question'\]",
+        {},
     ),
 }
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED_CALLS.values(), ids=REFUSED_CALLS.keys())
-def test_reward_that_would_fail_in_its_first_call_is_refused_before_the_model(call, message, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("call", "message", "fields"), REFUSED_CALLS.values(), ids=REFUSED_CALLS.keys())
+def test_a_call_that_would_fail_later_is_refused_before_the_model(call, message, fields, monkeypatch, tmp_path):
     monkeypatch.setattr(call_checks, "find_spec", lambda name: None)
-    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
     with pytest.raises(ConfigurationError, match=message):
         call_checks.check_call(None, config, {"model": "no/such/model", **call})
 
@@ -181,16 +185,10 @@ def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):
     call_checks.check_rewards({"reward_funcs": [needs_solution], "train_dataset": [{"prompt": "a"}]})
 
 
-def test_evaluation_without_a_dataset_is_refused_before_the_model(tmp_path):
-    config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, eval_strategy="steps", eval_steps=2)
-    with pytest.raises(ConfigurationError, match="`eval_strategy` steps needs an `eval_dataset`, got None"):
-        call_checks.check_call(None, config, {"model": "no/such/model"})
-
-
 def test_tensor_parallelism_must_divide_the_heads():
     model = tiny_qwen2()
     heads = model.config.num_attention_heads
-    with pytest.raises(ConfigurationError, match=f"got {heads + 1} for {heads} heads"):
+    with pytest.raises(ConfigurationError, match=f"{heads + 1} .*{heads} heads"):
         check_model(model, args(vllm_tensor_parallel_size=heads + 1), {})
     check_model(model, args(vllm_tensor_parallel_size=heads), {})
 
@@ -200,6 +198,5 @@ def test_settings_of_a_server_are_named_as_ignored(monkeypatch, tmp_path):
     monkeypatch.setattr(call_checks, "warn", warned.append)
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_port=8001, vllm_enable_sleep_mode=True)
     call_checks.check_call(SimpleNamespace(topology=SimpleNamespace(num_nodes=2)), config, {"model": tiny_qwen2()})
-    assert len(warned) == 1 and warned[0].startswith(
-        "vllm_server_port, vllm_enable_sleep_mode: no effect in node mode"
-    )
+    (line,) = warned
+    assert "vllm_server_port" in line and "vllm_enable_sleep_mode" in line

@@ -9,6 +9,7 @@ import pytest
 
 from trl_multinode.engine.row_stream import RowRequest
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parent.parent
 
 

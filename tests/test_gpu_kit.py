@@ -11,19 +11,20 @@ from types import SimpleNamespace
 import gpu
 import pytest
 import torch
-from gpu_kit import preflight, running, table, training, variants
+from gpu_kit import preflight, running, table
 from gpu_kit.jobs import JOBS, STAGES, Job
-from gpu_kit.machine import Machine, build_model, entropy
+from gpu_kit.machine import Machine, build_model
 from gpu_kit.record import Recorder, events, merge, read
 from gpu_kit.rows import rounding_floor, swap_points, trainer_logprobs
 from gpu_kit.weights import run_stages
+from waiting import until
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.faults import Faults
-from trl_multinode.testing.waiting import wait_until
 from trl_multinode.vllm_worker.plugin import register
 from trl_multinode.wire.supervisor import is_running
 
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 ROOT = Path(__file__).parents[1]
 META = {"rehearsal": False, "device": "NVIDIA X", "num_gpus": 1, "memory_gib": 80.0, "driver": "1", "cuda": "13.0",
         "python": "3.12", "versions": {"vllm": "0.26.0"}, "commit": "abc", "cores": 16}  # fmt: skip
@@ -36,16 +37,6 @@ def row(result: str = "passed", **figures) -> dict:
 # ---- arguments
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--stages", "az"], "there is no stage z"), (["--jobs", "nothing"], "there is no job nothing")],
-)
-def test_a_stage_or_job_that_does_not_exist_is_refused_with_those_that_do(arguments, said, capsys):
-    with pytest.raises(SystemExit) as ended:
-        gpu.parse(arguments)
-    assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
 def test_stages_select_the_jobs_and_every_job_has_keys_of_its_own():
     assert [job.name for job in gpu.selected(gpu.parse(["--stages", "h"]))] == ["fp8"]
     keys = [key for job in JOBS for key in job.keys(STAGES)]
@@ -53,28 +44,12 @@ def test_stages_select_the_jobs_and_every_job_has_keys_of_its_own():
     assert "".join(job.stages for job in JOBS[:2]) == "abcdabcd", "a to d of both dtypes come first"
 
 
-def test_every_job_of_one_stage_has_its_function():
-    single = [job.name.replace(" ", "_") for job in JOBS if job.stages in "efghij"]
-    assert len(single) == 7 and all(hasattr(training, name) or hasattr(variants, name) for name in single)
-
-
 def test_without_a_gpu_it_is_one_line_and_exit_code_2():
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": ""})
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 2, done.stderr
     (line,) = done.stdout.splitlines()
     assert "torch sees no GPU here" in line and "--rehearse" in line
-
-
-def test_a_missing_package_is_named_with_the_command(monkeypatch):
-    found = dict.fromkeys(preflight.NEEDED, "1.0")
-    monkeypatch.setattr(preflight, "version_of", found.get)
-    assert preflight.obstacle(1) is None
-    assert preflight.obstacle(0).startswith("torch sees no GPU")
-    found["vllm"] = found["peft"] = None
-    assert preflight.obstacle(1).startswith("vllm, peft not installed: `pip install")
-    found["torch"] = None
-    assert "torch" in preflight.obstacle(0)
 
 
 def test_a_plain_checkout_has_the_entry_point_that_vllm_looks_for(tmp_path, monkeypatch):
@@ -145,6 +120,8 @@ def slow_job(monkeypatch) -> list[subprocess.Popen]:
     def helper(*arguments, **keywords):
         command = [sys.executable, "-c", SLOW, *arguments]
         started.append(subprocess.Popen(command, start_new_session=True, **keywords))
+        log = Path(keywords["stdout"].name)
+        until(lambda: "stuck" in log.read_text(), "the end of stage a")  # so that only the limit can end the job
         return started[0]
 
     monkeypatch.setattr(running, "helper", helper)
@@ -165,25 +142,10 @@ def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_
     assert rows["b slow"]["result"] == result and why in rows["b slow"]["why"]
     assert slow_job[0].poll() is not None
     rank = int((tmp_path / "slow" / "job.log").read_text().split()[-1])
-    assert wait_until(lambda: not is_running(rank), 10.0), "a rank of its own session outlived the job"
-
-
-def test_a_machine_that_cannot_be_described_is_an_obstacle(monkeypatch):
-    monkeypatch.setattr(running.sys, "executable", "/bin/false")
-    assert "ended with code 1" in running.describe(False)["obstacle"]
+    until(lambda: not is_running(rank), "the end of a rank of its own session")
 
 
 # ---- tables
-
-
-def test_the_table_has_every_stage_with_its_figures_and_says_what_is_a_rehearsal():
-    found = {"meta": META, "stages": {"b x": row("failed", of_copy=0.4), "a x": row(fresh=0.01)}}
-    text = table.rows(found)
-    assert text.index("| a x | passed | 1.5 | fresh 0.01 |") < text.index(
-        "| b x | failed | 1.5 | because; of_copy 0.4 |"
-    )
-    assert "NVIDIA X" in text and "vllm 0.26.0" in text and "rehearsal" not in text
-    assert "rehearsal" in table.rows(found | {"meta": META | {"rehearsal": True}})
 
 
 def test_nothing_is_ticked_that_did_not_pass_on_a_gpu():
@@ -208,18 +170,7 @@ def test_the_pages_were_written_from_the_result_file_and_have_every_row():
     assert table.EVIDENCE.keys() <= {cells[1].strip() for cells in lines}
 
 
-def test_a_tick_appears_in_the_row_of_its_stage():
-    page = "| weights through host shared memory (`host`) | | ✓ vLLM | page-locked slots |\n| x | | y | z |"
-    ticked = table.with_evidence(page, {"meta": META, "stages": {"b one": row()}})
-    assert ticked.splitlines()[0].split("|")[2] == " ✓ NVIDIA X, vLLM 0.26.0 "
-    assert table.with_evidence(ticked, {}) == page
-
-
 # ---- stages
-
-
-def test_random_weights_are_made_peaked_so_that_log_probs_say_something():
-    assert entropy(build_model(Machine(True), "0.5B", "bf16")) == pytest.approx(3.5, abs=0.05)
 
 
 def test_measuring_the_rounding_leaves_weights_and_buffers_as_they_were():

@@ -9,16 +9,15 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 from forks import forked
 from served import Keeper, _serve
+from waiting import HANG_S, until
 
 from trl_multinode.engine.environment import engine_environment
 from trl_multinode.engine.run_folder import RunFolder
@@ -73,9 +72,7 @@ def server(tmp_path: Path) -> Iterator[tuple]:
         _serve(Keeper(), path, 0)
 
     with forked(body, 1, tmp_path) as (rank,):
-        deadline = time.monotonic() + 20
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(path.exists, lambda: f"the socket of the server:\n{rank.text}")
         yield rank, path
 
 
@@ -83,16 +80,16 @@ def server(tmp_path: Path) -> Iterator[tuple]:
 def connected(path: Path) -> Iterator[Connection]:
     connection = Connection(str(path), "engine 0", path)
     try:
-        connection.send(Hello(request_id=1, rank=0), 5.0)
-        assert isinstance(connection.receive(20.0), Ready)
+        connection.send(Hello(request_id=1, rank=0), HANG_S)
+        assert isinstance(connection.receive(HANG_S), Ready)
         yield connection
     finally:
         connection.close()
 
 
 def ask(connection: Connection, request):
-    connection.send(request, 5.0)
-    while isinstance(reply := connection.receive(20.0), Progress):
+    connection.send(request, HANG_S)
+    while isinstance(reply := connection.receive(HANG_S), Progress):
         pass
     return reply
 
@@ -122,34 +119,41 @@ def send(path: Path, data: bytes, leave_at_once: bool) -> None:
             stream.recv(1 << 16)
 
 
+def anonymous_bytes(pid: int) -> int:
+    """Return the memory of a process that no file backs, which pages of libraries do not change."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
 def test_a_fuzz_of_the_socket_leaves_no_traceback_and_bounded_memory(tmp_path):
     dice, count = random.Random(7), 2000
     with server(tmp_path) as (rank, path):
-        process = psutil.Process(rank.process.pid)
         with connected(path) as connection:
-            before = process.memory_info().rss
+            before = anonymous_bytes(rank.process.pid)
             for _ in range(count):
                 send(path, nonsense(dice), dice.random() < 0.7)
             assert isinstance(ask(connection, Hello(request_id=2, rank=0)), Ready)
         with connected(path):  # it still takes new ranks
-            assert process.memory_info().rss - before < 64 << 20
+            assert anonymous_bytes(rank.process.pid) - before < 64 << 20
         lines = rank.text.splitlines()
     assert not [line for line in lines if re.search("Traceback|Unhandled|exception was never", line)], lines[:20]
-    refusal = "engine 0: closed a connection without valid requests: "
+    refusal = "engine 0: closed a connection"
     assert all(line.startswith(refusal) for line in lines) and count / 4 < len(lines) <= count
 
 
 def test_bytes_of_a_connection_without_a_hello_are_not_kept(tmp_path):
+    """The server closes the connection after the frame's length, so that only buffers of the kernel take bytes."""
+    megabyte, sent = bytes(1 << 20), 0
     with server(tmp_path) as (rank, path):
-        before = psutil.Process(rank.process.pid).memory_info().rss
         with socket.socket(socket.AF_UNIX) as stream:
             stream.connect(str(path))
             stream.sendall(LENGTH.pack(1 << 30))
-            megabyte = bytes(1 << 20)
-            with pytest.raises(ConnectionError):
-                [stream.sendall(megabyte) for _ in range(300)]
-        assert psutil.Process(rank.process.pid).memory_info().rss - before < 32 << 20
-        rank.wait_for("it claims 1073741824 bytes (limit 4096)")
+            with suppress(ConnectionError):
+                while sent < 300:
+                    stream.sendall(megabyte)
+                    sent += 1
+        assert sent <= 8
+        rank.wait_for("1073741824 bytes (limit 4096)")
 
 
 def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(tmp_path):
@@ -159,7 +163,7 @@ def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(t
             assert isinstance(ask(sender, BeginUpdate(request_id=2, version=version)), Done)
         assert isinstance(ask(other, Await(request_id=3, min_update=1)), Done)
         refused = ask(other, Score(request_id=4, prompt=pack_ids([1, 2])))
-        assert isinstance(refused, SenderLost) and "the connection of its sender ended" in refused.message
+        assert isinstance(refused, SenderLost) and "sender" in refused.message
         assert is_symptom(refused.error(refused.message)), "or it would hide the end of the sender's process"
         with connected(path) as sender:
             version = WeightVersion(2, 1)
@@ -168,6 +172,7 @@ def test_an_update_whose_sender_vanishes_ends_as_failed_and_the_next_one_heals(t
         assert ask(other, Await(request_id=5, min_update=2)).version == version  # its end was no failure
 
 
+@pytest.mark.real
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path):
     folder = RunFolder(0)
@@ -186,14 +191,12 @@ def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path)
                 except OSError as error:
                     found.append(type(error).__name__)
             print("TRIED", len(found), flush=True)
-            while not (tmp_path / f"go{len(found)}").exists():
-                time.sleep(0.01)
+            until((tmp_path / f"go{len(found)}").exists)
         return found
 
     (tmp_path / "server").mkdir()
     with forked(lambda _: _serve(Keeper(), path, 0), 1, tmp_path / "server"):
-        while not path.exists():
-            time.sleep(0.02)
+        until(path.exists)
         assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700 and stat.S_IMODE(path.stat().st_mode) == 0o600
         for parent in tmp_path.parents:  # the foreign user must see only that it may go on
             if parent.is_relative_to(Path(os.environ.get("TMPDIR", "/tmp"))):
@@ -227,14 +230,12 @@ def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(mon
     assert found["GLOO_SOCKET_IFNAME"] == "lo" and found["VLLM_HOST_IP"] == "127.0.0.1"
 
 
-@pytest.mark.parametrize(("code", "rule"), [
-    ("import pickle\npickle.loads(b'')\n", "S301"), ("import marshal\nmarshal.loads(b'')\n", "S302"),
-    ("eval('1')\n", "S307"),
-])  # fmt: skip
-def test_ruff_refuses_pickle_in_the_package(code, rule):
+def test_ruff_refuses_pickle_in_the_package():
+    code = "import marshal\nimport pickle\npickle.loads(b'')\nmarshal.loads(b'')\neval('1')\n"
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--stdin-filename", "trl_multinode/wire/x.py", "-"]
     done = subprocess.run(command, input=code, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and rule in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1, done.stderr
+    assert {"S301", "S302", "S307"} <= set(re.findall(r"\bS\d{3}\b", done.stdout)), done.stdout
 
 
 def test_no_line_of_the_package_is_exempt_from_the_rules_against_pickle():
@@ -269,8 +270,3 @@ def test_every_sentence_of_the_promises_names_a_test_that_exists():
         assert statement.endswith(".") and statement.count(". ") == 0, f"one sentence per row: {statement}"
         named = re.findall(r"`([^`]+)`", tests)
         assert named and all(has_test(each) for each in named), f"{statement} names {named}"
-
-
-def test_a_promise_without_a_test_is_found():
-    assert not has_test("tests/test_security.py::test_nothing") and not has_test("tests/none.py::test_a")
-    assert promises("| promise | test |\n|---|---|\n| It holds. | |\n") == [("It holds.", "")]

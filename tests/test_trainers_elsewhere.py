@@ -21,6 +21,8 @@ import trl_multinode
 from trl_multinode.testing.launch_files import fresh_environment
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 
+# 100 CPU s; that a config leaves node mode off is decided by test_config.py
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 PROMPTS = Dataset.from_dict({"prompt": [f"{i} =" for i in range(16)], "privileged_context": ["1"] * 16})
 CHATS = Dataset.from_list(
     [{"messages": [{"role": "user", "content": f"{i} ="}, {"role": "assistant", "content": " 2"}]} for i in range(16)]
@@ -79,7 +81,7 @@ def found(tmp_path_factory) -> dict[str, list]:
         tiny_qwen2(seed=seed).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     done = subprocess.run(
-        [sys.executable, __file__, str(folder)], env=fresh_environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, __file__, str(folder)], env=fresh_environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +28,9 @@ IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sa
 USES = {"VLLMGeneration", "VLLMClient", "vllm"}  # names, and a package, by which a module generates or scores
 
 
-def trees(root: Path = TRL) -> dict[Path, ast.Module]:
-    files = [*(root / "trainer").glob("*.py"), *(root / "experimental").rglob("*.py")]
+@cache
+def trees() -> dict[Path, ast.Module]:
+    files = [*(TRL / "trainer").glob("*.py"), *(TRL / "experimental").rglob("*.py")]
     return {path: ast.parse(path.read_text()) for path in sorted(files)}
 
 
@@ -44,10 +46,10 @@ def imports(tree: ast.Module) -> dict[str, str]:
     return found
 
 
-def trainers_that_use(names: set[str], root: Path = TRL) -> set[str]:
+def trainers_that_use(names: set[str]) -> set[str]:
     """Trainers whose folder imports one of the names, and those that inherit from them."""
     found, bases = set(), {}
-    parsed = trees(root)
+    parsed = trees()
     in_folder = {
         folder: set().union(*(imports(parsed[path]).values() for path in parsed if path.parent == folder))
         for folder in {path.parent for path in parsed}
@@ -55,7 +57,7 @@ def trainers_that_use(names: set[str], root: Path = TRL) -> set[str]:
     for path, tree in parsed.items():
         known = imports(tree)
         # trl/trainer has a file per trainer, trl/experimental a folder
-        used = set(known.values()) if path.parent == root / "trainer" else in_folder[path.parent]
+        used = set(known.values()) if path.parent == TRL / "trainer" else in_folder[path.parent]
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and node.name.endswith("Trainer") and not node.name.startswith("_"):
                 bases[node.name] = {known.get(ast.unparse(base), ast.unparse(base)) for base in node.bases}
@@ -82,26 +84,10 @@ def test_every_other_trainer_that_uses_vllm_has_a_row_with_the_reason():
     assert tables()[1] == {f"{name}Trainer" for name in trl_multinode._OWN_VLLM}
 
 
-def test_a_new_trainer_of_trl_would_be_found(tmp_path):
-    (tmp_path / "trainer").mkdir()
-    for name, text in {
-        "one": "from ..gen import VLLMGeneration\nclass OneTrainer(Trainer): pass",
-        "two": "from .one import OneTrainer as _One\nclass TwoTrainer(_One): pass",
-        "three": "import vllm.utils\nclass ThreeTrainer(Trainer): pass",
-        "four": "class FourTrainer(Trainer): pass",
-    }.items():
-        (tmp_path / "trainer" / f"{name}_trainer.py").write_text(text)
-    (tmp_path / "experimental" / "five").mkdir(parents=True)
-    (tmp_path / "experimental" / "five" / "worker.py").write_text("def f():\n    from vllm import LLM")
-    (tmp_path / "experimental" / "five" / "five_trainer.py").write_text("class FiveTrainer(Trainer): pass")
-    assert trainers_that_use({"VLLMGeneration"}, tmp_path) == {"OneTrainer", "TwoTrainer"}
-    assert trainers_that_use(USES, tmp_path) == {"OneTrainer", "TwoTrainer", "ThreeTrainer", "FiveTrainer"}
-
-
 @pytest.mark.parametrize(("name", "folder"), trl_multinode._OWN_VLLM.items())
 def test_a_trainer_with_a_vllm_of_its_own_is_refused_with_its_place_in_trl(name, folder):
     for kind in ("Trainer", "Config"):
-        with pytest.raises(AttributeError, match=rf"{name}{kind} .*no node mode.*trl.experimental.{folder} import"):
+        with pytest.raises(AttributeError, match=rf"{name}{kind} .*trl.experimental.{folder} "):
             getattr(trl_multinode, f"{name}{kind}")
     with pytest.raises(ImportError, match=r"docs/trainers\.md"):
         __import__("trl_multinode", fromlist=[f"{name}Trainer"])
@@ -131,7 +117,7 @@ def test_arguments_after_those_that_gmpo_names_are_found_by_name():
 
 @pytest.mark.parametrize("field", [{"max_staleness": 1}, {"weight_update": "in_flight"}])
 def test_gmpo_says_why_rounds_ahead_are_refused(field, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"importance-sampling correction.*or use GRPO"):
+    with pytest.raises(ConfigurationError, match=r"importance-sampling.*GRPO"):
         trl_multinode.GMPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **field)
 
 
@@ -145,14 +131,14 @@ def test_a_teacher_that_no_server_has_ends_the_run_before_the_student_is_loaded(
     tiny_qwen2().save_pretrained(tmp_path)
     with teacher_server(tmp_path) as url:
         check_teacher(url, "rank 0")
-    with pytest.raises(ConfigurationError, match=rf"node 1, rank 8: no healthy.*{url}.*refused.*vllm serve"):
+    with pytest.raises(ConfigurationError, match=rf"node 1, rank 8.*{url}.*refused"):
         check_teacher(url, "node 1, rank 8", wait_s=0.0)
-    with pytest.raises(ConfigurationError, match="begins with http://"):
+    with pytest.raises(ConfigurationError, match="http://"):
         check_teacher(url.removeprefix("http://"), "node 0, rank 0", wait_s=60.0)
     with pytest.raises(ConfigurationError, match="Invalid port"):
         check_teacher("http://teacher:port", "node 0, rank 0", wait_s=0.0)
     for status in (503, 204):  # TRL repeats the request without a limit until the answer is 200
-        reason = pytest.raises(ConfigurationError, match=f"HTTP status {status}")
+        reason = pytest.raises(ConfigurationError, match=f"{status}")
         with teacher_server(tmp_path, status=status) as url, reason:
             check_teacher(url, "rank 0", wait_s=0.1)
 
@@ -173,5 +159,5 @@ def test_a_slash_at_the_end_of_the_teachers_url_is_removed(monkeypatch, tmp_path
 def test_gmpo_refuses_rounds_ahead_in_the_config_of_another_trainer_too(field, tmp_path):
     args = trl_multinode.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **field)
     dataset = Dataset.from_dict({"prompt": ["a"] * 8})
-    with pytest.raises(ConfigurationError, match=r"with MultiNodeGMPOTrainer.*importance-sampling correction"):
+    with pytest.raises(ConfigurationError, match=r"MultiNodeGMPOTrainer.*importance-sampling"):
         GMPOTrainer(tiny_qwen2(), lambda completions, **_: [0.0] * len(completions), args=args, train_dataset=dataset)

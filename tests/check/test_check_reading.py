@@ -37,32 +37,6 @@ def test_shipped_cpu_config_is_two_nodes_of_two_ranks_on_this_machine(node):
     assert launch.endpoint == "static, 127.0.0.1:29500"
 
 
-def test_no_config_is_shipped_without_a_test():
-    """`tests/command/test_config_command.py` checks the other splits."""
-    assert {path.stem.partition("_")[0] for path in CONFIGS.iterdir()} == set(NODES)
-
-
-@pytest.mark.parametrize("name", [*NODES, "2node_cpu"])
-def test_header_of_a_shipped_config_says_what_to_type_on_each_node(name):
-    header = (CONFIGS / f"{name}.yaml").read_text().partition("\n\n")[0]
-    rank = " --machine_rank K" if name != "1node" else ""
-    assert f"accelerate launch --config_file accelerate_configs/{name}.yaml{rank}" in header
-    assert f"trl-multinode check accelerate_configs/{name}.yaml{rank}" in header
-
-
-@pytest.mark.parametrize("name", ["2node", "4node", "8node", "2node_cpu"])
-def test_forgotten_rank_is_an_error_with_every_shipped_config_of_several_nodes(name):
-    problem = only_problem(str(CONFIGS / f"{name}.yaml"), "--main_process_ip", "node0")
-    assert "`machine_rank` is missing" in problem.what and "--machine_rank K" in problem.cure
-
-
-@pytest.mark.parametrize(("total", "reserved"), [(24, ["6", "7"]), (16, ["4", "5", "6", "7"])])
-def test_other_splits_are_a_change_of_num_processes_only(total, reserved):
-    flags = ["--machine_rank", "1", "--main_process_ip", "node0", "--num_processes", str(total)]
-    launch = launched(CONFIGS / "4node.yaml", *flags)
-    assert launch.visible[launch.started :] == reserved
-
-
 # ---- file and flags ----
 
 
@@ -80,16 +54,20 @@ def test_other_strategies_run_under_torchrun_too(write, kind, section):
 
 @pytest.mark.fault("29")
 def test_shell_that_hides_the_reserved_gpu(write, monkeypatch):
+    assert launched(write(num_processes=6, gpu_ids="4,5,6,7")).visible[3:] == ["7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
     problem = only_problem(write())
-    assert "CUDA_VISIBLE_DEVICES of this shell hides" in problem.what and "unset" in problem.cure
-
-
-def test_gpu_ids_that_leave_one_for_the_engine_are_fine(write):
-    assert launched(write(num_processes=6, gpu_ids="4,5,6,7")).visible[3:] == ["7"]
+    assert "CUDA_VISIBLE_DEVICES" in problem.what and "unset" in problem.cure
 
 
 # ---- the command ----
+
+
+def test_command_says_what_may_surprise(capsys, write):
+    assert main([str(CONFIGS / "2node_cpu.yaml"), "--machine_rank", "0"]) == 0
+    assert "`--use_cpu true`" in capsys.readouterr().out
+    assert main([write()]) == 0
+    assert "`machine_rank` 1" in capsys.readouterr().out
 
 
 def test_command_prints_what_runs_and_succeeds(capsys):
@@ -97,25 +75,19 @@ def test_command_prints_what_runs_and_succeeds(capsys):
     script = [str(ROOT / "examples" / "grpo.py"), "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     assert main([*argv, *script, "--max_steps", "5", "--per-device-train-batch-size", "4"]) == 0
     rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", capsys.readouterr().out))
-    assert rows == {
-        "nodes": "4",
-        "processes per node": "7: here ranks 14 to 20 of 28",
-        "training devices": "GPU 0, 1, 2, 3, 4, 5, 6",
-        "reserved devices": "GPU 7",
-        "engines": "1 a node, of 1 GPU each",
-        "launcher": "torchrun, DeepSpeed ZeRO-3, mixed precision bf16",
-        "rendezvous": "static, node0:29500",
-        "script": script[0],
-        "world batch": "112 completions: 14 prompts x 8 generations",
+    shown = {
+        "nodes": ["4"],
+        "processes per node": ["7", "14 to 20", "28"],
+        "training devices": ["GPU 0, 1, 2, 3, 4, 5, 6"],
+        "reserved devices": ["GPU 7"],
+        "engines": ["1 a node", "1 GPU"],
+        "launcher": ["ZeRO-3", "bf16"],
+        "rendezvous": ["static", "node0:29500"],
+        "script": [script[0]],
+        "world batch": ["112", "14", "8"],
     }
-
-
-def test_command_says_what_may_surprise(capsys, write):
-    assert main([str(CONFIGS / "2node_cpu.yaml"), "--machine_rank", "0"]) == 0
-    out = capsys.readouterr().out
-    assert "the script needs its own `--use_cpu true`" in out and "must be this one machine" in out
-    assert main([write()]) == 0
-    assert "`machine_rank` 1 comes from the file" in capsys.readouterr().out
+    assert rows.keys() == shown.keys()
+    assert [name for name, parts in shown.items() for part in parts if part not in rows[name]] == []
 
 
 @pytest.mark.parametrize("content", [None, "", "a: [", "- 1"])
@@ -124,16 +96,16 @@ def test_unreadable_file_is_one_problem(tmp_path, capsys, content):
     if content is not None:
         path.write_text(content)
     assert main([str(path)]) == 1
-    assert f"cannot read `{path}`" in capsys.readouterr().out
+    assert f"`{path}`" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--machine_rnk", "1"], "did you mean --machine_rank?"),
-        (["--num_processes", "many"], "invalid int value: 'many'"),
-        (["--config_file", "other.yaml"], "two config files"),
-        (["--num_generations", "0"], "got 0, expected a number from 1"),
+        (["--machine_rnk", "1"], "--machine_rank"),
+        (["--num_processes", "many"], "--num_processes"),
+        (["--config_file", "other.yaml"], "--config_file"),
+        (["--num_generations", "0"], "--num_generations"),
     ],
 )
 def test_unreadable_command_line_exits_with_2(write, capsys, flags, message):
@@ -143,11 +115,12 @@ def test_unreadable_command_line_exits_with_2(write, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.real
 def test_module_runs_as_a_command_without_loading_the_libraries_it_checks_for():
     command = [sys.executable, "-X", "importtime", "-m", "trl_multinode.check", CONFIGS / "2node.yaml"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1, run.stderr
-    assert "`machine_rank` is missing" in run.stdout and "cure: pass `--machine_rank K`" in run.stdout
+    assert "`machine_rank`" in run.stdout and "`--machine_rank K`" in run.stdout
     imported = set(re.findall(r"\| +(\w+)$", run.stderr, re.MULTILINE))
     assert "accelerate" in imported
     assert not imported & {"vllm", "trl", "transformers", "deepspeed"}

@@ -65,13 +65,13 @@ def test_a_users_script_is_read_without_running_it(script):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--num_generatons", "4"], "has no argument --num_generatons, did you mean --num_generations?"),
-        (["--task", "sum"], "task must be one of ['sums', 'words'], got sum"),
-        (["--max_steps", "many"], "invalid int value: 'many'"),
-        (["--config", "none.yaml"], "No such file or directory: 'none.yaml'"),
-        (["--generation_kwargs", "{"], "Expecting property name"),
-        (["--generation_kwargs", '{"do_sample": true}'], "may not contain 'do_sample'"),
-        (["--num_generations", "5"], "got 224 completions"),
+        (["--num_generatons", "4"], "--num_generations"),
+        (["--task", "sum"], "got sum"),
+        (["--max_steps", "many"], "'many'"),
+        (["--config", "none.yaml"], "'none.yaml'"),
+        (["--generation_kwargs", "{"], "property name"),
+        (["--generation_kwargs", '{"do_sample": true}'], "'do_sample'"),
+        (["--num_generations", "5"], "got 224 "),
     ],
 )
 def test_what_a_users_parser_refuses_is_a_problem(script, words, what):
@@ -101,12 +101,12 @@ def test_a_module_is_read_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "note"),
     [
-        ("print(1)", "has no `TrlParser`: of its arguments only those of the batch are checked"),
-        ("TrlParser(GRPOConfig).parse_args_and_config()", "cannot be built alone (NameError: name 'TrlParser'"),
+        ("print(1)", "`TrlParser`"),
+        ("TrlParser(GRPOConfig).parse_args_and_config()", "NameError: name 'TrlParser'"),
         (
             "from trl import TrlParser\nkinds = [type(AutoConfig.from_pretrained('x'))]\n"
             "TrlParser(kinds).parse_args_and_config()",
-            "it needs the result of `from_pretrained`",
+            "`from_pretrained`",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_batch_of_a_script_without_a_parser_is_checked(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("print(1)")
     problem = only_problem(*FOUR_NODES, str(path), "--per_device_train_batch_size", "1", "--unknown", "2")
-    assert "got 28 completions" in problem.what
+    assert "got 28 " in problem.what
 
 
 SLICED = """

@@ -41,8 +41,8 @@ def start(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["--prompt_column", "question", "--eval_strategy", "steps", "--eval_steps", "1"],
-         r"no split 'test' but \['train'\]: choose one with `--dataset_test_split`"),
-        ([], r"no column 'prompt' but \['question'\]: choose one with `--prompt_column`"),
+         r"'test' .*\['train'\].*`--dataset_test_split`"),
+        ([], r"'prompt' .*\['question'\].*`--prompt_column`"),
     ],
 )  # fmt: skip
 def test_missing_split_or_column_is_named(start, words, message):
@@ -53,10 +53,10 @@ def test_missing_split_or_column_is_named(start, words, message):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("think_format_rewards", "is unknown, did you mean think_format_reward"),
-        ("mine", "is unknown, expected accuracy_reward, reasoning_accuracy_reward, think_format_reward or"),
+        ("think_format_rewards", "think_format_rewards.* think_format_reward"),
+        ("mine", "mine.*accuracy_reward, reasoning_accuracy_reward, think_format_reward"),
         ("accuracy_reward", "`pip install math-verify`"),
-        ("short_rewards:short_anwser", "short_rewards has no reward 'short_anwser', did you mean short_answer"),
+        ("short_rewards:short_anwser", "short_rewards .*'short_anwser'.* short_answer"),
     ],
 )
 def test_reward_that_does_not_work_is_named(start, reward, message):

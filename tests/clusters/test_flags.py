@@ -47,14 +47,14 @@ def test_a_scheduler_names_this_node_and_node_0(flags, environment, rank, addres
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({}, "no scheduler has set the rank of this node"),
-        (STEP | {"SLURM_LOCALID": "2"}, "got SLURM_LOCALID=2, expected 0); pass --ntasks-per-node=1"),
-        (STEP | {"SLURM_STEP_NODELIST": ""}, "is in no step (got SLURM_NNODES=3"),
+        ({}, "scheduler"),
+        (STEP | {"SLURM_LOCALID": "2"}, "got SLURM_LOCALID=2"),
+        (STEP | {"SLURM_STEP_NODELIST": ""}, "SLURM_NNODES=3"),
         (STEP | {"SLURM_NODEID": "2"}, "got '2', expected 0 to 1"),
-        (POD | {"PET_MASTER_ADDR": ""}, "PET_MASTER_ADDR is missing or empty"),
-        (POD | {"PET_NNODES": "1:3"}, "PET_NODE_RANK is not the rank of a node (got '3', expected 0 to 2)"),
-        (SKY | {"SKYPILOT_NODE_IPS": "\n"}, "SKYPILOT_NODE_IPS is missing or empty"),
-        ({"JOB_COMPLETION_INDEX": "x"}, "got 'x', expected a number from 0"),
+        (POD | {"PET_MASTER_ADDR": ""}, "PET_MASTER_ADDR"),
+        (POD | {"PET_NNODES": "1:3"}, "got '3', expected 0 to 2"),
+        (SKY | {"SKYPILOT_NODE_IPS": "\n"}, "SKYPILOT_NODE_IPS"),
+        ({"JOB_COMPLETION_INDEX": "x"}, "got 'x'"),
     ],
 )
 def test_missing_or_wrong_variables_are_named_and_nothing_is_printed(flags, environment, message):
@@ -67,7 +67,7 @@ def test_pods_of_an_indexed_job_find_pod_0_by_its_name(monkeypatch):
     found = node_flags._indexed_job({"JOB_COMPLETION_INDEX": "12"}, lambda: name)
     assert found == (12, "grpo-0.grpo.team.svc.cluster.local")
     for bare in ("grpo-12", "other.grpo.team"):
-        with pytest.raises(node_flags.FlagsError, match="a `subdomain` and a headless service"):
+        with pytest.raises(node_flags.FlagsError, match="`subdomain`"):
             node_flags._indexed_job({"JOB_COMPLETION_INDEX": "12"}, lambda name=bare: name)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from waiting import HANG_S, until
 
 from trl_multinode.command import main
 from trl_multinode.testing.launch_files import free_port, fresh_environment
-from trl_multinode.testing.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--image", "registry/grpo:1", "--volume", "runs:/runs", "--resource", "rdma/ib=8", "--restarts", "2"]
@@ -120,8 +120,8 @@ def test_only_a_preempted_run_starts_again(render):
     ("options", "message"),
     [
         ([], "--image"),
-        (["--image", "i", "--volume", "runs"], "expected a claim and an absolute path"),
-        (["--image", "i", "--resource", "rdma/ib"], "expected a name and an amount"),
+        (["--image", "i", "--volume", "runs"], "--volume"),
+        (["--image", "i", "--resource", "rdma/ib"], "--resource"),
     ],
 )
 def test_wrong_options_are_refused(render, options, message, capsys):
@@ -134,10 +134,11 @@ def test_wrong_options_are_refused(render, options, message, capsys):
 
 
 @pytest.mark.two_node
+@pytest.mark.nightly
 def test_the_command_meets_launches_and_ends_with_the_code_of_the_run(render, tmp_path):
     """Two pods on this machine: roll-call, launch, then SIGTERM to the first process of each, as at an eviction."""
     Path("script.py").write_text(SCRIPT)
-    options = ["--image", "i", "--env", "A=1", "--timeout", "100", "--grace", "20"]
+    options = ["--image", "i", "--env", "A=1", "--timeout", "600", "--grace", "20"]
     documents = render("2x1 --cpu", *options, script="script.py $A-$PET_NODE_RANK")
     port = free_port()
     text = documents["ConfigMap"]["data"]["accelerate.yaml"].replace("29500", str(port))
@@ -155,11 +156,10 @@ def test_the_command_meets_launches_and_ends_with_the_code_of_the_run(render, tm
                 subprocess.Popen(command, env=fresh_environment() | variables, stdout=file, stderr=subprocess.STDOUT)
             )
     try:
-        ready = wait_until(lambda: all("rank " in log.read_text() for log in logs), 200.0)
-        assert ready, [log.read_text() for log in logs]
+        until(lambda: all("rank " in log.read_text() for log in logs), lambda: str([log.read_text() for log in logs]))
         for pod in pods:
             pod.send_signal(signal.SIGTERM)
-        assert [pod.wait(60) for pod in pods] == [143, 143], [log.read_text() for log in logs]
+        assert [pod.wait(HANG_S) for pod in pods] == [143, 143], [log.read_text() for log in logs]
     finally:
         for pod in pods:
             pod.kill()

@@ -67,7 +67,7 @@ def test_an_image_takes_the_place_of_the_installation(render):
 
 
 def test_a_kind_of_gpu_is_needed(render):
-    assert "got no --gpu, expected for example --gpu H100" in render("skypilot")
+    assert "--gpu H100" in render("skypilot")
 
 
 def test_the_image_starts_a_node_by_itself(render):
@@ -91,4 +91,4 @@ def test_the_image_of_one_node_needs_no_scheduler(render, capsys):
 def test_a_config_file_outside_of_the_image_is_refused(capsys):
     file = str(Path(__file__).parents[2] / "accelerate_configs" / "4node.yaml")
     assert main(["render", "docker", file, "--script", "train.py"]) == 2
-    assert "expected a relative path" in capsys.readouterr().err
+    assert "4node.yaml" in capsys.readouterr().err

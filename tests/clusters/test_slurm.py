@@ -13,17 +13,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import HANG_S, until
 
 from trl_multinode.command import main
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.launch_files import ZERO3, NodesSpec
 from trl_multinode.testing.slurm import SlurmCluster, slurm_available
-from trl_multinode.testing.waiting import wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 GPUS = 8
 pytestmark = [
     pytest.mark.two_node,
+    # test_slurm_script.py runs the same script with stand-ins for the commands of SLURM
+    pytest.mark.nightly,
     pytest.mark.skipif(slurm_available() is not None, reason=str(slurm_available())),
 ]
 
@@ -65,17 +67,17 @@ def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def until_logged(cluster: SlurmCluster, read, text: str, timeout_s: float) -> None:
-    assert wait_until(lambda: text in read(), timeout_s), f"{text!r} is not in\n{read()}\n{cluster.tails()}"
+def until_logged(cluster: SlurmCluster, read, text: str) -> None:
+    until(lambda: text in read(), lambda: f"{text!r} in\n{read()}\n{cluster.tails()}")
 
 
 def check_nothing_is_left(cluster: SlurmCluster) -> None:
-    assert wait_until(lambda: not cluster.job_processes(), 20.0), cluster.job_processes()
+    until(lambda: not cluster.job_processes(), lambda: f"the end of {cluster.job_processes()}")
 
 
 def test_a_failed_run_ends_all_nodes_with_its_code_and_is_not_queued_again(cluster, folder):
     job = cluster.submit(stand_in(folder, "fail"))
-    fields = cluster.wait_for(job, "FAILED", 90)
+    fields = cluster.wait_for(job, "FAILED", HANG_S)
     assert (fields["ExitCode"], fields["Restarts"]) == ("143:0", "0")  # srun's SIGTERM ends the other node
     assert all(f"node {node} fails" in log_of(folder, "fail", job, node) for node in range(2))
     assert "task 1: Exited with exit code 6" in log_of(folder, "fail", job)
@@ -91,7 +93,7 @@ def cancelled(cluster, folder):
     def until_both_have(word: str, number: int) -> None:
         for node in range(2):
             read = partial(log_of, folder, "wait", job, node)
-            assert wait_until(lambda read=read: read().count(word) == number, 60), cluster.tails()
+            until(lambda read=read: read().count(word) == number, cluster.tails)
         logs.append([log_of(folder, "wait", job, node) for node in range(2)])
 
     job = cluster.submit("--partition", "at_once", stand_in(folder, "wait"))
@@ -102,7 +104,7 @@ def cancelled(cluster, folder):
     restarts = cluster.job(job)["Restarts"]
     cluster.run("scancel", job)
     check_nothing_is_left(cluster)
-    fields = cluster.wait_for(job, "CANCELLED", 20)
+    fields = cluster.wait_for(job, "CANCELLED", HANG_S)
     return {"restarts": restarts, "fields": fields, "log": log_of(folder, "wait", job), "nodes": logs[-1]}
 
 
@@ -120,9 +122,9 @@ def test_scancel_leaves_time_for_a_checkpoint_and_is_the_end_of_the_job(folder, 
 
 def test_a_time_limit_that_would_warn_at_the_start_is_refused(cluster, folder):
     job = cluster.submit("--time", "10", render(folder, "short", "train.py"))
-    assert cluster.wait_for(job, "FAILED", 30)["ExitCode"] == "2:0"
-    message = r"the time limit leaves \d+ s, expected more than the 630 s of --signal: raise --time"
-    assert re.fullmatch(message, log_of(folder, "short", job).strip())
+    assert cluster.wait_for(job, "FAILED", HANG_S)["ExitCode"] == "2:0"
+    message = log_of(folder, "short", job)
+    assert "630 s" in message and "--signal" in message and "--time" in message
 
 
 @pytest.fixture(scope="module")
@@ -130,28 +132,28 @@ def training(cluster, folder):
     """A job that is pre-empted in step 3, comes near its time limit in step 5, and ends with step 6."""
 
     def released(step: int, signal: str) -> None:
-        until_logged(cluster, lambda: log_of(folder, "train", job, 0), f"received {signal}. A checkpoint follows", 60)
+        until_logged(cluster, lambda: log_of(folder, "train", job, 0), f"received {signal}. A checkpoint follows")
         (folder / f"go-{step}").touch()
 
     def restarted(count: int) -> None:
-        cluster.wait_for(job, "RUNNING", 60, lambda fields: fields["Restarts"] == str(count))
+        cluster.wait_for(job, "RUNNING", HANG_S, lambda fields: fields["Restarts"] == str(count))
 
     script = f"{SCRIPTS}/train.py {folder}"
     job = cluster.submit("--time", "30", render(folder, "train", script, "--grace", "90"))
-    until_logged(cluster, lambda: text_of(folder / "broken-rank0.jsonl"), '"done": 2', 150)
+    until_logged(cluster, lambda: text_of(folder / "broken-rank0.jsonl"), '"done": 2')
     urgent = cluster.submit("--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1")
     released(2, "SIGTERM")
-    cluster.wait_for(urgent, "COMPLETED", 150)
+    cluster.wait_for(urgent, "COMPLETED", HANG_S)
     restarted(1)
-    until_logged(cluster, lambda: text_of(folder / "broken-rank0.jsonl"), '"done": 4', 100)
+    until_logged(cluster, lambda: text_of(folder / "broken-rank0.jsonl"), '"done": 4')
     # The signal comes 120 s before the limit. SLURM looks every 30 s, so the run has 30 s at least
     minutes = int(cluster.run("squeue", "--noheader", "--jobs", job, "--format", "%M").split(":")[-2])
     cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
     released(4, "SIGUSR1")
-    cluster.wait_for(job, "PENDING", 60)
+    cluster.wait_for(job, "PENDING", HANG_S)
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
     restarted(2)
-    fields = cluster.wait_for(job, "COMPLETED", 150)
+    fields = cluster.wait_for(job, "COMPLETED", HANG_S)
     check_nothing_is_left(cluster)
     return {
         "fields": fields,
@@ -201,8 +203,8 @@ def temporary(monkeypatch):
 def test_a_cluster_is_gone_after_its_end_whatever_runs(tmp_path, temporary):
     with SlurmCluster(2, folder=tmp_path / "jobs") as cluster:
         job = cluster.submit("--nodes", "2", "--wrap", "srun setsid sleep 300")
-        cluster.wait_for(job, "RUNNING", 60)
-        assert wait_until(lambda: "sleep 300" in cluster.job_processes().values(), 60.0), cluster.tails()
+        cluster.wait_for(job, "RUNNING", HANG_S)
+        until(lambda: "sleep 300" in cluster.job_processes().values(), cluster.tails)
         (private,) = temporary.glob("tmn-slurm-*")
         assert (private / "munge.key").stat().st_mode & 0o777 == 0o600
         pids = cluster.pids()

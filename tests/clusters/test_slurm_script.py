@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch, capsys):
         Path("job.sbatch").write_text(capsys.readouterr().out)
         environment = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
         environment |= {"SLURM_CPUS_ON_NODE": "96", "STATE": "RUNNING", "TIME": "None", "END": "", "WARN": ""} | env
-        done = subprocess.run(["bash", "job.sbatch"], env=environment, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["bash", "job.sbatch"], env=environment, capture_output=True, text=True)
         return done, Path("calls").read_text() if Path("calls").exists() else ""
 
     return run_script
@@ -75,9 +75,9 @@ def test_every_node_meets_the_others_and_starts_its_share(run):
 @pytest.mark.parametrize(
     ("code", "environment", "reason"),
     [
-        ("143", {"TIME": "2030-01-01T00:00:00"}, "it is pre-empted"),
-        ("6", {"TIME": "2030-01-01T00:00:00"}, "it is pre-empted"),  # a process that the signal has killed
-        ("143", {"WARN": "1"}, "the time limit is near"),
+        ("143", {"TIME": "2030-01-01T00:00:00"}, "pre-empted"),
+        ("6", {"TIME": "2030-01-01T00:00:00"}, "pre-empted"),  # a process that the signal has killed
+        ("143", {"WARN": "1"}, "time limit"),
         ("6", {"WARN": "1"}, None),  # an error of its own
         ("143", {}, None),  # a signal by hand
         ("143", {"STATE": "CANCELLED", "TIME": "2030-01-01T00:00:00"}, None),
@@ -90,20 +90,20 @@ def test_the_job_goes_back_into_the_queue_only_if_slurm_has_stopped_it(run, code
     done, calls = run(CODE=code, **environment)
     assert done.returncode == int(code), done.stderr
     assert ("scontrol requeue 7" in calls) == (reason is not None)
-    assert reason is None or f"back into the queue, because {reason} (exit code {code})" in done.stdout
+    assert reason is None or (reason in done.stdout and f"code {code}" in done.stdout)
 
 
 @pytest.mark.parametrize(("end", "refused"), [("1 minute", True), ("2 hours", False), ("N/A", False), ("", False)])
 def test_a_time_limit_below_the_warning_is_refused_at_the_start(run, end, refused):
     done, calls = run(END=end)
     assert (done.returncode, "srun" in calls) == ((2, False) if refused else (0, True)), done.stderr
-    assert ("expected more than the 630 s of --signal: raise --time" in done.stderr) == refused
+    assert ("630 s" in done.stderr and "--signal" in done.stderr and "--time" in done.stderr) == refused
 
 
 def test_missing_programs_are_named_with_their_packages(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name, path: None if "slurm" in name else f"/usr/bin/{name}")
-    reason = "slurmctld, slurmd not installed (Debian packages slurmctld slurmd slurm-client munge)"
-    assert slurm.slurm_available.__wrapped__() == reason
+    reason = slurm.slurm_available.__wrapped__()
+    assert reason.startswith("slurmctld, slurmd ") and "Debian package" in reason
 
 
 def test_a_node_without_gpus_asks_for_none(capsys):

@@ -21,9 +21,11 @@ from trl_multinode.doctor.exchange import Exchange
 from trl_multinode.doctor.report import main
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
 
-PORT = 29512
+pytestmark = pytest.mark.real
+PORT = 29512  # in the namespaces of a test
 NODES = 3
 SLOW = 1
+SLOW_MBIT_PER_S = 20
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def run_doctors(folder: Path, hosts: Namespaces, nodes: int, *flags: str, env_of
     def node(rank: int) -> int:
         enter_node(hosts.namespace(rank), hosts.mounts(rank, temporary))
         os.environ.update(env_of(rank))
-        words = [config, "--level", "cluster", "--timeout", "60", *flags, "--machine_rank", str(rank)]
+        words = [config, "--level", "cluster", "--timeout", "600", *flags, "--machine_rank", str(rank)]
         with redirect_stdout(sys.stdout if "--json" not in flags else open(folder / f"document{rank}", "w")):
             return main(words)
 
@@ -78,9 +80,11 @@ INTERFACE = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def test_three_nodes_stand_side_by_side_and_the_one_with_slow_links_is_named(tmp_path, hosts):
-    """Two nodes lack the variable for gloo, which then listens on loopback; the links are measured all the same."""
-    hosts.limit_links(800)  # which cores that are busy reach, too
-    hosts.limit_link(SLOW, 40)
+    """Two nodes lack the variable for gloo, which then listens on loopback; the links are measured all the same.
+
+    Only the slow node has a limit, far below what starved cores reach.
+    """
+    hosts.limit_link(SLOW, SLOW_MBIT_PER_S)
     try:
         ranks = run_doctors(tmp_path, hosts, NODES, env_of=lambda rank: INTERFACE if rank == 0 else {})
     finally:
@@ -88,36 +92,33 @@ def test_three_nodes_stand_side_by_side_and_the_one_with_slow_links_is_named(tmp
     assert [rank.result for rank in ranks] == [1, 1, 1]
     text = ranks[0].text
     error, host_name = lines(ranks[0], "error")
-    assert host_name.startswith("error: nodes 1-2: the name of this host, ") and "leads to loopback" in host_name
-    assert re.match(
-        r"error: both links of node 1 \(.*, eth0\) are slow: 0 -> 1: [1-4]\d[.\d]* Mbit/s "
-        r"and 1 -> 2: [1-4]\d[.\d]* Mbit/s "
-        r"\(the others reach [.\d]+ [MG]bit/s\)",
-        error,
-    ), error
+    assert "nodes 1-2" in host_name and "loopback" in host_name
+    assert re.search(r"links of node 1 \(.*, eth0\)", error) and "0 -> 1: " in error and "1 -> 2: " in error
+    speeds = [float(value) for value in re.findall(r"-> \d: ([.\d]+) Mbit/s", error)]
+    assert len(speeds) == 2 and max(speeds) < 2 * SLOW_MBIT_PER_S, error
     (warning,) = [line for line in lines(ranks[0], "warning") if "variables" in line]
-    assert re.search(r"no variables on nodes 1 \(.*\), 2 \(.*\), GLOO_SOCKET_IFNAME=eth0 on node 0 \(", warning)
-    assert "equal on all 3 nodes" in text and "ring of 3 nodes over gloo" in text
+    assert re.search(r"nodes 1 \(.*\), 2 \(.*\), GLOO_SOCKET_IFNAME=eth0 on node 0 \(", warning)
+    assert "3 nodes over gloo" in text
     assert re.search(r"NIC .* eth0 10\.77\.0\.1 .* eth0 10\.77\.0\.2 .* eth0 10\.77\.0\.3", text)
     bars = [line.count("#") + line.count("█") for line in text.splitlines() if re.search(r"\d \(.*\) -> \d \(", line)]
     assert len(bars) == 3 and bars[2] == 30 and max(bars[:2]) <= 6
-    assert "The report of all nodes is in the output of node 0" in ranks[1].text
+    assert "node 0" in ranks[1].text
     assert error in lines(ranks[1], "error")  # every node ends for a reason that it prints
 
 
 def test_two_equal_nodes_are_ready_and_every_node_has_the_same_document(tmp_path, hosts):
-    hosts.limit_links(400)
+    hosts.limit_links(SLOW_MBIT_PER_S)  # both directions are equally slow, however busy the cores are
     try:
         ranks = run_doctors(tmp_path, hosts, 2, "--json", env_of=lambda rank: INTERFACE)
     finally:
         hosts.limit_links(None)
     assert [rank.result for rank in ranks] == [0, 0]
     first, second = (json.loads((tmp_path / f"document{rank}").read_text()) for rank in (0, 1))
-    assert "roll-call: 2 of 2 nodes here" in ranks[0].text
+    assert "2 of 2 nodes" in ranks[0].text
     assert first == second and first["ok"] and first["backend"] == "gloo" and first["findings"] == []
     assert [node["address"] for node in first["nodes"]] == [hosts.address(0), hosts.address(1)]
     assert [(link["sender"], link["receiver"]) for link in first["links"]] == [(1, 0), (0, 1)]
-    assert all(0.05 < link["gbit_per_s"] < 0.45 for link in first["links"]), first["links"]
+    assert all(0 < link["gbit_per_s"] < 2e-3 * SLOW_MBIT_PER_S for link in first["links"]), first["links"]
 
 
 def test_a_neighbour_that_cannot_be_reached_is_named_before_the_ring(tmp_path, hosts):
@@ -129,7 +130,7 @@ def test_a_neighbour_that_cannot_be_reached_is_named_before_the_ring(tmp_path, h
     finally:
         subprocess.run([*route[:4], "delete", *route[5:]], check=True)
     (error,) = lines(ranks[0], "error")
-    assert re.match(r"error: node 1 \(.*\) cannot reach node 2 \(.*\) at 10\.77\.0\.3:\d+ \(No route to host\)", error)
+    assert re.search(r"node 1 \(.*\) .*node 2 \(.*\) .*10\.77\.0\.3:\d+ \(No route to host\)", error)
     assert "ring of" not in ranks[0].text and [rank.result for rank in ranks] == [1, 1, 1]
 
 
@@ -146,8 +147,8 @@ def test_a_node_that_does_not_come_is_named_with_the_report_of_this_one(tmp_path
     with forked(alone, 1, tmp_path) as (rank,):
         assert rank.result == 1
     assert "/dev/shm" in rank.text.split("roll-call:")[0]  # before the wait
-    assert lines(rank, "error")[-1].startswith("error: 1 of 2 nodes here after ")
-    assert "nobody has machine_rank 1; the limit of 3 s is over" in lines(rank, "error")[-1]
+    error = lines(rank, "error")[-1]
+    assert "1 of 2 nodes" in error and "machine_rank 1" in error and "3 s" in error
 
 
 def test_a_node_that_is_lost_after_the_roll_call_is_named(tmp_path, hosts, monkeypatch):
@@ -161,8 +162,9 @@ def test_a_node_that_is_lost_after_the_roll_call_is_named(tmp_path, hosts, monke
         os.environ.update(INTERFACE)
         if rank == 1:
             monkeypatch.setattr(Exchange, "publish", lambda *_: os._exit(9))
-        return main([config, "--level", "cluster", "--timeout", "20", "--machine_rank", str(rank)])
+        return main([config, "--level", "cluster", "--timeout", "600", "--machine_rank", str(rank)])
 
     with forked(node, 2, tmp_path) as (first, second):
         assert second.wait() == 9 and first.result == 1
-    assert lines(first, "error")[-1] == "error: node 1 did not go on within 3 s after the roll-call"
+    error = lines(first, "error")[-1]
+    assert "node 1" in error and "3 s" in error and "roll-call" in error

@@ -47,25 +47,23 @@ def test_free_gpus_are_counted_and_described(tool):
 
 
 def test_the_process_that_holds_a_gpu_is_named_with_its_memory(tool):
+    tool([4] * 7 + [2000])
+    _, (finding,) = results(examine_gpus, case())
+    assert "GPU 7 " in finding.what and "not visible" in finding.what
+    list_gpus.cache_clear()
     tool([4, 40_000] + [4] * 6, f"GPU-1aaaaaaa-1111-2222, {os.getpid()}, 39000\n")
     facts, (finding,) = results(examine_gpus, case())
     assert facts["free GPUs"] == "7 of 8" and finding.severity == "error"
-    assert f"GPU 1 is not free: 39.1 GiB of 79.6 GiB are in use: pid {os.getpid()} (`" in finding.what
-    assert "has 38.1 GiB" in finding.what and finding.cure.startswith("end them")
-
-
-def test_memory_without_a_visible_process_is_named_as_such(tool):
-    tool([4] * 7 + [2000])
-    _, (finding,) = results(examine_gpus, case())
-    assert "GPU 7 is not free" in finding.what and "not visible from here" in finding.what
+    parts = ["GPU 1 ", "39.1 GiB of 79.6 GiB", f"pid {os.getpid()} (`", "38.1 GiB"]
+    assert [part for part in parts if part not in finding.what] == []
 
 
 def test_too_few_visible_gpus_are_an_error_with_the_variable(tool):
     tool([4] * 8)
     facts, (finding,) = results(examine_gpus, case({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}))
     assert facts["free GPUs"] == "7 of 7"
-    assert "shows 7 of its 8 GPUs (expected 8 or more: 7 train, and an engine needs one of its own)" in finding.what
-    assert "unset CUDA_VISIBLE_DEVICES (`0,1,2,3,4,5,6`)" in finding.cure
+    assert "7 of its 8 GPUs (expected 8 or more" in finding.what
+    assert "CUDA_VISIBLE_DEVICES (`0,1,2,3,4,5,6`)" in finding.cure
     shared = case({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}, engines=Engines(vllm_devices=[6]))
     assert results(examine_gpus, shared)[1] == []
 
@@ -73,7 +71,7 @@ def test_too_few_visible_gpus_are_an_error_with_the_variable(tool):
 def test_a_node_with_fewer_gpus_than_ranks_gets_the_number_that_fits(tool):
     tool([4] * 4)
     _, (finding,) = results(examine_gpus, case())
-    assert finding.cure == "lower `num_processes` to 6, the total"
+    assert "`num_processes` to 6" in finding.cure
 
 
 @pytest.mark.parametrize(("listed", "seen"), [("3,GPU-5aaa", 2), ("9,0,1", 0), ("", 0), ("0,x,1", 1), ("MIG-7,0", 2)])
@@ -94,7 +92,7 @@ def test_a_machine_without_the_tool_is_an_error_for_a_launch_on_gpus_only(tmp_pa
     list_gpus.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     _, (finding,) = results(examine_gpus, case())
-    assert "`nvidia-smi` is not installed here" in finding.what
+    assert "`nvidia-smi`" in finding.what
     facts, findings = results(examine_gpus, case(gpus=0))
     assert facts["GPUs"].startswith("none needed") and findings == []
 
@@ -138,8 +136,8 @@ def test_gpus_of_an_amd_node_are_read_from_the_files_of_the_driver(amd):
     facts, (finding,) = results(examine_gpus, case())
     assert facts["GPUs"] == "8 x AMD Instinct MI300X OAM (192 GiB)" and facts["free GPUs"] == "7 of 8"
     assert facts["driver"] == "amdgpu of the kernel"
-    assert f"GPU 1 is not free: 40 GiB of 192 GiB are in use: pid {os.getpid()} (`" in finding.what
-    assert "has 38 GiB" in finding.what
+    parts = ["GPU 1 ", "40 GiB of 192 GiB", f"pid {os.getpid()} (`", "38 GiB"]
+    assert [part for part in parts if part not in finding.what] == []
 
 
 def test_an_amd_gpu_without_a_product_name_has_that_of_its_architecture(amd):
@@ -170,4 +168,4 @@ def test_visible_amd_gpus_are_those_that_hip_shows(amd, environ, seen):
     hiding = next(
         name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in environ
     )
-    assert f"shows {seen} of its 8 GPUs" in finding.what and f"unset {hiding} (`{environ[hiding]}`)" in finding.cure
+    assert f"{seen} of its 8 GPUs" in finding.what and f"{hiding} (`{environ[hiding]}`)" in finding.cure

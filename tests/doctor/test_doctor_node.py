@@ -44,13 +44,13 @@ def test_one_core_of_a_task_under_slurm_is_an_error_with_both_cures(monkeypatch)
     finally:
         os.sched_setaffinity(0, before)
     assert facts["cores"] == f"1 of {os.cpu_count()}" and finding.severity == "error"
-    assert "has 1 of the machine's" in finding.what and "(expected 8 or more: 7 ranks and 1 engine)" in finding.what
-    assert f"N = {os.cpu_count()}" in finding.cure and "`--ntasks-per-node 1` alone gives one core" in finding.cure
-    assert "`srun` does not take `--cpus-per-task` over from `sbatch`" in other.cure
+    assert "(expected 8 or more: 7 ranks and 1 engine)" in finding.what
+    assert f"N = {os.cpu_count()}" in finding.cure and "`--ntasks-per-node 1`" in finding.cure
+    assert "`srun`" in other.cure and "`--cpus-per-task`" in other.cure
     assert on_cpu.severity == "warning" and "docker: --cpus" in on_cpu.cure
     monkeypatch.setattr(cores, "cores_of_task", lambda: os.cpu_count())
     (machine,) = results(examine_cores, case(SLURM, ranks=(os.cpu_count() or 1)))[1]
-    assert machine.cure.startswith("lower `num_processes`")
+    assert "`num_processes`" in machine.cure
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_open_files_must_suffice_for_the_connections_of_node_0(monkeypatch, node
         facts["ulimit -n"] == f"1024 (hard {'unlimited' if hard < 0 else hard})" and facts["ulimit -l"] == "unlimited"
     )
     assert [one.severity for one in findings] == ([severity] if severity else [])
-    assert all("at most 1024 files (expected 1544 or more" in one.what for one in findings)
+    assert all("1024" in one.what and "expected 1544" in one.what for one in findings)
 
 
 def test_locked_memory_must_hold_the_slots_of_a_launch_on_gpus(monkeypatch):
@@ -97,7 +97,7 @@ def test_locked_memory_must_hold_the_slots_of_a_launch_on_gpus(monkeypatch):
     )
     facts, (finding,) = results(examine_limits, case())
     assert facts["ulimit -l"] == "8 MiB" and finding.severity == "warning"
-    assert "8 MiB may be locked (expected unlimited, at least 1 GiB" in finding.what
+    assert "8 MiB" in finding.what and "1 GiB" in finding.what
     assert results(examine_limits, case(values={"sync_bucket_mb": 4}))[1] == []
     assert results(examine_limits, case(gpus=0))[1] == []
 
@@ -129,7 +129,7 @@ def test_what_killed_runs_left_is_named_and_counts_as_free(monkeypatch):
     alive = type("Alive", (), {"kept": "its run lives", "num_bytes": 1 << 30})()
     monkeypatch.setattr(storage, "leftovers", lambda remove: [dead, alive])
     _, (finding,) = results(examine_shared_memory, case())
-    assert finding.severity == "warning" and "killed runs left 1 folder(s) and 1 GiB" in finding.what
+    assert finding.severity == "warning" and "1 folder(s) and 1 GiB" in finding.what
     assert "`trl-multinode clean`" in finding.cure
 
 
@@ -140,8 +140,8 @@ def test_a_disk_without_space_for_a_checkpoint_is_named(monkeypatch, tmp_path):
     facts, findings = results(examine_disks, case(model=str(model), values=output))
     assert facts["disk of `output_dir`"] == "30 MiB free of 1 TiB (/scratch/out)"
     full, checkpoint = findings
-    assert full.severity == "error" and "/scratch/out has 30 MiB free (expected 1 GiB or more)" in full.what
-    assert checkpoint.severity == "warning" and "takes about 56 MiB" in checkpoint.what
+    assert full.severity == "error" and "/scratch/out has 30 MiB free (expected 1 GiB" in full.what
+    assert checkpoint.severity == "warning" and "56 MiB" in checkpoint.what
     free(monkeypatch)
     assert results(examine_disks, case(model=str(model), values=output))[1] == []
 
@@ -161,7 +161,7 @@ def test_an_interface_that_does_not_exist_is_an_error_with_those_that_do():
     variables = {"NCCL_SOCKET_IFNAME": "bond7", "GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO", "OTHER": "1"}
     facts, (finding,) = results(examine_variables, case(variables))
     assert facts["NCCL and gloo"] == "GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=bond7"
-    assert "NCCL_SOCKET_IFNAME=bond7 chooses no interface of this node (expected one of " in finding.what
+    assert "NCCL_SOCKET_IFNAME=bond7" in finding.what
     assert "lo" in finding.what and finding.severity == "error"
 
 
@@ -182,7 +182,7 @@ def test_the_address_of_node_0_and_the_interface_towards_it_are_shown():
     facts, findings = results(examine_address, case(address="127.0.0.1"))
     assert facts["NIC"] == "lo 127.0.0.1" and facts["network"].startswith("MTU ") and findings == []
     facts, (finding,) = results(examine_address, case(address="no-such-host.invalid"))
-    assert "cannot resolve `main_process_ip` no-such-host.invalid" in finding.what
+    assert "`main_process_ip` no-such-host.invalid" in finding.what
 
 
 def test_the_address_of_node_0_belongs_to_rank_0(monkeypatch):
@@ -190,9 +190,9 @@ def test_the_address_of_node_0_belongs_to_rank_0(monkeypatch):
     monkeypatch.setattr(network, "route_to", lambda address: "10.0.0.5")
     assert results(examine_address, case(address="10.0.0.5"))[1] == []
     _, (finding,) = results(examine_address, case(address="10.0.0.5", rank=3))
-    assert finding.severity == "error" and "is an address of this node, which has machine_rank 3" in finding.what
+    assert finding.severity == "error" and "machine_rank 3" in finding.what
     _, (finding,) = results(examine_address, case(address="10.0.0.9"))
-    assert finding.severity == "warning" and "is not an address of this node, which has machine_rank 0" in finding.what
+    assert finding.severity == "warning" and "machine_rank 0" in finding.what
     assert results(examine_address, case(address="10.0.0.9", rank=3))[1] == []
     assert results(examine_address, case(address="127.0.0.1", rank=3))[1] == []  # all nodes are this machine
 
@@ -209,7 +209,7 @@ def test_a_name_server_that_loses_questions_is_a_warning(monkeypatch):
     monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     monkeypatch.setattr(network.socket, "getnameinfo", getnameinfo)
     _, (finding,) = results(examine_names, case(address="127.0.0.1"))
-    assert finding.severity == "warning" and "takes up to 5 s for the name of 127.0.0.1" in finding.what
+    assert finding.severity == "warning" and "5 s" in finding.what and "127.0.0.1" in finding.what
     assert "RES_OPTIONS" in finding.cure and set(asked) == {"::ffff:127.0.0.1"}  # as torch asks, not as `ping` does
     facts, findings = results(examine_names, case(address="127.0.0.1"))
     assert facts == {"name of this address": "quick or unknown"} and findings == []
@@ -219,7 +219,7 @@ def test_a_slow_interface_is_a_warning(monkeypatch):
     state = psutil.net_if_stats()["lo"]._replace(speed=1000)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": state})
     _, (finding,) = results(examine_address, case())
-    assert finding.severity == "warning" and "lo has 1 Gbit/s (expected 10 or more)" in finding.what
+    assert finding.severity == "warning" and "lo has 1 Gbit/s (expected 10" in finding.what
 
 
 def test_a_host_name_on_loopback_is_an_error_where_gloo_connects_nodes(monkeypatch):
@@ -243,7 +243,7 @@ def test_versions_are_shown_and_a_missing_library_is_an_error(monkeypatch):
     monkeypatch.setattr(software, "local_versions", lambda: {"torch": "2", "trl": "1", "transformers": "5",
                         "accelerate": "1", "vllm": "none", "deepspeed": "1"})  # fmt: skip
     _, (finding,) = results(examine_versions, case())
-    assert finding.what.startswith("vllm is not installed") and finding.severity == "error"
+    assert finding.what.startswith("vllm ") and finding.severity == "error"
 
 
 def test_a_tracker_needs_its_package_and_its_key_on_rank_0(monkeypatch, tmp_path):
@@ -252,7 +252,7 @@ def test_a_tracker_needs_its_package_and_its_key_on_rank_0(monkeypatch, tmp_path
     monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: name in installed or None)
     wandb = {"report_to": ["wandb"]}
     facts, (finding,) = results(examine_tracker, case(values=wandb))
-    assert facts["tracker"] == "wandb" and "no key on this node (WANDB_API_KEY is not set)" in finding.what
+    assert facts["tracker"] == "wandb" and "WANDB_API_KEY" in finding.what
     assert (
         finding.severity == "error"
         and results(examine_tracker, case(values=wandb, rank=1))[1][0].severity == "warning"
@@ -263,10 +263,7 @@ def test_a_tracker_needs_its_package_and_its_key_on_rank_0(monkeypatch, tmp_path
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     (tmp_path / ".netrc").chmod(0o600)
     assert results(examine_tracker, case(values=wandb))[1] == []
-    assert (
-        "mlflow: the package is not installed"
-        in results(examine_tracker, case(values={"report_to": "mlflow"}))[1][0].what
-    )
+    assert "mlflow" in results(examine_tracker, case(values={"report_to": "mlflow"}))[1][0].what
     assert results(examine_tracker, case())[0]["tracker"] == "none"
 
 
@@ -317,7 +314,7 @@ def test_a_model_that_lacks_a_file_is_incomplete(cache):
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
     (folder / models.INDEX).write_text(json.dumps(index))
     _, (finding,) = results(examine_model, case(model="org/model"))
-    assert "is incomplete on this node: 1 file(s) missing, as model-00002.safetensors" in finding.what
+    assert "1 file(s) missing, as model-00002.safetensors" in finding.what
     assert finding.severity == "warning" and "`hf download org/model`" in finding.cure
     assert results(examine_model, case({"HF_HUB_OFFLINE": "1"}, model="org/model"))[1][0].severity == "error"
 
@@ -371,7 +368,7 @@ def test_an_examination_that_fails_is_a_warning_and_the_others_go_on():
     report = examine(case(gpus=0, ranks=1), (examine_nothing, examine_more))
     assert [fact.name for fact in report.facts] == ["first"]
     assert [one.severity for one in report.findings] == ["error", "warning", "warning"]  # errors first
-    assert "could not be examined (PermissionError: no look)" in report.findings[1].what
+    assert "PermissionError: no look" in report.findings[1].what
 
 
 def test_a_report_leaves_its_node_without_the_secrets_of_the_node():

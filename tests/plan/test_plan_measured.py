@@ -70,7 +70,7 @@ def test_a_node_whose_files_are_elsewhere_is_named(tmp_path):
     settings.write_text(json.dumps({"nodes": 2}) + "\n")
     assert read_run(str(tmp_path)).nodes == 2
     settings.write_text(json.dumps({"nodes": 3}) + "\n")
-    with pytest.raises(PlanError, match=r"files of all 3 nodes \(got none of node 2"):
+    with pytest.raises(PlanError, match=r"3 nodes .*node 2"):
         read_run(str(tmp_path))
 
 
@@ -89,52 +89,47 @@ def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
     assert found.in_flight == pytest.approx(1 + 17.5)
 
 
-def printed(tmp_path, capsys, **seconds) -> str:
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        # 7+1: max(13, 10); 6+2: max(6.5, 11.7) s, and a second of sync
+        (
+            {"generate": 40.0, "train": 10.0, "tail": 30.0},
+            [
+                'take 6+2 with `weight_update="in_flight"` and `open_rounds=3`',
+                "30.0 of 35.0 s",
+                "sync 1.0 s, generate 40.0 s, tail 30.0 s, train 10.0 s",
+                "700 on average",
+                "8 measured steps",
+            ],
+        ),
+        # 11 s; 6+2 12.7; in flight no faster
+        ({"generate": 9.0, "train": 10.0}, ["take 7+1 with `max_staleness=1`"]),
+        ({"generate": 0.2, "train": 10.0}, ["take 7+1 with `max_staleness=0`", "5 %"]),
+        ({"generate": 9.0, "train": 10.0, "tail": None}, ["tail is unknown"]),
+        # engines in flight are taken as busy all the time
+        ({"generate": 1.0, "train": 10.0, "more": {"in_flight/mixed_rows": 0.4}}, ["in flight", "generate 12.0 s"]),
+    ],
+    ids=["long tail", "one round ahead", "no staleness", "unknown tail", "in flight"],
+)
+def test_the_seconds_of_a_run_decide_what_to_take(tmp_path, capsys, seconds, words):
     write_run(tmp_path, **seconds)
     assert main(["plan", str(CONFIGS / "0.5B.json"), *FLAGS.split(), "--run", str(tmp_path)]) == 0
-    return " ".join(capsys.readouterr().out.split())
-
-
-def test_a_long_tail_decides_for_rows_in_flight(tmp_path, capsys):
-    text = printed(tmp_path, capsys, generate=40.0, train=10.0, tail=30.0)
-    # 7+1: max(13, 10); 6+2: max(6.5, 11.7) s, and a second of sync
-    assert 'take 6+2 with `weight_update="in_flight"` and `open_rounds=3`' in text
-    assert "in 30.0 of 35.0 s of generation fewer than 10 % of the rows run" in text
-    assert "Measured with 7+1 on 2 nodes: sync 1.0 s, generate 40.0 s, tail 30.0 s, train 10.0 s." in text
-    assert "700 on average" in text and "from the means of 8 measured steps" in text
-
-
-def test_a_run_without_a_tail_and_with_much_training_keeps_its_split_one_round_ahead(tmp_path, capsys):
-    text = printed(tmp_path, capsys, generate=9.0, train=10.0)
-    assert "take 7+1 with `max_staleness=1`" in text  # 11 s; 6+2 12.7; in flight no faster
-
-
-def test_training_that_dwarfs_generation_needs_no_staleness_and_no_colocation_at_work(tmp_path, capsys):
-    text = printed(tmp_path, capsys, generate=0.2, train=10.0)
-    assert "take 7+1 with `max_staleness=0`. To overlap generation and training gains less than 5 %" in text
-
-
-def test_an_unknown_tail_is_said(tmp_path, capsys):
-    text = printed(tmp_path, capsys, generate=9.0, train=10.0, tail=None)
-    assert "The tail is unknown" in text and "as many reserved as the nodes here have left" in text
-
-
-def test_a_run_in_flight_is_said_to_be_an_upper_bound(tmp_path, capsys):
-    text = printed(tmp_path, capsys, generate=1.0, train=10.0, more={"in_flight/mixed_rows": 0.4})
-    assert "in flight, so its engines are taken as busy all the time" in text and "generate 12.0 s" in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert [word for word in words if word not in text] == []
 
 
 def test_a_run_whose_engines_share_gpus_is_refused(tmp_path):
     write_run(tmp_path, generate=1.0, train=1.0, more={"perf/tokens_per_s_per_device": 8000.0 / 14})
-    with pytest.raises(PlanError, match="needs GPUs that only generate"):
+    with pytest.raises(PlanError, match="GPUs that only generate"):
         read_run(str(tmp_path))
 
 
 def test_a_folder_without_phases_or_with_one_step_is_refused(tmp_path):
-    with pytest.raises(PlanError, match=r"`--run` is the `output_dir` of a run"):
+    with pytest.raises(PlanError, match="`--run` .*`output_dir`"):
         read_run(str(tmp_path))
     phases = tmp_path / "_multinode" / "phases"
     phases.mkdir(parents=True)
     (phases / "rank0.jsonl").write_text(_line("train", 1.0, 0, 0) + "\n")
-    with pytest.raises(PlanError, match="needs two steps at least"):
+    with pytest.raises(PlanError, match="two steps"):
         read_run(str(tmp_path))

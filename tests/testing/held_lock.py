@@ -37,7 +37,7 @@ def opened_for_writing(pipe: str, reader: threading.Thread) -> int:
 
 
 def ends_itself() -> None:
-    signal.alarm(10)
+    signal.alarm(600)
     socket.gethostbyname_ex("127.0.0.1")
     os._exit(3)
 

@@ -7,14 +7,16 @@ import subprocess
 import time
 
 import psutil
+import pytest
 from forks import forked
+from waiting import HANG_S, until
 
 from trl_multinode.testing import template
 from trl_multinode.testing.forked_process import Inherited
 from trl_multinode.testing.forking import ForkedProcess
 from trl_multinode.wire.supervisor import is_alive
 
-LIMIT_S = 20.0
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 
 def test_a_killed_owner_leaves_neither_the_template_nor_a_fork_nor_its_child(tmp_path, monkeypatch):
@@ -37,19 +39,11 @@ def test_a_killed_owner_leaves_neither_the_template_nor_a_fork_nor_its_child(tmp
 
     monkeypatch.setitem(template.PROGRAMS, "launcher", launcher)
     with forked(own, 1, tmp_path) as (owner,):
-        processes = [psutil.Process(int(pid)) for pid in when_written(pids).split()]
+        processes = [psutil.Process(int(pid)) for pid in until(lambda: pids.exists() and pids.read_text()).split()]
         assert len(processes) == 3 and all(map(is_alive, processes))
         os.kill(owner.process.pid, signal.SIGKILL)
-        _, left = psutil.wait_procs(processes, LIMIT_S)
+        _, left = psutil.wait_procs(processes, HANG_S)
         left = [process for process in left if is_alive(process)]
         for process in left:
             process.kill()
     assert not left
-
-
-def when_written(path) -> str:
-    deadline = time.monotonic() + LIMIT_S
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} was not written"
-        time.sleep(0.02)
-    return path.read_text()

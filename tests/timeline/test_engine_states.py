@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine_process.backend import CompletionBuffer, Refused
@@ -77,7 +78,12 @@ async def story(server: EngineServer, backend: Swapping, in_flight: bool) -> Non
     generating = asyncio.create_task(send(rows))
     await backend.running.wait()
     swapping = asyncio.create_task(swap(2))
-    await asyncio.sleep(0.01)
+    if in_flight:
+        await swapping
+    else:
+        for _ in range(20):  # turns of the loop in which a swap could begin
+            await asyncio.sleep(0)
+        assert not swapping.done()
     backend.end.set()
     await asyncio.gather(generating, swapping)
 
@@ -97,7 +103,7 @@ def test_an_update_in_flight_has_its_frozen_rows_and_one_that_drains_has_none(tm
     async def run():
         backend = Swapping()
         await asyncio.wait_for(
-            story(EngineServer(SimpleNamespace(), backend, states_in(tmp_path)), backend, in_flight), 10
+            story(EngineServer(SimpleNamespace(), backend, states_in(tmp_path)), backend, in_flight), HANG_S
         )
 
     asyncio.run(run())
@@ -110,7 +116,7 @@ def test_an_update_that_fails_ends_its_state(tmp_path):
         server = EngineServer(SimpleNamespace(), backend, states_in(tmp_path))
         writer = SimpleNamespace(write=lambda data: None, drain=lambda: asyncio.sleep(0))
         for request in (BeginUpdate(version=WeightVersion(1, 1)), CommitUpdate()):
-            await asyncio.wait_for(server._answer(request, writer), 10)
+            await asyncio.wait_for(server._answer(request, writer), HANG_S)
 
     asyncio.run(run())
     assert recorded(tmp_path / "states.jsonl") == [("sync", 0, 1), ("idle", 0, 1)]

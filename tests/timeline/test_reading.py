@@ -30,7 +30,7 @@ def test_a_clock_that_was_not_measured_is_a_note(tmp_path):
         path = tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl"
         write_lines(path, [line | {"clock_offset": None} for line in rank_lines(rank)])
     run = read_run([tmp_path])
-    assert run.notes == ["the clock of node 1 was not measured (no weight sync): its lanes may be shifted"]
+    assert len(run.notes) == 1 and "clock of node 1" in run.notes[0]
     assert run.lanes[3].spans[1].start == BEGIN + AHEAD_S
 
 
@@ -64,31 +64,29 @@ def test_the_step_in_which_a_run_was_killed_is_shown(tmp_path):
     assert run.cut(range(4, 5)).lanes[0].seconds() == {"sync": 1.0, "wait": 1.0, "reward": 2.0, "generate": 3.0}
 
 
+def write_two_attempts(folder, ranks) -> None:
+    """Write a run of which only these ranks and the engine of node 0 started again."""
+    phases = write_run(folder) / "_multinode" / "phases"
+    for rank in ranks:
+        lines = rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500)
+        write_lines(phases / f"rank{rank}.jsonl", lines)
+    write_lines(phases / "node0_engine0.jsonl", engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
+
+
 def test_the_last_attempt_is_shown_and_an_earlier_one_can_be_chosen(tmp_path):
-    write_run(tmp_path)
-    for rank in range(4):
-        path = tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl"
-        write_lines(path, rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500))
-    path = tmp_path / "_multinode" / "phases" / "node0_engine0.jsonl"
-    write_lines(path, engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
+    write_two_attempts(tmp_path, ranks=(0, 1, 2, 3))
     last, first = read_run([tmp_path]), read_run([tmp_path], attempt=1)
     assert (last.attempt, last.attempts, last.begin) == (2, [1, 2], BEGIN + 480) and len(last.lanes) == 5
     assert first.begin == BEGIN - 20 and len(first.lanes) == 6
     assert set(last.endings) == {0, 1} and not first.endings
-    with pytest.raises(TimelineError, match=r"no attempt 3 .*expected one of \[1, 2\]"):
+    with pytest.raises(TimelineError, match=r"attempt 3 .*\[1, 2\]"):
         read_run([tmp_path], attempt=3)
 
 
 def test_a_node_without_a_line_of_the_attempt_is_a_note(tmp_path):
-    write_run(tmp_path)
-    for rank in (0, 1):
-        path = tmp_path / "_multinode" / "phases" / f"rank{rank}.jsonl"
-        write_lines(path, rank_lines(rank) + rank_lines(rank, attempt=2, begin=BEGIN + 500))
-    path = tmp_path / "_multinode" / "phases" / "node0_engine0.jsonl"
-    write_lines(path, engine_lines(0) + engine_lines(0, attempt=2, begin=BEGIN + 500))
-    assert read_run([tmp_path]).notes == [
-        "node 1 has no line of attempt 2: it ended before its first phase, or was not part of it"
-    ]
+    write_two_attempts(tmp_path, ranks=(0, 1))
+    (note,) = read_run([tmp_path]).notes
+    assert "node 1" in note and "attempt 2" in note
     assert not read_run([tmp_path], attempt=1).notes
 
 
@@ -126,14 +124,14 @@ def test_half_a_line_is_a_note_and_nothing_else_is_lost(tmp_path):
     with open(tmp_path / "_multinode" / "phases" / "rank1.jsonl", "a") as file:
         file.write('{"phase": "tra')
     run = read_run([tmp_path])
-    assert len(run.lanes) == 6 and run.notes[0].startswith("1 line(s) could not be read")
+    assert len(run.lanes) == 6 and run.notes[0].startswith("1 line(s)")
 
 
 def test_a_run_of_an_earlier_version_has_no_engines_and_its_nodes_and_totals_are_guessed(tmp_path):
     old = [{name: line[name] for name in ("phase", "start", "seconds", "step")} for line in rank_lines(0)]
     write_lines(tmp_path / "_multinode" / "phases" / "rank0.jsonl", [line for line in old if line["phase"] == "sync"])
     run = read_run([tmp_path])
-    assert run.lanes[0].seconds() == {"sync": 4.0} and run.notes[0].startswith("no lane of an engine")
+    assert run.lanes[0].seconds() == {"sync": 4.0} and "engine" in run.notes[0]
 
 
 def test_logs_come_from_the_trainers_state_if_the_run_has_no_file_of_its_own(tmp_path):
@@ -147,5 +145,5 @@ def test_logs_come_from_the_trainers_state_if_the_run_has_no_file_of_its_own(tmp
 
 
 def test_a_folder_without_a_run_is_an_error_with_the_cure(tmp_path):
-    with pytest.raises(TimelineError, match=r"has no files of a run .*Pass the `output_dir`"):
+    with pytest.raises(TimelineError, match="`output_dir`"):
         read_run([tmp_path])
