@@ -6,7 +6,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 

@@ -126,7 +126,10 @@ def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path,
             until(lambda side=side: any(" waiting " in rank.text for rank in side))
         store.end()
         assert [rank.wait() for rank in ranks] == [exit_codes.PEER_LOST] * RANKS
-        assert all("PeerFailureError" in rank.text.splitlines()[-1] and "node 0" in rank.text.splitlines()[-1] for rank in ranks)
+        assert all(
+            "PeerFailureError" in rank.text.splitlines()[-1] and "node 0" in rank.text.splitlines()[-1]
+            for rank in ranks
+        )
 
 
 def test_a_single_process_meets_nobody():
