@@ -77,6 +77,6 @@ def begin_early(rank: int, store: StoreHost, output_dir: Path) -> Watchdog:
     enter_early(rank, store)
     watch = Watchdog(topology_of(rank, launched=True), lambda: "set-up")
     with watch.guard():
-        begin_run(watch, output_dir / "_multinode", lambda: 7, 60.0)
+        begin_run(watch, output_dir / "_multinode", lambda: 7, HANG_S)
     print("begun", flush=True)
     return watch

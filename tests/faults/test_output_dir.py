@@ -21,7 +21,7 @@ from trl_multinode.testing.namespaces import namespaces_available
 pytestmark = pytest.mark.usefixtures("short_waits")
 
 
-@pytest.mark.parametrize("how", ["missing", "read-only"])
+@pytest.mark.parametrize("how", ["missing", pytest.param("read-only", marks=pytest.mark.real)])
 def test_row_35_an_output_dir_that_one_node_cannot_write_ends_all(tmp_path, store, how):
     if how == "read-only" and (reason := namespaces_available()):
         pytest.skip(reason)
