@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from forks import FORK
+from waiting import HANG_S
 
 from trl_multinode.run.begin import begin_run
 from trl_multinode.run.store import connect_store
@@ -23,16 +24,16 @@ class StoreHost:
         receive, send = FORK.Pipe(duplex=False)
         self.process = FORK.Process(target=self._serve, args=(send,))
         self.process.start()
-        assert receive.poll(20)
+        assert receive.poll(HANG_S)
         self.port = receive.recv()
 
     @staticmethod
     def _serve(send) -> None:
         from torch.distributed import TCPStore
 
-        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=HANG_S), wait_for_workers=False)
         send.send(store.port)
-        time.sleep(120)
+        time.sleep(HANG_S)  # a test that was killed leaves it behind for no longer
 
     def end(self) -> None:
         self.process.kill()
@@ -76,6 +77,6 @@ def begin_early(rank: int, store: StoreHost, output_dir: Path) -> Watchdog:
     enter_early(rank, store)
     watch = Watchdog(topology_of(rank, launched=True), lambda: "set-up")
     with watch.guard():
-        begin_run(watch, output_dir / "_multinode", lambda: 7, 60.0)
+        begin_run(watch, output_dir / "_multinode", lambda: 7, HANG_S)
     print("begun", flush=True)
     return watch

@@ -3,11 +3,11 @@
 import os
 import re
 import time
-from statistics import median
 
 import pytest
 from forks import forked
 from store_host import RANKS, StoreHost, topology_of
+from waiting import HANG_S, until
 
 from trl_multinode.run import meeting as meeting_module
 from trl_multinode.run import store as run_store
@@ -16,7 +16,6 @@ from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
-from trl_multinode.testing.waiting import wait_until
 
 
 @pytest.fixture
@@ -25,7 +24,6 @@ def store(monkeypatch):
     monkeypatch.setattr(meeting_module, "STATE_EVERY_S", 0.0)
     for module in (run_store, meeting_module):
         monkeypatch.setattr(module, "GRACE_S", 1.5)
-        monkeypatch.setattr(module, "STORE_TIMEOUT_S", 3.0)
     host = StoreHost()
     yield host
     host.end()
@@ -44,7 +42,7 @@ def test_nobody_leaves_a_meeting_before_the_last_one_has_come(tmp_path, store):
         watch, meeting = enter(rank, store)
         times = []
         for number in range(6):
-            time.sleep(0.2 if number % RANKS == rank else 0.0)  # another one is the last every time
+            time.sleep(0.2 if number % RANKS == rank else 0.0)  # another one is the last every time, on most machines
             came = time.monotonic()
             meeting.wait()
             times.append([came, time.monotonic()])
@@ -52,18 +50,16 @@ def test_nobody_leaves_a_meeting_before_the_last_one_has_come(tmp_path, store):
         return times
 
     with forked(body, RANKS, tmp_path) as ranks:
-        late = []
         for meeting in zip(*(rank.result for rank in ranks), strict=True):
             last = max(came for came, _ in meeting)
-            late += [left - last for _, left in meeting]  # on one computer: one clock
-        assert min(late) >= 0 and median(late) < 0.15
+            assert all(left >= last for _, left in meeting)  # on one computer: one clock
 
 
 def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp_path, store):
     def body(rank: int) -> None:
         watch, meeting = enter(rank, store, f"generating, {rank} rows left")
-        while rank == 3 and not (tmp_path / "come").exists():
-            time.sleep(0.05)
+        if rank == 3:
+            until((tmp_path / "come").exists)
         meeting.wait()
         meeting.wait()  # a quick one, about which there is nothing to report
         watch.close()
@@ -73,7 +69,7 @@ def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp
 
     with forked(body, RANKS, tmp_path) as ranks:
         for side in (ranks[:2], ranks[2:3]):
-            assert wait_until(lambda side=side: sum(map(len, waiting(side))) >= 2, 60.0)
+            until(lambda side=side: sum(map(len, waiting(side))) >= 2)
         (tmp_path / "come").touch()
         assert [rank.wait() for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
         lines = waiting(ranks)
@@ -106,12 +102,14 @@ def test_a_failure_ends_the_ranks_that_wait(tmp_path, store):
         watch, meeting = enter(rank, store)
         with watch.guard():
             if rank == 2:
-                time.sleep(0.5)
+                until((tmp_path / "others wait").exists)
                 raise ValueError("no completions")
             meeting.wait()
 
     with forked(body, RANKS, tmp_path) as ranks:
-        assert [rank.wait(10) for rank in ranks] == [exit_codes.USER_CODE] * RANKS
+        ranks[0].wait_for(" waiting ")
+        (tmp_path / "others wait").touch()
+        assert [rank.wait() for rank in ranks] == [exit_codes.USER_CODE] * RANKS
         assert all("node 1, rank 2, phase wait: ValueError: no completions" in rank.text for rank in ranks)
 
 
@@ -119,17 +117,19 @@ def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path,
     def body(rank: int) -> None:
         watch, meeting = enter(rank, store)
         with watch.guard():
-            print("up", flush=True)
-            time.sleep(60.0 if rank == 2 else 0.0)
+            if rank == 2:
+                time.sleep(HANG_S)
             meeting.wait()
 
     with forked(body, RANKS, tmp_path) as ranks:
-        for rank in ranks:
-            rank.wait_for("up")
-        time.sleep(0.3)
+        for side in (ranks[:2], ranks[3:]):
+            until(lambda side=side: any(" waiting " in rank.text for rank in side))
         store.end()
-        assert [rank.wait(10) for rank in ranks] == [exit_codes.PEER_LOST] * RANKS
-        assert all("PeerFailureError: the launcher of node 0" in rank.text.splitlines()[-1] for rank in ranks)
+        assert [rank.wait() for rank in ranks] == [exit_codes.PEER_LOST] * RANKS
+        assert all(
+            "PeerFailureError" in rank.text.splitlines()[-1] and "node 0" in rank.text.splitlines()[-1]
+            for rank in ranks
+        )
 
 
 def test_a_single_process_meets_nobody():

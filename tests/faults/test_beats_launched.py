@@ -1,4 +1,7 @@
-"""Heartbeats in a launch with trainers, engines and a network: a stopped rank, a link cut both ways or one way."""
+"""Heartbeats in a launch with trainers, engines and a network: a stopped rank, a link that loses one direction.
+
+Only the link that loses the packets of node 1 decides. `test_beats.py` has a link that is cut both ways, and the rest.
+"""
 
 import os
 import re
@@ -9,24 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from store_host import topology_of
+from waiting import HANG_S, until
 
-from trl_multinode.run.heartbeats.beats import BEAT_S, WRITE_EVERY_S
+from trl_multinode.run.heartbeats.judges import READ_STATES_EVERY_S
+from trl_multinode.run.heartbeats.node_slots import NodeSlots
 from trl_multinode.testing.faults import FAKE
 from trl_multinode.testing.namespaces import INTERFACE, namespaces_available
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "scripts" / "endless.py"
-LIMIT_S = 5.0
-SLACK_S = 20.0  # 10 s are promised; this machine runs other tests
+LIMIT_S = 6.0
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 
 def stop_rank_3(nodes: Nodes) -> None:
     os.kill(nodes.rank_pid(3), signal.SIGSTOP)
-
-
-def cut_the_link(nodes: Nodes) -> None:
-    subprocess.run(["ip", "-n", nodes._network.hub, "link", "set", "node1", "down"], check=True)
 
 
 def lose_what_node_1_sends(nodes: Nodes) -> None:
@@ -42,24 +43,21 @@ def drop_what_leaves(namespace: str, device: str) -> None:
     subprocess.run(f"tc -n {namespace} qdisc replace dev {device} root blackhole".split(), check=True)
 
 
-BOTH_SIDES = [r"node 1 \(ranks 2 to 3\) has sent no heartbeat for \d+ s"] * 2 + [
-    r"the launcher of node 0, which hosts the rendezvous store, ended or cannot be reached"
-] * 2
-CUTS = {"both ways": cut_the_link, "from node 1": lose_what_node_1_sends, "to node 1": lose_what_node_1_gets}
+BOTH_SIDES = [r"node 1 \(ranks 2 to 3\) .*`heartbeat_timeout` 6 s"] * 2 + [r"launcher of node 0"] * 2
+CUTS = [lose_what_node_1_sends, pytest.param(lose_what_node_1_gets, marks=pytest.mark.nightly)]
 
 
+@pytest.mark.nightly
 def test_row_12_a_stopped_rank_of_a_launch_ends_both_nodes(tmp_path, fault_seconds):
-    line = (
-        r"rank 3 \(node 1\) has neither sent a heartbeat nor used the CPU for \d+ s .*in phase \w+ of step \d+.* at "
-    )
+    line = r"rank 3 \(node 1\) .*`heartbeat_timeout` 6 s.*phase \w+ of step \d+.* at "
     fault_seconds(seconds_until(stop_rank_3, [line] * 3, tmp_path))
 
 
-@pytest.mark.parametrize("way", CUTS)
-def test_row_30_a_link_of_a_launch_that_is_cut_ends_both_nodes(way, tmp_path, fault_seconds):
+@pytest.mark.parametrize("lose", CUTS)
+def test_row_30_a_link_of_a_launch_that_is_cut_ends_both_nodes(lose, tmp_path, fault_seconds):
     if (reason := namespaces_available()) is not None:
         pytest.skip(reason)
-    fault_seconds(seconds_until(CUTS[way], BOTH_SIDES, tmp_path, namespaces=True))
+    fault_seconds(seconds_until(lose, BOTH_SIDES, tmp_path, namespaces=True))
 
 
 def seconds_until(inject: Callable[[Nodes], None], lines: list[str], folder: Path, namespaces: bool = False) -> float:
@@ -68,21 +66,45 @@ def seconds_until(inject: Callable[[Nodes], None], lines: list[str], folder: Pat
     with Nodes(2, 2, folder=folder, namespaces=namespaces, forked=True, env=env) as nodes:
         nodes.launch(SCRIPT, str(folder), "-1")
         for rank in range(4):
-            nodes.wait_for(rank, "RUNNING", timeout_s=200)
-        # The limit is `engine_start_timeout` until a beat says that all ranks of its node have synced. On an idle
-        # machine the first step ends within a second of the first sync: 2 of 6 runs failed
-        time.sleep(WRITE_EVERY_S + 2 * BEAT_S)
+            nodes.wait_for(rank, "RUNNING", timeout_s=HANG_S)
+        for node in range(2):
+            wait_until_judged(nodes, node)
         inject(nodes)
         start = time.monotonic()
-        while not all(line_of(nodes, rank) for rank in range(len(lines))):
-            assert time.monotonic() - start < LIMIT_S + SLACK_S, [nodes.rank_log(rank)[-2000:] for rank in range(4)]
-            time.sleep(0.1)
+        until(lambda: all(line_of(nodes, rank) for rank in range(len(lines))), nodes.tails)
         seconds = time.monotonic() - start
         for rank, expected in enumerate(lines):
             assert re.search(expected, line_of(nodes, rank)), line_of(nodes, rank)
-        assert all(code != 0 for code in nodes.wait(timeout_s=30))
+        assert all(code != 0 for code in nodes.wait(timeout_s=HANG_S))
         assert nodes.pids(0) + nodes.pids(1) == []
     return seconds
+
+
+def wait_until_judged(nodes: Nodes, node: int) -> None:
+    """Wait until the judges know that all ranks of a node have synced: `engine_start_timeout` is their limit before.
+
+    The ranks write it into the memory of their node, and a judge reads it from there, through a beat, at most
+    `READ_STATES_EVERY_S` later. Until then each rank must have gone on with its heartbeats.
+    """
+    slots = NodeSlots(topology_of(2 * node + 1))
+    slots.open(MemoryOf(nodes.rank_pid(2 * node)))
+    until(lambda: len(found := slots.read()) == 2 and all(slot["synced"] for slot in found.values()), "a sync")
+    synced = max(slots.times().values())
+    until(lambda: min(slots.times().values()) > synced + 1.5 * READ_STATES_EVERY_S, "heartbeats")
+
+
+class MemoryOf:
+    """Stand-in of the run's store that knows where the memory of a node is: in its local main process."""
+
+    def __init__(self, pid: int):
+        self._pid = pid
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        files = Path(f"/proc/{self._pid}/fd").iterdir()
+        return next(str(file).encode() for file in files if "trl_multinode_beats" in os.readlink(file))
 
 
 def line_of(nodes: Nodes, rank: int) -> str | None:

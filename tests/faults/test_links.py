@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.faults import FAKE
 from trl_multinode.testing.namespaces import namespaces_available
@@ -35,13 +36,13 @@ def runs(tmp_path_factory):
     environment = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
     with Nodes(2, 1, folder=folder / "nodes", env=environment, forked=True, namespaces=True) as nodes:
         nodes.launch(SCRIPT, str(folder), json.dumps(jobs))
-        nodes.wait_for(0, "JOB slow_link")
+        nodes.wait_for(0, "JOB slow_link", timeout_s=HANG_S)
         nodes.limit_links(SLOW_MBIT)
         (folder / "clock1").write_text(str(7 * HOURS))
-        nodes.wait_for(0, "JOB lost_packets", timeout_s=200)
+        nodes.wait_for(0, "JOB lost_packets", timeout_s=HANG_S)
         nodes.limit_links(LOSSY_MBIT, queue_bytes=SHORT_QUEUE)
         (folder / "clock1").write_text(str(-5 * HOURS))
-        assert nodes.wait(200) == [0, 0], nodes.tails()
+        assert nodes.wait(HANG_S) == [0, 0], nodes.tails()
         lost = nodes.lost_share(1)
         logs = [nodes.rank_log(rank) for rank in (0, 1)]
     return {"folder": folder, "lost": lost, "logs": logs}
@@ -61,6 +62,7 @@ def metric(runs: dict, name: str, key: str) -> float:
 
 @pytest.mark.zero3
 @pytest.mark.two_node
+@pytest.mark.nightly
 def test_row_31_a_slow_link_ends_nothing_and_the_metrics_of_the_sync_show_it(runs):
     slow, plain = ({key: metric(runs, name, f"sync/{key}") for key in ("gather_s", "gb_per_s", "load_s")}
                    for name in ("slow_link", "plain"))  # fmt: skip
@@ -72,6 +74,7 @@ def test_row_31_a_slow_link_ends_nothing_and_the_metrics_of_the_sync_show_it(run
 
 @pytest.mark.zero3
 @pytest.mark.two_node
+@pytest.mark.nightly
 def test_row_32_lost_packets_end_nothing_and_change_nothing(runs):
     print(f"{100 * runs['lost']:.1f} % of the packets of node 1 were lost")
     assert runs["lost"] > 0.01
@@ -80,6 +83,7 @@ def test_row_32_lost_packets_end_nothing_and_change_nothing(runs):
 
 @pytest.mark.zero3
 @pytest.mark.two_node
+@pytest.mark.nightly
 def test_row_clock_skew_of_hours_and_clocks_that_are_set_end_nothing(runs):
     """Node 1 is 7 hours ahead in the second run and 5 behind in the third."""
     assert results(runs, "slow_link")[0]["steps"].keys() == {str(step) for step in range(1, STEPS + 1)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from forks import forked
 from store_host import RANKS, begin_early
+from waiting import HANG_S, until
 
 from trl_multinode import errors
 from trl_multinode.run import owner
@@ -17,11 +18,10 @@ from trl_multinode.run.begin import check_writable
 from trl_multinode.run.endings import exit_codes
 from trl_multinode.testing.namespaces import namespaces_available
 
-LIMIT_S = 30.0
 pytestmark = pytest.mark.usefixtures("short_waits")
 
 
-@pytest.mark.parametrize("how", ["missing", "read-only"])
+@pytest.mark.parametrize("how", ["missing", pytest.param("read-only", marks=pytest.mark.real)])
 def test_row_35_an_output_dir_that_one_node_cannot_write_ends_all(tmp_path, store, how):
     if how == "read-only" and (reason := namespaces_available()):
         pytest.skip(reason)
@@ -35,15 +35,13 @@ def test_row_35_an_output_dir_that_one_node_cannot_write_ends_all(tmp_path, stor
         if rank // 2 == 1 and how == "missing":
             folder = tmp_path / "a file" / "run"
         begin_early(rank, store, folder)
-        time.sleep(60)
+        time.sleep(HANG_S)
 
-    start = time.monotonic()
     with forked(body, RANKS, tmp_path) as ranks:
         code = exit_codes.DISK if how == "read-only" else exit_codes.CONFIGURATION
-        assert [rank.wait(LIMIT_S) for rank in ranks] == [code] * RANKS, ranks[2].text
-        print(f"all ended after {time.monotonic() - start:.1f} s")
+        assert [rank.wait() for rank in ranks] == [code] * RANKS, ranks[2].text
         (line,) = {rank.text.splitlines()[-1] for rank in ranks}
-        assert "node 1, rank 2, phase set-up: " in line and "node 1 cannot write to `output_dir`" in line
+        assert "node 1, rank 2, phase set-up: " in line and "`output_dir`" in line
 
 
 def mount_read_only(folder: Path) -> None:
@@ -60,32 +58,31 @@ def test_a_full_disk_at_the_start_ends_no_run_that_may_save_nothing(tmp_path, mo
 
     monkeypatch.setattr(Path, "touch", full)
     check_writable(tmp_path / "_multinode", 0)
-    assert "node 0 cannot write" in caplog.text and "No space left on device" in caplog.text
+    assert "node 0" in caplog.text and "No space left on device" in caplog.text
 
 
-def own(folder: Path, seconds: float = 60.0) -> owner.OutputOwner:
-    claimed = owner.claim(folder, lambda cause, code: print(code, cause, flush=True))
+def own(folder: Path) -> None:
+    owner.claim(folder, lambda cause, code: print(code, cause, flush=True))
     print("claimed", flush=True)
-    time.sleep(seconds)
-    return claimed
+    time.sleep(HANG_S)
 
 
-def test_row_two_runs_one_output_dir_the_second_is_refused_and_a_dead_one_taken_over_at_once(tmp_path, monkeypatch):
+def test_row_two_runs_one_output_dir_the_second_is_refused_and_a_dead_one_taken_over_at_once(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(owner, "DYING_S", 0.5)
     with forked(lambda rank: own(tmp_path), 1, tmp_path) as (first,):
         first.wait_for("claimed")
-        start = time.monotonic()
         host = os.uname().nodename
         with pytest.raises(errors.ConfigurationError, match=rf"host {host}, pid {first.process.pid}\..*output_dir"):
             owner.claim(tmp_path, print)
-        print(f"refused after {time.monotonic() - start:.1f} s")
         first.process.kill()  # its file stays
         first.process.join()
         assert json.loads((tmp_path / "owner.json").read_text())["pid"] == first.process.pid
-        start = time.monotonic()
-        claimed = owner.claim(tmp_path, print)
-        assert time.monotonic() - start < 2.0
-        claimed.release()
+        # A wait for another host would find that the file does not change, and take it over too, but it is reported
+        capsys.readouterr()
+        owner.claim(tmp_path, print).release()
+        assert capsys.readouterr().out == ""
 
 
 def test_the_trainers_of_a_process_are_one_owner_and_the_last_one_leaves_nothing(tmp_path):
@@ -113,8 +110,9 @@ def test_row_two_runs_on_two_hosts_a_live_one_refuses_and_a_dead_one_is_taken_ov
     start = time.monotonic()
     claimed = owner.claim(tmp_path, print)
     assert time.monotonic() - start >= 2.0
-    assert "belonged to a run on node-a (pid 4242)" in capsys.readouterr().out
+    assert "node-a (pid 4242)" in capsys.readouterr().out
     claimed.release()
+    monkeypatch.setattr(owner, "TAKEN_OVER_AFTER_S", HANG_S)
 
     def other(rank: int) -> None:
         content = of_another_host(tmp_path)
@@ -134,12 +132,13 @@ def test_a_run_that_was_suspended_until_another_took_its_folder_ends(tmp_path, m
     monkeypatch.setattr(owner, "REWRITE_EVERY_S", 0.2)
     lost: list[str] = []
     claimed = owner.claim(tmp_path, lambda cause, code: lost.append(f"{code} {cause}"))
-    deadline = time.monotonic() + LIMIT_S
-    while json.loads((tmp_path / "owner.json").read_text())["count"] <= 1 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    while not lost and time.monotonic() < deadline:
+    until(lambda: json.loads((tmp_path / "owner.json").read_text())["count"] > 1, "the owner to write again")
+
+    def is_lost() -> bool:
         of_another_host(tmp_path)  # again, because the first one may come between a read and a write of the other
-        time.sleep(0.3)
+        return bool(lost)
+
+    until(is_lost)
     assert lost[0].startswith("3 ConfigurationError: ") and "host node-a, pid 4242" in lost[0]
     claimed.release()
     assert json.loads((tmp_path / "owner.json").read_text())["token"] == "theirs"
@@ -161,5 +160,5 @@ def test_a_run_whose_disk_is_full_still_owns_its_folder(tmp_path, monkeypatch):
         return "claimed"
 
     with forked(second, 1, tmp_path) as (other,):
-        assert "in use by another run" in other.result
+        assert f"`output_dir` {tmp_path.parent}" in other.result
     claimed.release()

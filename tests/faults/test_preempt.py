@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from forks import Rank, forked
 from store_host import RANKS, StoreHost, enter, enter_early, topology_of
+from waiting import HANG_S, until
 
 from trl_multinode import GRPOConfig
 from trl_multinode.engine.process import EngineProcess, RunFolder, wait_until_ready
@@ -38,16 +39,15 @@ from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.wire.stop_signals import END_ENGINE, PREEMPT_VARIABLE, check_preempt_signal, preempt_signals
 
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
-STEPS = 200
+STEPS = 1_000_000  # more than any test waits for
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
     monkeypatch.setattr(run_store, "GRACE_S", 1.5)
-    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 3.0)
 
 
-def train(rank: int, store: StoreHost, grace_s: float = 60.0, stuck_at: int = 0) -> None:
+def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 0) -> None:
     """Steps of different lengths, each with a point where all ranks meet, as in a collective."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     watch, topology = enter(rank, store, launched=True), topology_of(rank, launched=True)
@@ -55,6 +55,7 @@ def train(rank: int, store: StoreHost, grace_s: float = 60.0, stuck_at: int = 0)
     preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client, str)
     preemption.last_checkpoint = lambda: "/run/checkpoint-3"
     preemption.begin_training()
+    watch.add_tick(lambda: print("found a failure", flush=True) if watch._watch._failure.is_found() else None)
     with watch.guard():
         try:
             for step in range(1, STEPS):
@@ -62,7 +63,8 @@ def train(rank: int, store: StoreHost, grace_s: float = 60.0, stuck_at: int = 0)
                 time.sleep(random.uniform(0.0, 0.04))
                 meeting.wait()
                 if step == stuck_at:
-                    time.sleep(60.0)
+                    print("stuck", flush=True)
+                    time.sleep(HANG_S)
                 time.sleep(random.uniform(0.0, 0.04))
                 print(f"step {step} ends", flush=True)
                 if preemption.end_step(step):
@@ -82,7 +84,7 @@ def test_row_15_all_ranks_save_the_same_step_and_leave_with_143(tmp_path, store,
         ranks[3].wait_for("step 3 ends")
         for number in signalled * 2:  # a second one changes nothing
             os.kill(ranks[number].process.pid, signal.SIGTERM)
-        assert [rank.wait(20) for rank in ranks] == [PREEMPTED] * RANKS, ranks[0].text
+        assert [rank.wait() for rank in ranks] == [PREEMPTED] * RANKS, ranks[0].text
         assert len({tuple(saved(rank)) for rank in ranks}) == 1 and len(saved(ranks[0])) == 1
         ended = [rank.text.count("ends") for rank in ranks]
         asked = [line for rank in ranks for line in rank.text.splitlines() if "received SIGTERM" in line]
@@ -94,25 +96,22 @@ def test_row_15_all_ranks_save_the_same_step_and_leave_with_143(tmp_path, store,
 
 def test_row_15_a_step_that_does_not_end_ends_the_run_at_the_deadline(tmp_path, store):
     with forked(lambda rank: train(rank, store, grace_s=2.0, stuck_at=4), RANKS, tmp_path) as ranks:
-        ranks[1].wait_for("step 3 ends")
-        time.sleep(0.5)
+        ranks[1].wait_for("stuck")
         os.kill(ranks[1].process.pid, signal.SIGTERM)
-        start = time.monotonic()
-        assert [rank.wait(20) for rank in ranks] == [PREEMPTED] * RANKS
-        print(f"after {time.monotonic() - start:.1f} s")
+        assert [rank.wait() for rank in ranks] == [PREEMPTED] * RANKS
         (line,) = {rank.text.splitlines()[-1] for rank in ranks}
-        assert "node 0, rank 1, phase reward: pre-empted by SIGTERM: the end of step 4 did not come within" in line
-        assert "`preemption_grace` (2 s). The last whole checkpoint is /run/checkpoint-3" in line
+        assert "node 0, rank 1, phase reward: pre-empted by SIGTERM: " in line and "step 4" in line
+        assert "`preemption_grace` (2 s)" in line and "/run/checkpoint-3" in line
 
 
 def test_row_16_a_sigterm_after_ctrl_c_preempts_nothing(tmp_path, store, monkeypatch):
-    monkeypatch.setattr(watch_module, "SYMPTOM_DELAY_S", 5.0)
+    monkeypatch.setattr(watch_module, "SYMPTOM_DELAY_S", 3.0)
     with forked(lambda rank: train(rank, store), RANKS, tmp_path) as ranks:
         ranks[3].wait_for("step 3 ends")
-        for number in (signal.SIGINT, signal.SIGTERM):  # as torchrun does, within the delay of a symptom
-            os.kill(ranks[1].process.pid, number)
-            time.sleep(0.3)
-        assert [rank.wait(20) for rank in ranks] == [1] * RANKS
+        os.kill(ranks[1].process.pid, signal.SIGINT)
+        ranks[1].wait_for("found a failure")
+        os.kill(ranks[1].process.pid, signal.SIGTERM)  # torchrun's, within the delay of a symptom
+        assert [rank.wait() for rank in ranks] == [1] * RANKS
         (line,) = {rank.text.splitlines()[-1] for rank in ranks}
         assert "node 0, rank 1, phase reward: stopped by SIGINT" in line
         assert not any("received SIGTERM" in rank.text or saved(rank) for rank in ranks)
@@ -127,14 +126,13 @@ def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_
         preemption.begin_step(1)
         found.append(preemption.end_step(1))
         os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(2 * watch_module.POLL_S)
-        found.append(preemption.end_step(1))
+        until(lambda: preemption.end_step(1), "the watch thread to receive the signal")
         watch.close()
         return [*found, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN]
 
     monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.result == [True, False, True, True], rank.text
+        assert rank.result == [True, False, True], rank.text
 
 
 def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_path, monkeypatch):
@@ -152,7 +150,7 @@ def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_p
     monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
     with forked(launcher, 1, tmp_path) as (parent,):
         assert parent.result == [True, False]
-        assert "node 0: a SIGUSR1 would end the launcher" in parent.text and "trap '' USR1; exec" in parent.text
+        assert "node 0: a SIGUSR1" in parent.text and "trap '' USR1; exec" in parent.text
 
 
 def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
@@ -165,11 +163,10 @@ def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
             preemption.leave("/run/checkpoint-3")
         finally:
             watch.close()
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)  # it would end this process before the call returns
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(10) == PREEMPTED, rank.text
+        assert rank.wait() == PREEMPTED, rank.text
 
 
 def leave_preempted(store: StoreHost, end: Callable[[Watchdog, int], None], rank: int) -> None:
@@ -188,12 +185,13 @@ def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_no
 
     def end(watch: Watchdog, rank: int) -> None:
         watch.close()
-        time.sleep(4.0 if rank >= 2 else 0.0)
+        if rank >= 2:  # ends its engine until its watch thread has seen that the store is gone
+            until(watch._watch.stopped.is_set, "the watch thread to let this rank outlive the store")
 
     with forked(partial(leave_preempted, store, end), RANKS, tmp_path) as ranks:
-        assert [rank.wait(10) for rank in ranks[:2]] == [PREEMPTED] * 2, ranks[0].text + ranks[1].text
+        assert [rank.wait() for rank in ranks[:2]] == [PREEMPTED] * 2, ranks[0].text + ranks[1].text
         store.end()
-        assert [rank.wait(10) for rank in ranks[2:]] == [PREEMPTED] * 2, ranks[2].text + ranks[3].text
+        assert [rank.wait() for rank in ranks[2:]] == [PREEMPTED] * 2, ranks[2].text + ranks[3].text
         assert not any("the run failed" in rank.text for rank in ranks)
 
 
@@ -203,7 +201,7 @@ def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_ou
     def end(watch: Watchdog, rank: int) -> None:
         os.environ[ALSO_TO] = str(tmp_path / f"ending{rank}.json")
         print("waits", flush=True)
-        time.sleep(60.0 if rank == 0 else 0.0)
+        time.sleep(HANG_S if rank == 0 else 0.0)
         watch.close()
         early._early._at_exit()
 
@@ -211,7 +209,7 @@ def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_ou
         for rank in ranks[2:]:
             rank.wait_for("waits")
         store.end()
-        assert [rank.wait(15) for rank in ranks[2:]] == [PREEMPTED] * 2, ranks[2].text + ranks[3].text
+        assert [rank.wait() for rank in ranks[2:]] == [PREEMPTED] * 2, ranks[2].text + ranks[3].text
         assert not any("the run failed" in rank.text for rank in ranks[2:])
         assert json.loads((tmp_path / "ending2.json").read_text())["code"] == PREEMPTED
 
@@ -221,24 +219,24 @@ def test_row_15_a_rank_that_does_not_close_yet_may_not_outlive_the_store(tmp_pat
 
     def end(watch: Watchdog, rank: int) -> None:
         print("waits", flush=True)
-        time.sleep(60.0)
+        time.sleep(HANG_S)
 
     with forked(partial(leave_preempted, store, end), RANKS, tmp_path) as ranks:
         for rank in ranks:
             rank.wait_for("waits")
         store.end()
-        assert [rank.wait(15) for rank in ranks] == [PEER_LOST] * RANKS
+        assert [rank.wait() for rank in ranks] == [PEER_LOST] * RANKS
 
 
 def test_row_15_before_the_first_step_the_run_ends_at_once_with_143(tmp_path):
     def body(rank: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        Preemption(LAUNCHED, None, 60.0, Watchdog(LAUNCHED))
+        Preemption(LAUNCHED, None, HANG_S, Watchdog(LAUNCHED))
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(20)
+        time.sleep(HANG_S)
 
     with forked(body, 1, tmp_path) as (rank,):
-        assert rank.wait(10) == PREEMPTED and rank.text.rstrip().endswith("stopped by SIGTERM")
+        assert rank.wait() == PREEMPTED and "SIGTERM" in rank.text.splitlines()[-1]
 
 
 def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves():
@@ -254,12 +252,12 @@ def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves
 @pytest.mark.parametrize("name", ["USR3", "KILL", "TERM", "INT", "10"])
 def test_row_15_a_signal_that_cannot_preempt_is_refused(name):
     assert preempt_signals({PREEMPT_VARIABLE: name}) == (signal.SIGTERM,)
-    with pytest.raises(ConfigurationError, match=f"must be USR1 or USR2, got '{name}'"):
+    with pytest.raises(ConfigurationError, match=f"USR1 or USR2, got '{name}'"):
         check_preempt_signal({PREEMPT_VARIABLE: name})
 
 
 def test_row_15_transformers_own_checkpoint_at_sigterm_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="a resumed run repeats the step"):
+    with pytest.raises(ConfigurationError, match="enable_jit_checkpoint"):
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, enable_jit_checkpoint=True)
     GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, enable_jit_checkpoint=True, use_vllm=False)
 
@@ -344,6 +342,7 @@ def test_row_15_the_newest_whole_checkpoint_is_found(tmp_path):
 # ---- engines --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.real
 def test_row_15_an_engine_ignores_signals_from_its_first_moment_on_and_ends_by_its_owners(tmp_path, monkeypatch):
     """The owner blocks the signals around the start, so that none arrives before the engine can ignore it."""
     monkeypatch.setenv(PREEMPT_VARIABLE, "USR1")
@@ -355,12 +354,10 @@ def test_row_15_an_engine_ignores_signals_from_its_first_moment_on_and_ends_by_i
         for _ in range(5):  # during its first imports
             send_all(engine)
         assert not {signal.SIGTERM, signal.SIGUSR1} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        wait_until_ready([engine], 60.0, print)
+        wait_until_ready([engine], HANG_S, print)
         send_all(engine)
-        time.sleep(0.5)
-        assert engine.is_ready()
-        os.kill(engine.pid, END_ENGINE)
-        assert engine._process.wait(20.0) == 1 and "ended by its owner" in engine.why_ended()
+        os.kill(engine.pid, END_ENGINE)  # the kernel delivers it after the others
+        assert engine._process.wait(HANG_S) == 1 and "ended by its owner" in engine.why_ended()
     finally:
         engine.kill()
         folder.remove()

@@ -14,10 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
+import psutil
 import pytest
 import yaml
 from forks import Rank, forked
 from torch.distributed import TCPStore
+from waiting import HANG_S, until
 
 from trl_multinode.check import check, main, meeting, rollcall
 from trl_multinode.check.attendance import Hello, Verdict, host_id
@@ -28,7 +30,6 @@ from trl_multinode.run.endings.exit_codes import CONFIGURATION, PEER_LOST
 from trl_multinode.run.versions import differences, local_versions
 from trl_multinode.testing.launch_files import free_port
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
-from trl_multinode.testing.waiting import wait_until
 from trl_multinode.wire.supervisor import is_running
 
 VERSIONS = {"torch": "2.13.0", "trl": "1.16.0", "vllm": "0.31.0", "peft": "0.21.2"}
@@ -46,7 +47,7 @@ def _short(monkeypatch):
 
 @pytest.fixture
 def place() -> Place:
-    return Place("127.0.0.1", free_port(), timeout_s=20.0, every_s=1.0, settle_s=0.3, linger_s=0.2)
+    return Place("127.0.0.1", free_port(), timeout_s=HANG_S, every_s=1.0, settle_s=0.3, linger_s=0.2)
 
 
 def changed(hello: Hello, **values) -> Hello:
@@ -58,10 +59,17 @@ def meet(place: Place, *hellos: Hello) -> list[Verdict]:
 
     async def all_of_them() -> list[Verdict]:
         first = asyncio.create_task(call(place, hellos[0]))
-        await asyncio.sleep(0.2)
+        await until_held(place)
         return await asyncio.gather(first, *(call(place, hello) for hello in hellos[1:]))
 
     return asyncio.run(all_of_them())
+
+
+async def until_held(place: Place) -> None:
+    """Wait until a node of this process, or another program of it, listens on the port."""
+    process = psutil.Process()
+    while not any(one.status == "LISTEN" and one.laddr.port == place.port for one in process.net_connections("tcp")):
+        await asyncio.sleep(0.01)
 
 
 def error(place: Place, *hellos: Hello) -> tuple[int, str]:
@@ -79,7 +87,7 @@ def test_the_launcher_has_the_port_as_soon_as_the_roll_call_is_over(tmp_path, pl
 
     def node(rank: int) -> list:
         verdict = asyncio.run(call(place, changed((A, B)[rank], host_id=host_id(), pid=os.getpid())))
-        store = TCPStore("127.0.0.1", place.port, 2, is_master=rank == 0, timeout=timedelta(seconds=20))
+        store = TCPStore("127.0.0.1", place.port, 2, is_master=rank == 0, timeout=timedelta(seconds=HANG_S))
         store.set(f"here/{rank}", "")
         store.wait(["here/0", "here/1"])
         store.add("left", 1)
@@ -114,7 +122,7 @@ def test_accelerate_launch_runs_below_the_check_and_its_code_is_not_lost(tmp_pat
     def words(rank: int) -> list[str]:
         flags = ["--machine_rank", str(rank), "--num_processes", "2"]
         launch = ["accelerate", "launch", "--config_file", config, *flags, str(script)]
-        return [config, "--wait", "--timeout", "100", *flags, "--", *launch]
+        return [config, "--wait", "--timeout", str(HANG_S), *flags, "--", *launch]
 
     with forked(lambda rank: main(words(rank)), 2, tmp_path) as nodes:
         assert [one.result for one in nodes] == [5, 5]
@@ -123,15 +131,11 @@ def test_accelerate_launch_runs_below_the_check_and_its_code_is_not_lost(tmp_pat
             assert "the run ended with exit code 5: engine 0 of node 1 ended" in node.text
 
 
-def test_a_roll_call_of_64_nodes_ends_within_seconds(place):
+def test_a_roll_call_of_64_nodes_has_one_verdict(place):
     hellos = [changed(B, rank=rank, nodes=64, host=f"host{rank}", host_id=f"{rank}") for rank in range(64)]
-    start = time.monotonic()
     verdicts = meet(place, *hellos)
-    seconds = time.monotonic() - start
     assert {(one.code, *one.lines) for one in verdicts} == {(0, *verdicts[0].lines)}
     assert "64 of 64 nodes here after" in verdicts[0].lines[0] and "and 48 more" in verdicts[0].lines[0]
-    assert seconds < 15
-    print(f"{seconds:.1f} s")
 
 
 def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
@@ -149,9 +153,8 @@ def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
 
     async def nodes() -> list[Verdict]:
         first = asyncio.create_task(call(place, A))
-        await asyncio.sleep(0.2)
+        await until_held(place)
         await asyncio.to_thread(disturb)
-        await asyncio.sleep(0.5)
         return await asyncio.gather(first, call(place, B))
 
     assert [one.code for one in asyncio.run(nodes())] == [0, 0]
@@ -164,37 +167,35 @@ def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
 
 
 def test_row_25_a_node_that_never_starts_is_named_every_interval_and_at_the_limit(place, capsys):
-    often = replace(place, every_s=0.5, timeout_s=6.0)
+    often = replace(place, every_s=0.2, timeout_s=5.0)
 
     async def nodes() -> list[Verdict]:
         first = asyncio.create_task(call(often, changed(A, nodes=3)))
-        await asyncio.sleep(0.2)
-        patient = call(replace(often, timeout_s=60.0), changed(B, nodes=3))  # it hears from the other one
+        await until_held(place)
+        patient = call(replace(often, timeout_s=HANG_S), changed(B, nodes=3))  # it hears from the other one
         return await asyncio.gather(first, patient)
 
-    start = time.monotonic()
     ((code, line),) = {(one.code, *one.lines) for one in asyncio.run(nodes())}
-    assert code == PEER_LOST and "nobody has machine_rank 2; the limit of 6 s is over (--timeout)" in line
-    assert time.monotonic() - start < 14
+    assert code == PEER_LOST and "machine_rank 2; " in line and " 5 s " in line and "--timeout" in line
     shown = re.findall(r"roll-call: 2 of 3 nodes here after [\d]+ s: .*machine_rank 2$", capsys.readouterr().out, re.M)
-    assert len(shown) >= 13  # one node alone has at most 12
+    assert len(shown) >= 4  # twice in each of the two nodes, at least
 
 
 def test_row_25_a_node_whose_node_0_never_starts_ends_too(place, capsys):
     elsewhere = replace(place, address="127.0.0.2", timeout_s=2.0)
     verdict = asyncio.run(call(elsewhere, changed(B, rank=1, nodes=3)))
-    assert verdict.code == PEER_LOST and "nobody has machine_rank 0, 2" in verdict.lines[0]
+    assert verdict.code == PEER_LOST and "machine_rank 0, 2" in verdict.lines[0]
 
 
 def test_row_25_a_node_that_left_is_missing_again(place, capsys):
     async def nodes() -> list[Verdict]:
-        first = asyncio.create_task(call(replace(place, timeout_s=4.0), changed(A, nodes=3)))
-        await asyncio.sleep(0.2)
-        leaving = asyncio.create_task(call(replace(place, timeout_s=1.0), changed(B, nodes=3)))
+        first = asyncio.create_task(call(replace(place, timeout_s=6.0), changed(A, nodes=3)))
+        await until_held(place)
+        leaving = asyncio.create_task(call(replace(place, timeout_s=2.0), changed(B, nodes=3)))
         return await asyncio.gather(first, leaving)
 
     first, leaving = asyncio.run(nodes())
-    assert "nobody has machine_rank 1, 2" in first.lines[0] and "the limit of 1 s" in leaving.lines[0]
+    assert "machine_rank 1, 2" in first.lines[0] and " 2 s " in leaving.lines[0] and "--timeout" in leaving.lines[0]
     assert "node 1 (b) has left the roll-call" in capsys.readouterr().out
 
 
@@ -224,7 +225,7 @@ def test_row_24_swapped_ranks_are_named_on_both_hosts(tmp_path):
     (temporary := tmp_path / "tmp").mkdir()
     hosts = Namespaces(f"tmn-{secrets.token_hex(3)}", 2)
     try:
-        place = Place(hosts.address(0), 29511, timeout_s=20.0, every_s=1.0, settle_s=0.3, linger_s=0.2)
+        place = Place(hosts.address(0), 29511, timeout_s=HANG_S, every_s=1.0, settle_s=0.3, linger_s=0.2)
 
         def node(host: int) -> list:
             enter_node(hosts.namespace(host), hosts.mounts(host, temporary))
@@ -281,21 +282,19 @@ def test_row_28_versions_are_those_of_the_installed_libraries():
 
 def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end(place, capsys):
     with socket.create_server(("", place.port)):  # it takes connections and never answers
-        monitor = replace(place, timeout_s=30.0)
-        start = time.monotonic()
         try:
             meeting.CONNECT_S = rollcall.CONNECT_S = 0.5
-            first, second = meet(monitor, A, changed(B, host_id="B"))
+            first, second = meet(place, A, changed(B, host_id="B"))
         finally:
             meeting.CONNECT_S = rollcall.CONNECT_S = 5.0
-    assert (first.code, second.code) == (CONFIGURATION, CONFIGURATION) and time.monotonic() - start < 20
+    assert (first.code, second.code) == (CONFIGURATION, CONFIGURATION)
     assert f"port {place.port} is taken on this node by pid {os.getpid()} (`" in first.lines[0]
     assert "pass another --main_process_port" in second.lines[0]
 
 
 def test_row_27_a_port_taken_on_another_address_of_the_host_is_named(place):
     with socket.create_server(("127.0.0.2", place.port)):
-        verdict = asyncio.run(call(replace(place, timeout_s=30.0), A))
+        verdict = asyncio.run(call(place, A))
     assert verdict.code == CONFIGURATION and f"is taken on this node by pid {os.getpid()}" in verdict.lines[0]
 
 
@@ -345,7 +344,9 @@ def test_every_node_runs_its_command_after_the_roll_call_and_ends_with_the_code_
     def node(rank: int) -> int:
         ending = json.dumps({"code": 5 + rank, "cause": "engine 0 of node 1 ended"})
         script = f"echo started; echo '{ending}' > $TRL_MULTINODE_ENDING_FILE; exit 1"
-        return main([config, "--wait", "--timeout", "30", "--machine_rank", str(rank), "--", "sh", "-c", script])
+        return main(
+            [config, "--wait", "--timeout", str(HANG_S), "--machine_rank", str(rank), "--", "sh", "-c", script]
+        )
 
     with forked(node, 2, tmp_path) as nodes:
         assert [one.result for one in nodes] == [5, 6]
@@ -370,7 +371,9 @@ def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
     def node(rank: int) -> int:
         if rank == 1:
             sys.path.insert(0, str(distribution.parent))
-        return main([config, "--wait", "--timeout", "30", "--machine_rank", str(rank), "--", "echo", "star" + "ted"])
+        return main(
+            [config, "--wait", "--timeout", str(HANG_S), "--machine_rank", str(rank), "--", "echo", "star" + "ted"]
+        )
 
     with forked(node, 2, tmp_path) as nodes:
         assert [one.result for one in nodes] == [CONFIGURATION, CONFIGURATION]
@@ -408,7 +411,7 @@ def test_a_signal_to_the_check_alone_reaches_the_command_once(started, number, c
     run = started("sh", "-c", SHELL.replace("exit", "sleep 1; exit"))
     run.wait_for("ready")
     os.kill(run.process.pid, number)
-    assert run.wait(20) == code and run.text.split("\n")[1:-1] == [f"got {number.name[3:]}"]
+    assert run.wait() == code and run.text.split("\n")[1:-1] == [f"got {number.name[3:]}"]
 
 
 def test_a_signal_to_all_processes_of_a_job_is_not_forwarded_a_second_time(started):
@@ -417,34 +420,34 @@ def test_a_signal_to_all_processes_of_a_job_is_not_forwarded_a_second_time(start
     run = started("sh", "-c", count)
     run.wait_for("ready")
     os.killpg(run.process.pid, signal.SIGTERM)
-    assert run.wait(20) == 0 and run.text.splitlines()[-1] == "1"
+    assert run.wait() == 0 and run.text.splitlines()[-1] == "1"
 
 
 def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handler(started):
     rank = "import signal, sys, time; stop = lambda *_: (print('rank', flush=True), sys.exit(0))"
-    rank = f"{rank}; signal.signal(signal.SIGUSR1, stop); print('ready', flush=True); time.sleep(30)"
+    rank = f"{rank}; signal.signal(signal.SIGUSR1, stop); print('ready', flush=True); time.sleep(600)"
     launcher = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', {rank!r}]).returncode + 7)"
     run = started(sys.executable, "-c", launcher, TRL_MULTINODE_PREEMPT_SIGNAL="USR1")
     run.wait_for("ready")
     os.kill(run.process.pid, signal.SIGUSR1)
-    assert run.wait(20) == 7 and run.text.splitlines() == ["ready", "rank"]
+    assert run.wait() == 7 and run.text.splitlines() == ["ready", "rank"]
 
 
 def test_no_command_outlives_a_check_that_is_killed(started):
-    run = started("sh", "-c", "echo $$ started; exec sleep 60")
+    run = started("sh", "-c", "echo $$ started; exec sleep 600")
     run.wait_for("started")
     pid = int(run.text.split()[0])
     run.process.kill()
     run.process.join()
-    assert wait_until(lambda: not is_running(pid), 10.0)
+    until(lambda: not is_running(pid), "the command to end")
 
 
 @pytest.mark.parametrize(
     ("text", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("echo x > $TRL_MULTINODE_ENDING_FILE", 0)]
 )
 def test_a_command_without_an_ending_has_its_own_code(started, text, code):
-    assert started("sh", "-c", text).wait(20) == code
+    assert started("sh", "-c", text).wait() == code
 
 
 def test_a_command_that_does_not_exist_ends_with_127(started):
-    assert started("no-such-command").wait(20) == 127
+    assert started("no-such-command").wait() == 127

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.faults import FAKE, HOOK, Faults
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "scripts" / "continued.py"
-STALL_S, TOKEN_S, TOKENS, STEPS = 2.0, 0.5, 8, 2
+STALL_S, TOKEN_S, TOKENS, STEPS = 6.0, 1.0, 8, 1
 
 
 @pytest.mark.zero3
@@ -22,7 +23,7 @@ def test_row_5_a_round_longer_than_the_stall_limit_ends_nothing_and_the_metrics_
     slow = Faults().slow_tokens(TOKEN_S).environment(FAKE)
     with Nodes(2, 1, folder=tmp_path / "nodes", forked=True) as nodes:
         nodes.launch(SCRIPT, str(tmp_path), json.dumps([job]), env_of=lambda node: slow if node else {HOOK: FAKE})
-        assert nodes.wait(200) == [0, 0], nodes.tails()
+        assert nodes.wait(HANG_S) == [0, 0], nodes.tails()
     state = json.loads((tmp_path / "slow" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     logs = [entry for entry in state["log_history"] if "perf/generate_s" in entry]
     assert len(logs) == STEPS

@@ -13,6 +13,7 @@ import pytest
 import torch
 from store_host import topology_of
 from trl.trainer import grpo_trainer
+from waiting import HANG_S, until
 
 from trl_multinode.rollouts import rewards as rewards_module
 from trl_multinode.rollouts.reward_call import Rows
@@ -31,25 +32,20 @@ LIMIT_S = 0.2
 def test_rows_18_19_a_rank_without_rewards_is_counted_and_one_that_hangs_ends_the_run(tmp_path):
     with Nodes(2, 1, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
         nodes.launch(SCRIPT, str(tmp_path))
-        nodes.wait_for(1, "HANGS", timeout_s=200)
-        start = time.monotonic()
-        assert all(nodes.wait(timeout_s=60))
-        seconds = time.monotonic() - start
+        nodes.wait_for(1, "HANGS", timeout_s=HANG_S)
+        assert all(nodes.wait(timeout_s=HANG_S))
         logs = [nodes.rank_log(rank) for rank in range(2)]
     counted = [line for line in logs[0].splitlines() if line.startswith("LOGGED")]
     assert counted == ["LOGGED [1, 4.0]", "LOGGED [2, 0.0]"]
-    said = [line for log in logs for line in log.splitlines() if "no reward function gave" in line]
-    assert len(said) == 1
-    assert "step 1: no reward function gave a reward to any of the 4 rows of rank 1 (node 1) (got" in said[0]
+    (said,) = [line for log in logs for line in log.splitlines() if "`rewards/all_nan_rows`" in line]
+    assert "step 1: " in said and "4 rows of rank 1 (node 1)" in said
     lines = {log.splitlines()[-1] for log in logs}
     assert len(lines) == 1, lines
     line = lines.pop()
-    assert re.search(r"node 1, rank 1, phase reward: the reward function `plain` has not returned after [3-9] s", line)
-    assert (
-        "in row 2 of this rank's rows 0 to 3; it is at " in line and "(verify)" in line and "`reward_timeout`" in line
+    assert re.search(
+        r"node 1, rank 1, phase reward: the reward function `plain` .* \d+ s, in row 2 .* rows 0 to 3; ", line
     )
-    assert seconds < 20
-    print(f"ended {seconds:.1f} s after the hang began")
+    assert "(verify)" in line and "`reward_timeout`" in line
 
 
 class Hung:
@@ -74,11 +70,7 @@ class Hung:
         thread = threading.Thread(target=self.score, kwargs=columns)
         thread.start()
         try:
-            deadline = time.monotonic() + 20
-            while not self.reports:
-                assert time.monotonic() < deadline
-                self.calls.check()
-                time.sleep(0.02)
+            until(lambda: self.calls.check() or self.reports, "a report")
         finally:
             hold.set()
             thread.join()
@@ -96,9 +88,9 @@ def test_row_18_a_function_that_loops_over_the_rows_is_named_with_the_row(hold):
 
     text, code = Hung(slow).end(hold)
     assert code == USER_CODE
-    line = r"the reward function `slow` has not returned after \d+ s, in row 1 of this rank's rows 0 to 2; it is at "
+    line = r"the reward function `slow` .* \d+ s, in row 1 .* rows 0 to 2; "
     assert re.search(line, text)
-    assert f"{__file__}:" in text and "raise `reward_timeout` (got 0.2 s)" in text
+    assert f"{__file__}:" in text and "`reward_timeout` (got 0.2 s)" in text
 
 
 def test_the_oldest_call_that_runs_is_named_with_its_seconds():
@@ -117,7 +109,7 @@ def test_row_18_a_function_that_has_left_its_loop_is_named_without_a_row(hold):
         return texts
 
     text, _ = Hung(slow).end(hold)
-    assert re.search(r"`slow` has not returned after \d+ s; it is at", text)
+    assert re.search(r"`slow` .* \d+ s; it is at", text)
 
 
 def test_row_18_the_reward_of_an_environment_is_named_with_its_row(hold):
@@ -172,14 +164,15 @@ def test_row_18_functions_that_return_in_time_and_reward_models_are_left_alone()
         assert hung.trainer.reward_funcs[1] is model
 
 
-def test_row_18_an_error_of_the_function_is_raised_and_its_call_has_ended():
+def test_row_18_an_error_of_the_function_is_raised_and_its_call_has_ended(monkeypatch):
     def broken(**_):
         raise ValueError("no such row")
 
     hung = Hung(broken)
     with pytest.raises(ValueError, match="no such row"):
         hung.score()
-    time.sleep(2 * LIMIT_S)
+    later = time.monotonic() + 2 * LIMIT_S
+    monkeypatch.setattr(rewards_module.time, "monotonic", lambda: later)
     hung.calls.check()
     assert hung.reports == []
 
@@ -222,7 +215,8 @@ def test_row_19_rows_without_a_reward_are_counted_and_their_rank_is_named_once(c
         assert calls.count_all_nan(torch.cat(of_ranks), 7) == 3
         assert calls.count_all_nan(torch.cat(of_ranks), 8) == 3
     (record,) = caplog.records
-    assert "step 7: no reward function gave a reward to any of the 2 rows of rank 1 (node 0)" in record.getMessage()
+    text = record.getMessage()
+    assert "step 7: " in text and "2 rows of rank 1 (node 0)" in text and "rank 0" not in text
     assert calls.count_all_nan(torch.zeros(8, 0), 9) == 0
 
 
@@ -241,7 +235,7 @@ def scored(monkeypatch):
     """Scores three rows by TRL's method with the limit on; `gather` of one rank returns what it got."""
     monkeypatch.setattr(grpo_trainer, "gather", lambda rewards: rewards)
     thread, loop, ready = grpo_trainer.start_event_loop_in_daemon(name="rewards")
-    ready.wait(20)
+    ready.wait(HANG_S)
 
     def score(*functions) -> torch.Tensor:
         trainer = SimpleNamespace(
@@ -257,13 +251,13 @@ def scored(monkeypatch):
             _log_metric=None,
         )
         texts = ["a", "bb", "ccc"]
-        with RewardCalls(topology_of(0), 60.0, print).limited(trainer):
+        with RewardCalls(topology_of(0), HANG_S, print).limited(trainer):
             inputs = [{"prompt": text, "answer": 1.0} for text in texts]
             return grpo_trainer.GRPOTrainer._calculate_rewards(trainer, inputs, texts, texts, [[1]] * 3)
 
     yield score
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(20)
+    thread.join(HANG_S)
 
 
 class Judge:
@@ -294,7 +288,7 @@ def test_row_19_wrong_lengths_and_strings_are_named_as_by_trl(scored):
         return [1.0]
 
     for function, what in ((short, "'short' returned 2 rewards"), (short_judge, "'short_judge' returned 1 rewards")):
-        with pytest.raises(ValueError, match=f"The reward function {what}, but 3 were expected"):
+        with pytest.raises(ValueError, match=f"{what}.* 3 "):
             scored(function)
     with pytest.raises((TypeError, ValueError), match="str"):
         scored(text)
