@@ -9,7 +9,7 @@ from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.launch_files import ZERO3
 from trl_multinode.testing.nodes import Nodes
 
-pytestmark = [pytest.mark.two_node, pytest.mark.zero3]
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 
 
 def test_an_adapter_that_did_not_arrive_stops_the_run(tmp_path, request):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "run.py"
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 
 def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess:

@@ -10,6 +10,7 @@ import pytest
 from trl_multinode.testing.launch_files import fresh_environment
 
 SCRIPT = Path(__file__).parent / "scripts" / "overlapped.py"
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 # 4 rows a rank and micro-step; a round has `steps_per_generation` prompts, an epoch has `prompts`
 CASES = {

@@ -17,7 +17,7 @@ from trl_multinode.testing.models import save_tiny
 from trl_multinode.testing.nodes import Nodes
 
 TOKEN = "hf_SecretOfTheRun"
-pytestmark = [pytest.mark.two_node, pytest.mark.zero3]
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 
 LOAD = """
 import sys

@@ -23,7 +23,7 @@ def letters(completions, completion_ids, **_):
         file.write(json.dumps(completion_ids) + "\\n")
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 """
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

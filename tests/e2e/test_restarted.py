@@ -14,7 +14,7 @@ from trl_multinode.timeline.reading import read_run
 from trl_multinode.timeline.table import phase_seconds
 
 SCRIPT = Path(__file__).parent / "scripts" / "restarted.py"
-pytestmark = [pytest.mark.two_node, pytest.mark.zero3]
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 
 IN_FLIGHT = {
     "weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate",

@@ -9,7 +9,7 @@ from trl_multinode.testing.faults import FORKED, Faults
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "stale.py"
-pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node]
+pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from trl_multinode.testing.launch_files import ZERO3
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.testing.nodes import Nodes
 
-pytestmark = [pytest.mark.two_node, pytest.mark.zero3]
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
