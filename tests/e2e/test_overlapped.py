@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.launch_files import fresh_environment
 
@@ -40,7 +41,7 @@ def cases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("overlapped")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), json.dumps(CASES)],
-        env=fresh_environment(), capture_output=True, text=True, timeout=250,
+        env=fresh_environment(), capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: json.loads((folder / f"{name}_rank0.json").read_text()) for name in CASES}
