@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import HANG_S
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes
@@ -27,7 +28,7 @@ LAST = 8
 
 def launch(nodes: Nodes, folder: Path, *jobs: dict) -> list[int]:
     nodes.launch(SCRIPT, str(folder), json.dumps([RUN | job for job in jobs]))
-    return nodes.wait(timeout_s=300)
+    return nodes.wait(timeout_s=HANG_S)
 
 
 def results(folder: Path, name: str) -> list[dict]:

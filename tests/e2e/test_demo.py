@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "run.py"
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 
 def demo(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(DEMO), "--mode", "fake", "--output_dir", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=350)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_the_fake_demo_learns_with_a_weight_update_every_step(tmp_path):

@@ -1,4 +1,4 @@
-"""Rules through a real launch: every rank ends with the same sentence, cause and cure, within a minute."""
+"""Rules through a real launch: every rank ends with the same line, which has cause and cure."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from waiting import HANG_S
 
 from trl_multinode.run.endings import exit_codes
 from trl_multinode.testing.engines import FAKE
@@ -19,8 +20,8 @@ def end_of_run(folder: Path, case: str, first_rank_says: str, code: int) -> tupl
     """The last lines of all ranks, and their logs. All ranks end with this code, and both nodes note it."""
     with Nodes(2, 2, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
         nodes.launch(SCRIPT, str(folder), case)
-        nodes.wait_for(2, first_rank_says, timeout_s=200)
-        codes = nodes.wait(timeout_s=60)
+        nodes.wait_for(2, first_rank_says, timeout_s=HANG_S)
+        codes = nodes.wait(timeout_s=HANG_S)
         assert all(codes), codes
         logs = [nodes.rank_log(rank) for rank in range(4)]
         ended = {found for node in range(2) for found in re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(node))}
@@ -35,24 +36,26 @@ def end_of_run(folder: Path, case: str, first_rank_says: str, code: int) -> tupl
 def test_a_small_dataset_is_found_before_any_weights_file_is_opened(tmp_path):
     lines, _ = end_of_run(tmp_path, "small_dataset", "ConfigurationError", exit_codes.CONFIGURATION)
     assert len(lines) == 1
-    assert "The training dataset has 2 rows, one generation batch takes 4 prompts" in lines.pop()
+    line = lines.pop()
+    assert "2 rows" in line and "4 prompts" in line
 
 
 @pytest.mark.fault("20")
 def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
     lines, logs = end_of_run(tmp_path, "long_prompt", "PromptTooLongError", exit_codes.ENGINE)
-    # One rank generated for twice as long as a collective may take, and the others did not wait in one.
+    # In that round rank 2 generated until the others waited for it, and none of them was in a collective
     assert all("the slow round is done" in log for log in logs)
     assert len(lines) == 1
     line = lines.pop()
-    assert "node 1, rank 2" in line and "Row 3 of rank 2: its prompt has 100 tokens" in line
+    assert "node 1, rank 2" in line and "Row 3 of rank 2" in line and "100 tokens" in line
     assert "vllm_max_model_length" in line
 
 
 def test_a_rank_whose_script_exits_outside_train_does_not_leave_the_others_waiting(tmp_path):
     lines, _ = end_of_run(tmp_path, "exit", "the run failed", exit_codes.USER_CODE)
     assert len(lines) == 1
-    assert "node 1, rank 2, phase set-up: SystemExit: the script of this rank ended with exit code 3" in lines.pop()
+    line = lines.pop()
+    assert "node 1, rank 2, phase set-up: SystemExit" in line and "exit code 3" in line
 
 
 @pytest.mark.fault("9")
@@ -62,7 +65,7 @@ def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpo
     assert len(lines) == 1
     line = lines.pop()
     assert "node 1, rank 3" in line and "WeightsNotFiniteError" in line
-    assert "model.layers.0.mlp.up_proj.weight has values from nan to nan after optimizer step 2" in line
+    assert "model.layers.0.mlp.up_proj.weight" in line and "nan" in line and "step 2" in line
     assert [path.name for path in tmp_path.rglob("trainer_state.json")] == ["trainer_state.json"]
     (kept,) = tmp_path.rglob("model.safetensors")
     assert kept.parent.name == "checkpoint-1"

@@ -1,4 +1,7 @@
-"""A forked launch is what an ordinary one is: processes, environment, output, exit codes, and nothing left."""
+"""A forked launch is what an ordinary one is: processes, environment, output, exit codes, and nothing left.
+
+The comparisons are nightly: `test_two_nodes.py` decides that a forked launch trains what an ordinary one does.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.forking import template_pids
 from trl_multinode.testing.nodes import Nodes
@@ -38,11 +42,12 @@ def launch(nodes: Nodes, case: str) -> None:
 
 def ended(nodes: Nodes) -> dict:
     """Exit codes of launchers and ranks, and the ranks' output without what differs from launch to launch."""
-    codes = nodes.wait(timeout_s=200)
+    codes = nodes.wait(timeout_s=HANG_S)
     ranks = [re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(node)) for node in range(2)]
     return {"codes": codes, "ranks": ranks, "logs": [nodes.rank_log(rank) for rank in range(2)]}
 
 
+@pytest.mark.nightly
 def test_a_rank_finds_the_same_state(ways):
     found = []
     for nodes in ways:
@@ -80,6 +85,7 @@ ENDS: dict[str, tuple[str, Callable[[Nodes], None]]] = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ENDS)
 def test_a_launch_ends_in_the_same_way(ways, name):
     case, end = ENDS[name]
@@ -87,38 +93,41 @@ def test_a_launch_ends_in_the_same_way(ways, name):
     for nodes in ways:
         launch(nodes, case)
         for rank in (0, 1) if case == "hang" else (0,):
-            nodes.wait_for(rank, "hangs", timeout_s=60)
+            nodes.wait_for(rank, "hangs", timeout_s=HANG_S)
         end(nodes)
         found.append(of_node_1(nodes))
         for pid in nodes.pids(0) + nodes.pids(1):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        nodes.wait(timeout_s=10)
+        nodes.wait(timeout_s=HANG_S)
         assert not {*template_pids()} & {*nodes.pids(0), *nodes.pids(1)}
     assert found[0] == found[1]
 
 
-def test_a_script_that_fails_before_its_trainer_ends_all_nodes_with_its_line_and_code(ways):
-    """Ordinary and forked: the watch begins with the import, which loads nothing."""
-    for nodes in ways:
-        endings = [nodes.folder / f"ending{node}.json" for node in range(2)]
-        arguments = str(nodes.folder), "watched"
-        nodes.launch(SCRIPT, *arguments, env_of=lambda node, to=endings: {"TRL_MULTINODE_ENDING_FILE": str(to[node])})
+@pytest.mark.parametrize("forked", [pytest.param(False, marks=pytest.mark.nightly, id="ordinary"), True])
+def test_a_script_that_fails_before_its_trainer_ends_all_nodes_with_its_line_and_code(forked, tmp_path):
+    """The watch begins with the import, which loads nothing."""
+    endings = [tmp_path / f"ending{node}.json" for node in range(2)]
+    with Nodes(2, 1, folder=tmp_path, forked=forked) as nodes:
+        nodes.launch(
+            SCRIPT,
+            str(tmp_path),
+            "watched",
+            env_of=lambda node: {"TRL_MULTINODE_ENDING_FILE": str(endings[node])},
+        )
         end = ended(nodes)
-        assert end["codes"] == [1, 1] and end["ranks"] == [["6"], ["6"]], end
-        (line,) = {log.splitlines()[-1] for log in end["logs"]}
-        assert "failed: node 1, rank 1, phase before the trainer: ValueError: on purpose" in line
-        found = [json.loads(path.read_text()) for path in endings]
-        assert [(ending["code"], ending["node"], ending["cause"] in line) for ending in found] == [
-            (6, 0, True),
-            (6, 1, True),
-        ]
+    assert end["codes"] == [1, 1] and end["ranks"] == [["6"], ["6"]], end
+    (line,) = {log.splitlines()[-1] for log in end["logs"]}
+    assert "node 1, rank 1, phase before the trainer: ValueError: on purpose" in line
+    found = [json.loads(path.read_text()) for path in endings]
+    assert [(ending["code"], ending["node"]) for ending in found] == [(6, 0), (6, 1)]
+    assert all(ending["cause"] in line for ending in found)
 
 
 def of_node_1(nodes: Nodes) -> dict:
     """How the launcher and the rank of node 1 ended; node 0 is not told, for torchrun does not do that."""
     launcher = nodes._launchers[1]
-    nodes._until(lambda: launcher.poll() is not None, 60, "the launcher of node 1 to end")
+    nodes._until(lambda: launcher.poll() is not None, HANG_S, "the launcher of node 1 to end")
     rank = re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(1))
     return {"code": launcher.returncode, "rank": rank, "left": len(nodes.pids(1)), "log": nodes.rank_log(1)}
 

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.launch_files import fresh_environment
 
 SCRIPT = Path(__file__).parent / "scripts" / "overlapped.py"
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 # 4 rows a rank and micro-step; a round has `steps_per_generation` prompts, an epoch has `prompts`
 CASES = {
@@ -39,7 +41,7 @@ def cases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("overlapped")
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), json.dumps(CASES)],
-        env=fresh_environment(), capture_output=True, text=True, timeout=250,
+        env=fresh_environment(), capture_output=True, text=True, timeout=HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: json.loads((folder / f"{name}_rank0.json").read_text()) for name in CASES}

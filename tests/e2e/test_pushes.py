@@ -9,6 +9,7 @@ import deepspeed  # noqa: F401  sets a variable when `save_pretrained` imports i
 import pytest
 import torch
 from safetensors.torch import load_file
+from waiting import HANG_S
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.hub import LoopbackHub
@@ -17,7 +18,7 @@ from trl_multinode.testing.models import save_tiny
 from trl_multinode.testing.nodes import Nodes
 
 TOKEN = "hf_SecretOfTheRun"
-pytestmark = [pytest.mark.two_node, pytest.mark.zero3]
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 
 LOAD = """
 import sys
@@ -50,14 +51,14 @@ def runs(tmp_path_factory, request):
             hub.fail(500, 2, "/commit/hiccup").cut_connection(on="/commit/cut")
             with Nodes(2, 1, folder=folder / f"{kind}-nodes", env=env, deepspeed=ZERO3) as nodes:
                 nodes.launch(script, str(folder), kind, TOKEN)
-                codes = nodes.wait(timeout_s=200)
+                codes = nodes.wait(timeout_s=HANG_S)
                 logs = [nodes.rank_log(rank) for rank in range(2)]
             hub.heal()
             assert (folder / f"{kind}_rank0.json").exists(), logs[0][-4000:]
             results = [json.loads((folder / f"{kind}_rank{rank}.json").read_text()) for rank in range(2)]
             target = folder / f"{kind}-loaded.safetensors"
             load = [sys.executable, "-c", LOAD, str(folder / "model"), kind, str(target)]
-            loaded = subprocess.run(load, env=os.environ | env, capture_output=True, text=True, timeout=120)
+            loaded = subprocess.run(load, env=os.environ | env, capture_output=True, text=True, timeout=HANG_S)
             assert loaded.returncode == 0, loaded.stderr[-2000:]
             found[kind] = {"codes": codes, "logs": logs, "results": results, "loaded": load_file(target)}
         yield found

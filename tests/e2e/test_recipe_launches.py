@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.faults import FAKE, HOOK
 from trl_multinode.testing.models import save_tiny
@@ -23,7 +24,7 @@ def letters(completions, completion_ids, **_):
         file.write(json.dumps(completion_ids) + "\\n")
     return [float(len(set(completion[0]["content"]))) for completion in completions]
 """
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def train(nodes: Nodes, name: str, *more: str, run: str = "run") -> tuple[list[d
         --per_device_train_batch_size 8 --num_generations 4 --rollout_seed 1
     """.split()
     nodes.launch(RECIPES / f"{name}.py", *words, *more, env={"ROUNDS": f"{folder}/{run}-rounds"})
-    assert nodes.wait(timeout_s=300) == [0, 0], nodes.rank_log(0)[-3000:]
+    assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.rank_log(0)[-3000:]
     logs = json.loads((folder / run / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     files = [folder / f"{run}-rounds{rank}.jsonl" for rank in range(2)]
     return logs, [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
@@ -83,7 +84,7 @@ def test_two_stages_train_rows_whose_log_probs_are_the_engines(nodes, staleness)
 def test_the_agent_trains_on_hunts_that_ran_ahead_and_are_not_flat(nodes):
     folder = nodes.folder / "agent"
     made = [sys.executable, EXAMPLES / "demo" / "agent_model.py", folder / "model", "--steps", "50"]
-    subprocess.run(made, check=True, capture_output=True, timeout=200)
+    subprocess.run(made, check=True, capture_output=True, timeout=HANG_S)
     words = f"""
         --model_name_or_path {folder}/model --output_dir {folder}/run --use_cpu true --bf16 false --dtype float32
         --report_to none --gradient_checkpointing false --disable_tqdm true --max_steps 3 --save_steps 3
@@ -92,7 +93,7 @@ def test_the_agent_trains_on_hunts_that_ran_ahead_and_are_not_flat(nodes):
         --score_groups true --dynamic_sampling true
     """.split()
     nodes.launch(EXAMPLES / "agent.py", *words)
-    assert nodes.wait(timeout_s=300) == [0, 0], nodes.rank_log(0)[-3000:]
+    assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.rank_log(0)[-3000:]
     logs = json.loads((folder / "run" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"][:3]
     assert [entry["staleness/rounds_max"] for entry in logs] == [0, 1, 1]  # whole hunts
     for entry in logs:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.faults import FAKE, Faults
 from trl_multinode.testing.nodes import Nodes
@@ -14,7 +15,7 @@ from trl_multinode.timeline.reading import read_run
 from trl_multinode.timeline.table import phase_seconds
 
 SCRIPT = Path(__file__).parent / "scripts" / "restarted.py"
-pytestmark = [pytest.mark.two_node, pytest.mark.zero3]
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 
 IN_FLIGHT = {
     "weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate",
@@ -22,8 +23,8 @@ IN_FLIGHT = {
 }  # fmt: skip
 EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}
 COPY = {"engine_restart_copy": True}
-LATE_S = 14.0  # longer than both limits of that job
-LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 6.0, "stuck_timeout": 7.0}
+LATE_S = 50.0  # longer than both limits of that job
+LATE = {"slow_restart": LATE_S, "heartbeat_timeout": 30.0, "stuck_timeout": 40.0}
 JOBS = [
     {"name": "plain", "deaths": [], **EVAL},
     {"name": "generate", "deaths": [{"moment": "generate@1"}, {"moment": "eval@2"}, {"moment": "sync@4"}], **EVAL,
@@ -44,7 +45,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("restarted")
     with Nodes(2, 2, folder=folder, forked=True, env=Faults().slow_tokens(0.01).environment(FAKE)) as nodes:
         nodes.launch(SCRIPT, str(folder), json.dumps(JOBS))
-        assert nodes.wait(timeout_s=300, grace_s=20) == [0, 0], nodes.tails()
+        assert nodes.wait(timeout_s=HANG_S, grace_s=20) == [0, 0], nodes.tails()
         found = {
             job["name"]: [json.loads((folder / f"{job['name']}_rank{rank}.json").read_text()) for rank in range(4)]
             for job in JOBS

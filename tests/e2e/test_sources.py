@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.engines import FORKED
 from trl_multinode.testing.nodes import Nodes
@@ -25,7 +26,7 @@ def found(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("sources")
     with Nodes(2, 2, folder=folder, forked=True) as nodes:
         nodes.launch(SCRIPT, str(folder), FORKED)
-        assert nodes.wait(timeout_s=500) == [0, 0], nodes.rank_log(0)[-3000:]
+        assert nodes.wait(timeout_s=HANG_S) == [0, 0], nodes.rank_log(0)[-3000:]
     return [json.loads((folder / f"result_rank{rank}.json").read_text()) for rank in range(4)]
 
 

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.faults import FORKED, Faults
 from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "stale.py"
-pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node]
+pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stale")
     with Nodes(2, 1, folder=folder, env=Faults().lie_about_load(6).environment(FORKED), forked=True) as nodes:
         nodes.launch(SCRIPT, str(folder))
-        codes = nodes.wait(timeout_s=400)
+        codes = nodes.wait(timeout_s=HANG_S)
         logs = [nodes.rank_log(rank) for rank in range(2)]
         assert (folder / "result_rank1.json").exists(), logs[0][-3000:]
         results = [json.loads((folder / f"result_rank{rank}.json").read_text()) for rank in range(2)]

@@ -6,6 +6,7 @@ import re
 import pytest
 from metric_names import documented, mine
 from teacher_server import teacher_server
+from waiting import HANG_S
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.faults import Faults
@@ -13,7 +14,7 @@ from trl_multinode.testing.launch_files import ZERO3
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.testing.nodes import Nodes
 
-pytestmark = [pytest.mark.two_node, pytest.mark.zero3]
+pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -173,5 +174,5 @@ def test_weights_that_rloos_engine_did_not_load_stop_the_run(folder, request):
     env = ENVIRONMENT | Faults().lie_about_load(2).environment(FAKE)
     with Nodes(2, 1, folder=folder / "lie", env=env, deepspeed=ZERO3, forked=True) as nodes:
         nodes.launch(request.path.parent / "scripts" / "trainers.py", str(folder), "RLOO")
-        assert nodes.wait(timeout_s=200) == [1, 1]
+        assert nodes.wait(timeout_s=HANG_S) == [1, 1]
         assert all("LogprobDivergenceError" in nodes.rank_log(rank) for rank in range(2))

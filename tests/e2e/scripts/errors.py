@@ -1,17 +1,15 @@
 """Runs into an error. Usage: errors.py FOLDER small_dataset|long_prompt|exit|nan."""
 
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from common import RANK, Recorder, make_trainer
+from common import RANK, WORLD, Recorder, make_trainer
 from transformers import TrainerCallback
 
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.waiting import wait_until
 
 folder, case = sys.argv[1:]
 
@@ -27,24 +25,39 @@ class Poison(TrainerCallback):
 
 settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 3}
 prompts = [f"{i} + {i + 1} =" for i in range(64)]
-COLLECTIVE_LIMIT_S, SLOW_S = 3.0, 6.0
+HANG_S = 600.0
 
 
 def generate_slowly_on_rank_2(trainer) -> None:
-    """A round in which one rank generates for longer than a collective may take, as `ddp_timeout` limits it."""
-    generate = trainer.vllm_generation.engines.generate
+    """A round in which rank 2 generates until the others wait for it, which they may not do in a collective."""
+    engines, accelerator, host = trainer.vllm_generation.engines, trainer.accelerator, trainer.host
+    generate, gather, align = engines.generate, accelerator.gather, host.align
+    others = [Path(folder, f"waits{rank}") for rank in range(WORLD) if rank != 2]
+    generated = Path(folder, "generated")
 
     def slow(*args):
-        time.sleep(SLOW_S)
-        return generate(*args)
+        rows = generate(*args)
+        assert wait_until(lambda: all(path.exists() for path in others), HANG_S), others
+        generated.touch()
+        return rows
 
-    limit = dist.distributed_c10d._get_default_timeout("gloo")
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_LIMIT_S))
-    with mock.patch.object(trainer.vllm_generation.engines, "generate", slow if RANK == 2 else generate):
+    def note_align():
+        Path(folder, f"waits{RANK}").touch()
+        align()
+
+    def note_gather(value):
+        Path(folder, f"waits{RANK}").touch()
+        assert generated.exists(), "a collective began before rank 2 had generated"
+        return gather(value)
+
+    with (
+        mock.patch.object(engines, "generate", slow if RANK == 2 else generate),
+        mock.patch.object(host, "align", note_align),
+        mock.patch.object(accelerator, "gather", note_gather),
+    ):
         trainer._begin_round()
-        with trainer._aligned(trainer.host):
+        with trainer._aligned(host):
             trainer._generate(["1 + 2 ="] * 4)
-    dist.distributed_c10d._set_pg_timeout(limit)
     print("the slow round is done", flush=True)
 
 

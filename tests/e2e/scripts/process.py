@@ -69,7 +69,7 @@ def sockets_that_stay() -> int:
     """Count the sockets. The watch keeps one, and for a moment a second one, to find this host's address."""
     import time
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 600
     while (count := sum(kind_of_file(fd) == "socket" for fd in os.listdir("/proc/self/fd"))) > 1:
         if time.monotonic() > deadline:
             break
@@ -96,10 +96,10 @@ elif case == "exit" and rank == 1:
 elif case == "watched":
     import time
 
-    start = time.process_time()
+    before = set(sys.modules)
     import trl_multinode  # noqa: F401
 
-    assert time.process_time() - start < 1.0
+    assert not {"torch", "transformers", "trl", "accelerate", "deepspeed"} & (sys.modules.keys() - before)
     if rank == 1:
         fail()
     time.sleep(600)

@@ -4,9 +4,9 @@ A job has a `name`, `deaths`, settings of the trainer, and perhaps `slow_restart
 takes longer. A death has a `moment`, and kills engine 0 of node 1, or `engine`, with `signal` (default: SIGKILL):
 
 - `idle@2`: in the reward of training round 2;
-- `generate@2`: when round 2 has made rows, or in the `call`-th generation of that round;
+- `generate@2`: when rows of round 2 are under way, or in the `call`-th generation of that round;
 - `sync@2`: when the sync of update 2 has gathered its second bucket;
-- `eval@0`: when the evaluation after step `0` has made rows;
+- `eval@0`: when rows of the evaluation after step `0` are under way;
 - `ahead@2`: in round 2, while the rows of round 3 are made;
 - `start@0`: as soon as the engine has been started again for the first time.
 """
@@ -30,8 +30,10 @@ from trl_multinode import GRPOTrainer
 from trl_multinode.host import NodeHost
 from trl_multinode.testing.faults import HOOK, Faults
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.testing.waiting import wait_until
 
 folder, jobs_json = sys.argv[1:]
+ROWS_LIMIT_S = 5.0
 PER_NODE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 KILLER = max(0, int(os.environ["WORLD_SIZE"]) - PER_NODE)  # local main process of the last node
 
@@ -98,7 +100,7 @@ def watch_rows(rows: Rows) -> None:
 
         def submitted(*args):
             submit(*args)
-            time.sleep(0.1)  # the rows are under way
+            wait_until(lambda: ahead.rows_left > 0, ROWS_LIMIT_S)  # on a busy machine they may be done already
             rows.kill("ahead", rows.trained)
 
         generation._submit = submitted
@@ -122,7 +124,6 @@ def more_turns_on_even_ranks(prompts, trainer) -> dict:
 def kill_later(rows: Rows, moment: str, number: int, engines) -> None:
     while not engines.rows_left:
         time.sleep(0.002)
-    time.sleep(0.05)
     rows.kill(moment, number)
 
 

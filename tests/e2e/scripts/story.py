@@ -136,7 +136,6 @@ def link_bytes(trainer) -> dict:
     result = {}
     for tokens in (16, 512):
         dist.barrier()
-        time.sleep(1.0)  # the barrier's own traffic
         start, before = time.monotonic(), counters()
         generate_once(trainer, tokens)
         middle, during = time.monotonic(), counters()
