@@ -10,7 +10,7 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench gpu check test test-e2e faults faults-random trl-tests compatibility lock release clean
+.PHONY: help setup demo versions bench gpu check test test-e2e again faults faults-random trl-tests compatibility lock release clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -86,6 +86,10 @@ test: setup
 
 test-e2e: setup
 	python -m pytest tests/e2e tests/faults -m "two_node or not fault" --durations 15
+
+# The tests that failed in the run before, in one process
+again: setup
+	python -m pytest -p no:xdist --last-failed --last-failed-no-failures none
 
 faults: setup
 	python -m pytest tests -m fault --faults --durations 15
