@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from trl_multinode.testing.faults import FAULTY_REAL, FORKED, REAL
-from trl_multinode.testing.forking import FORK_EVENT, template_pids
+from trl_multinode.testing.faults import FAULTY_REAL, FORKED, REAL, TREE
+from trl_multinode.testing.forking import FORK_EVENT, LAUNCHER_PROGRAM, VLLM_PROGRAM, template_pids
 
 TESTS = Path(__file__).parent
 BUDGETS = TESTS / "budgets.json"
@@ -59,7 +59,7 @@ class FileCosts:
         if event == "subprocess.Popen":
             kind = kind_of(arguments[1])
         elif event == FORK_EVENT:
-            kind = {"launcher": "launches", "vllm": "engines"}.get(arguments[0])
+            kind = "launches" if arguments[0] == LAUNCHER_PROGRAM else None
         else:
             return
         if kind is not None:
@@ -108,7 +108,9 @@ def kind_of(command: object) -> str | None:
         return None
     if "launch" in words and any("accelerate" in word for word in words):
         return "launches"
-    if {REAL, FORKED, FAULTY_REAL} & set(words):
+    if FORKED in words:
+        return "engines" if VLLM_PROGRAM in words else None
+    if {REAL, TREE, FAULTY_REAL} & set(words):
         return "engines"
     return "pythons"
 

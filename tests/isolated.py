@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 from listening import listeners
 
-from trl_multinode.testing.engines import FORKED, SyncDriver, running_engines
+from trl_multinode.testing.engines import TREE, SyncDriver, running_engines
 from trl_multinode.testing.models import tiny_qwen2
 
 
@@ -27,7 +27,7 @@ def facts(process: psutil.Process) -> dict:
 def main() -> None:
     folder, workers, end = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     model = tiny_qwen2(300)
-    with running_engines(model, folder, FORKED, tensor_parallel_size=workers) as engines:
+    with running_engines(model, folder, TREE, tensor_parallel_size=workers) as engines:
         trainer = SyncDriver(model, engines)
         trainer.perturb()
         trainer.send()

@@ -29,8 +29,8 @@ from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.testing.engines import ENGINE_ARGS
-from trl_multinode.testing.faults import FORKED, HOOK
-from trl_multinode.testing.forking import forked_fake_engine
+from trl_multinode.testing.faults import FAKE, HOOK, TREE
+from trl_multinode.testing.forking import from_template
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.weights.host_copy import HostCopy
 from trl_multinode.weights.source import ModuleSource
@@ -176,7 +176,7 @@ def node(tmp_path, monkeypatch):
     made = []
 
     def build(module: str | None = None, slow: float = 0.01, **settings) -> OneNode:
-        monkeypatch.setenv(HOOK, module or f"{forked_fake_engine()} slow_tokens={slow}")
+        monkeypatch.setenv(HOOK, module or f"{from_template(FAKE)} slow_tokens={slow}")
         made.append(OneNode(tmp_path, **settings))
         return made[-1]
 
@@ -189,7 +189,7 @@ def node(tmp_path, monkeypatch):
 def expected(tmp_path_factory):
     """Rows of the run in which no engine dies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(HOOK, forked_fake_engine())
+        patch.setenv(HOOK, from_template(FAKE))
         one = OneNode(tmp_path_factory.mktemp("expected"))
         try:
             return one.story()
@@ -388,7 +388,7 @@ def test_row_2_weights_of_an_earlier_step_are_there_with_a_copy_only(node, copy)
 def test_rows_1_2_8_with_vllm(node):
     """A worker of a TP 2 engine is killed in generation, its core idle, and the engine while weights are sent."""
     one = node(
-        FORKED, engine_restarts=3, engine_stall_timeout=120.0, max_completion_length=100, vllm_tensor_parallel_size=2
+        TREE, engine_restarts=3, engine_stall_timeout=120.0, max_completion_length=100, vllm_tensor_parallel_size=2
     )
     expected = one.story()
     one.begin_again()

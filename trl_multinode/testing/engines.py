@@ -17,7 +17,8 @@ from ..weights.source import ModuleSource, WeightSource
 from ..weights.sync import WeightSync
 from ..weights.transport import Transport
 from ..wire.messages import WeightVersion
-from .faults import FAKE, FORKED, REAL  # noqa: F401 - callers of `running_engines` import them
+from .faults import FAKE, FORKED, REAL, TREE  # noqa: F401 - callers of `running_engines` import them
+from .forking import from_template
 from .models import tiny_tokenizer
 
 STOP_TIMEOUT_S = 15.0
@@ -50,14 +51,16 @@ def running_engines(
         model (`PreTrainedModel`):
             Model that gives config and class; its weights reach the engines only when a [`WeightSync`] sends them.
         module (`str`):
-            Module of the engine process: `FAKE`, `REAL`, `FORKED` (the real one in a third of the CPU time), or one of
-            them with faults, as `Faults.engine` returns it.
+            Module of the engine process: `FAKE`, `REAL`, `TREE` (the real one in a third of the CPU time), `FORKED`
+            (a tenth), or one of them with faults, as `Faults.engine` returns it.
         processing_class (*optional*):
             Tokenizer or processor of the engines. Default: the tiny tokenizer.
         environment (`Mapping[str, str]`, *optional*):
             Variables of the engines. If given, only `engine_args` configure the engines, as on GPUs. Default: the
             engines run on this machine's CPU, and `engine_args` override `ENGINE_ARGS`.
     """
+    if environment is None:
+        module = from_template(module)
     folder = RunFolder(0)
     with ExitStack() as ends:
         ends.callback(folder.remove)

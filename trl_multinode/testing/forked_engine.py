@@ -1,4 +1,6 @@
-"""The fake engine as a fork of the [`template`](template.py): `python -m trl_multinode.testing.forked_engine ...`.
+"""An engine as a fork of a [`template`](template.py).
+
+Usage: `python -m trl_multinode.testing.forked_engine SOCKET PROGRAM [FAULTS] SPEC.json`.
 
 A rank starts this module as it starts any engine, as a new process. The process stands for the engine: it asks the
 template to fork one, passes its owner's signal on to it, and ends as it ends. If it is killed, so is the fork.
@@ -15,18 +17,37 @@ from typing import Any
 from ..wire.process_end import open_end
 from ..wire.stop_signals import END_ENGINE, ignore_stop_signals
 from .forked_process import Inherited, begin_process, show_node
-from .forking import ForkedProcess
+from .forking import FAKE_PROGRAM, VLLM_PROGRAM, ForkedProcess
+from .namespaces import enter_namespaces_of
 
 
 def run_engine(request: Mapping[str, Any], log: int, inherited: Inherited) -> None:
-    """Become a fake engine, after a fork of the template."""
+    """Become an engine in the place of the process that sent the request, after a fork of the template."""
+    sender = request["sender"]
     begin_process(request["environment"], log, inherited)
+    enter_namespaces_of(sender)
+    os.chdir(request["folder"])
+    os.sched_setaffinity(0, os.sched_getaffinity(sender))
     show_node()
-    threading.Thread(target=_die_with, args=(open_end(request["sender"]),), daemon=True).start()
+    threading.Thread(target=_die_with, args=(open_end(sender),), daemon=True).start()
+    sys.argv = [__file__, *request["arguments"]]
+    PROGRAMS[request["program"]](inherited)
+
+
+def _run_fake(_: Inherited) -> None:
     from .fake_engine import FakeBackend, main
 
-    sys.argv = [__file__, *request["arguments"]]
     main(FakeBackend)
+
+
+def _run_vllm(inherited: Inherited) -> None:
+    from . import forked_vllm
+
+    inherited.add_variables()
+    forked_vllm.main(forked_vllm.make_backend)
+
+
+PROGRAMS = {FAKE_PROGRAM: _run_fake, VLLM_PROGRAM: _run_vllm}
 
 
 def _die_with(sender: int) -> None:
@@ -35,10 +56,10 @@ def _die_with(sender: int) -> None:
 
 
 def main() -> None:
-    """Stand for the engine. Arguments: the template's socket, then those of the fake engine."""
-    socket_path, *arguments = sys.argv[1:]
+    """Stand for the engine. Arguments: the template's socket, the program, then the arguments of the engine."""
+    socket_path, program, *arguments = sys.argv[1:]
     ignore_stop_signals()
-    engine = ForkedProcess(socket_path, "engine", arguments, os.environ, sys.stdout.fileno())
+    engine = ForkedProcess(socket_path, program, arguments, os.environ, sys.stdout.fileno())
     signal.signal(END_ENGINE, lambda *_: os.kill(engine.pid, END_ENGINE))
     code = engine.wait()
     if code < 0:

@@ -1,4 +1,4 @@
-"""Forked launchers for [`Nodes`]: the owner's end of the [`template`](template.py)."""
+"""Forked launchers and engines: the owner's end of the [`templates`](template.py)."""
 
 import atexit
 import json
@@ -12,13 +12,15 @@ import tempfile
 from collections.abc import Mapping
 from typing import IO
 
-from .faults import FAKE, HOOK
+from .faults import FAKE, FORKED, HOOK
 from .forked_process import ROOM, ROOM_VARIABLE
 from .launch_files import MARKER_VARIABLE
 
 NUMBER_BYTES = 16  # of a pid or an exit code, in digits
 Node = tuple[str, list[str]]  # arguments of `namespaces.enter_node`
 STOP_LIMIT_S = 10.0
+RANKS_KIND, VLLM_KIND = "ranks", "vllm"  # of a template, by what it has imported
+LAUNCHER_PROGRAM, FAKE_PROGRAM, VLLM_PROGRAM = "launcher", "fake", "vllm"  # that a fork runs
 FORK_EVENT = "trl_multinode.testing.fork"  # audit event of each fork, with the program
 # Libraries read these when they are imported, which the template has done once for all launches
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DS_", "OMP_", "TORCH_", "PYTHON", "XDG_", "TRACKIO_")
@@ -31,7 +33,7 @@ class ForkedProcess:
         socket_path (`str`):
             Path of the template's socket.
         program (`str`):
-            Program that the fork runs: `"launcher"` (accelerate) or `"engine"` (the fake one).
+            Program that the fork runs: `LAUNCHER_PROGRAM` (accelerate), or an engine.
         arguments (`list[str]`):
             Arguments of the program.
         environment (`Mapping[str, str]`):
@@ -95,9 +97,9 @@ class ForkedProcess:
 
 
 class _Template:
-    """The template process, its socket, and the environment that it was started with."""
+    """A template process, its socket, and the environment that it was started with."""
 
-    def __init__(self, environment: Mapping[str, str]):
+    def __init__(self, kind: str, environment: Mapping[str, str]):
         self.environment = dict(environment)
         self._log = tempfile.TemporaryFile()
         self._folder = tempfile.mkdtemp(prefix="tmn-template-")
@@ -110,7 +112,7 @@ class _Template:
             listener.bind(self.socket_path)
             listener.listen()
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", f"{__package__}.template", str(listener.fileno())],
+                [sys.executable, "-u", "-m", f"{__package__}.template", kind, str(listener.fileno())],
                 env=of_no_node,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -124,23 +126,32 @@ class _Template:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
+    def check(self, environment: Mapping[str, str]) -> None:
+        """Raise `RuntimeError` if a fork would need other values of variables that libraries read at their import."""
+        if differing := _read_at_import(environment) ^ _read_at_import(self.environment):
+            names = sorted({name for name, _ in differing})
+            raise RuntimeError(
+                f"forked processes share imports that have read {names} already, with other values: "
+                "leave these variables as they are, or start processes that are no forks (Nodes(forked=False), TREE)"
+            )
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait(STOP_LIMIT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-_template: _Template | None = None
+_templates: dict[str, _Template] = {}
 
 
 def template_pids() -> list[int]:
     """Return the pids of this process's templates, which live as long as this process."""
-    return [_template.process.pid] if _template else []
+    return [template.process.pid for template in _templates.values()]
 
 
 def template_output() -> str:
-    """Return what the template has printed, for error messages."""
-    return f"Its output:\n{_template.output()}" if _template else ""
+    """Return what the templates have printed, for error messages."""
+    return "".join(f"Output of the template of {kind}:\n{each.output()}" for kind, each in _templates.items())
 
 
 def fork_launcher(
@@ -153,49 +164,73 @@ def fork_launcher(
         arguments (`list[str]`):
             Arguments of accelerate, `launch` included.
         environment (`Mapping[str, str]`):
-            Whole environment of the launcher. A fake engine that it names becomes a fork, too.
+            Whole environment of the launcher. An engine that it names becomes a fork, too.
         log (`IO[bytes]`):
             File for stdout and stderr.
         node (`Node`, *optional*):
-            Namespace that the launcher enters, and its mounts. A fake engine is then started, not forked.
+            Namespace that the launcher enters, and its mounts.
 
     Raises:
         RuntimeError: `environment` has other values of variables that libraries read when they are imported.
     """
-    template = _started(environment)
-    if differing := _read_at_import(environment) ^ _read_at_import(template.environment):
-        names = sorted({name for name, _ in differing})
-        raise RuntimeError(
-            f"forked ranks share imports that have read {names} already, with other values: "
-            "leave these variables as they are, or launch with Nodes(forked=False)"
-        )
-    module, *faults = environment.get(HOOK, "").split() or [""]
-    if module == FAKE and node is None:
-        environment = {**environment, HOOK: " ".join([forked_fake_engine(environment), *faults])}
-    return ForkedProcess(template.socket_path, "launcher", arguments, environment, log.fileno(), node)
+    template = _template_of(RANKS_KIND, environment)
+    environment = {**environment, HOOK: from_template(environment.get(HOOK, ""), environment)}
+    return ForkedProcess(template.socket_path, LAUNCHER_PROGRAM, arguments, environment, log.fileno(), node)
 
 
-def forked_fake_engine(environment: Mapping[str, str] | None = None) -> str:
+def from_template(engine: str, environment: Mapping[str, str] | None = None) -> str:
     """
-    Return the value of `TRL_MULTINODE_ENGINE_MODULE` with which fake engines are forks: 0.1 s instead of 5 s each. For
-    trainers in this process; [`fork_launcher`] sets it itself. The first call starts the template (20 s).
+    Let a template fork an engine: 0.1 s instead of 5 s for the fake one, 3 CPU seconds instead of 12 for vLLM.
+
+    The first call for each of the two starts its template, which lives as long as this process.
 
     Args:
+        engine (`str`):
+            Value of `HOOK`: a module and words for faults.
         environment (`Mapping[str, str]`, *optional*):
-            Environment of the template, if this call starts it. Default: this process's, with one thread per process
-            as in the launches of [`Nodes`], so that these may use the template too.
+            Environment of the process that starts the engine. Default: this process's, with one thread per process as
+            in the launches of [`Nodes`], so that these may use the same template.
+
+    Returns:
+        `str`: the value of `HOOK` with the template's socket and the program, or `engine` itself if it is neither
+            `FAKE` nor `FORKED`.
+
+    Raises:
+        RuntimeError: `environment` has other values of variables that libraries read when they are imported.
     """
     if environment is None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return f"{__package__}.forked_engine {_started(environment).socket_path}"
+    module, *words = engine.split() or [""]
+    if module == FAKE:
+        template, program = _template_of(RANKS_KIND, environment), FAKE_PROGRAM
+    elif module == FORKED and not has_template(engine):
+        template, program = _template_of(VLLM_KIND, _vllm_environment(environment)), VLLM_PROGRAM
+    else:
+        return engine
+    return " ".join([FORKED, template.socket_path, program, *words])
 
 
-def _started(environment: Mapping[str, str]) -> _Template:
-    """Return this process's template, and start it if there is none."""
-    global _template
-    if _template is None:
-        _template = _Template(environment)
-    return _template
+def has_template(engine: str) -> bool:
+    """Return whether [`from_template`] has returned this value of `HOOK`."""
+    return engine.startswith(f"{FORKED} /")
+
+
+def _vllm_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of vLLM's template: that of an engine on a CPU, started from `environment`."""
+    # They import torch, which the processes that stand for engines import from here must not pay for
+    from ..engine.environment import engine_environment, is_kept
+    from ..engine.settings import CPU_ENVIRONMENT
+
+    read = {name: value for name, value in environment.items() if is_kept(name) and name.startswith(READ_AT_IMPORT)}
+    return engine_environment({**read, **CPU_ENVIRONMENT})
+
+
+def _template_of(kind: str, environment: Mapping[str, str]) -> _Template:
+    """Return this process's template of a kind. Start it if there is none; otherwise check that it fits."""
+    if kind not in _templates:
+        _templates[kind] = _Template(kind, environment)
+    _templates[kind].check(environment)
+    return _templates[kind]
 
 
 def _read_at_import(environment: Mapping[str, str]) -> set[tuple[str, str]]:

@@ -174,6 +174,16 @@ def enter_node(namespace: str, mounts: Sequence[str]) -> None:
     _run("/bin/sh", "-c", MOUNT, "enter-node", *mounts)
 
 
+def enter_namespaces_of(pid: int) -> None:
+    """Move the calling process, which may have one thread only, to the network and the mounts of process `pid`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind, flag in (("net", CLONE_NEWNET), ("mnt", CLONE_NEWNS)):
+        with open(f"/proc/{pid}/ns/{kind}") as theirs:
+            elsewhere = not os.path.samestat(os.fstat(theirs.fileno()), os.stat(f"/proc/self/ns/{kind}"))
+            if elsewhere and libc.setns(theirs.fileno(), flag) != 0:
+                raise OSError(ctypes.get_errno(), f"this process cannot enter the {kind} namespace of process {pid}")
+
+
 @functools.cache
 def namespaces_available() -> str | None:
     """Return `None` if [`Namespaces`] works here, else the reason. The check makes one and removes it."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..wire.process_end import end_with_parent
-from .forking import ForkedProcess, fork_launcher
+from .faults import FORKED, HOOK
+from .forking import ForkedProcess, fork_launcher, from_template
 from .launch_files import ZERO3, NodesSpec, core_of_engines, node_environment
 from .launched_nodes import LaunchedNodes
 from .namespaces import INTERFACE, Namespaces, namespaces_available
@@ -238,6 +239,8 @@ class Nodes(LaunchedNodes):
 
     def _start(self, node: int, command: list[str], env: Mapping[str, str]) -> subprocess.Popen | ForkedProcess:
         environment = self._environment(node) | {**self.spec.env, **env}
+        if environment.get(HOOK, "").startswith(FORKED):
+            environment[HOOK] = from_template(environment[HOOK], environment)
         network = self._network
         with open(self._log_folder / f"node{node}.log", "ab") as log:
             if self._forked:

@@ -1,7 +1,8 @@
-"""A process that has imported what every rank imports, and that forks launchers and fake engines on request.
+"""A process that has imported what every rank or every vLLM engine imports, and that forks them on request.
 
-[`forking`](forking.py) starts `python -u -m trl_multinode.testing.template SOCKET` once per test session. The imports
-of a rank take 15 s of a core, those of a fake engine 5 s; a fork of this process takes a tenth of a second.
+[`forking`](forking.py) starts `python -u -m trl_multinode.testing.template KIND SOCKET`, at most once per kind and
+test session. There are two kinds, because DeepSpeed's and vLLM's patches of torch do not mix in one process. The
+imports of a rank take 15 s of a core, those of a fake engine 5 s, those of vLLM 9 s; a fork takes a tenth of a second.
 """
 
 import contextlib
@@ -18,10 +19,11 @@ from ..wire.process_end import open_end
 from ..wire.supervisor import kill_descendants
 from .forked_engine import run_engine
 from .forked_process import Inherited, run_launcher, run_to_the_end
+from .forking import FAKE_PROGRAM, LAUNCHER_PROGRAM, RANKS_KIND, VLLM_KIND, VLLM_PROGRAM
 
-PROGRAMS = {"launcher": run_launcher, "engine": run_engine}
 REQUEST_BYTES = 1 << 20  # a request holds the arguments and the environment of one process
-IMPORTS = (
+PROGRAMS = {LAUNCHER_PROGRAM: run_launcher, FAKE_PROGRAM: run_engine, VLLM_PROGRAM: run_engine}
+RANK_IMPORTS = (
     "accelerate.commands.accelerate_cli",
     "torch.distributed.run",
     "deepspeed",
@@ -34,6 +36,18 @@ IMPORTS = (
     "trl_multinode.testing.fake_engine",
     "trl_multinode.testing.models",
 )
+VLLM_IMPORTS = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.model_executor.models.qwen2",
+    "trl_multinode.engine_process.vllm_backend",
+    "trl_multinode.testing.faulty_engine",
+    "trl_multinode.testing.forked_vllm",
+)
+IMPORTS = {RANKS_KIND: RANK_IMPORTS, VLLM_KIND: VLLM_IMPORTS}
 
 
 class Template:
@@ -92,13 +106,16 @@ class Template:
 
 
 def main() -> None:
-    """Import everything that ranks need, and serve until the process that started this one ends."""
+    """Import everything that the forks of a kind need, and serve until the process that started this one ends."""
+    kind, listening = sys.argv[1:]
     before = dict(os.environ)
-    for name in IMPORTS:
+    # OpenMP threads of this process would be missing in its forks, which would wait for them
+    import_module("torch").set_num_threads(1)
+    for name in IMPORTS[kind]:
         import_module(name)
     gc.collect()
     gc.freeze()  # else the collector writes to every object, and each fork copies their pages
-    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(listening))
     Template(listener, Inherited.of_this_process(before, listener.fileno())).serve()
 
 
