@@ -55,11 +55,8 @@ def judged(states: list[RankState], limits: Limits = LIMITS) -> str | None:
 
 def test_a_silent_rank_ends_the_run_with_its_place_and_frames():
     line = NodeJudge(TOPOLOGY, LIMITS).judge(100.0, world(r1={"silent_s": 31.0, "idle_s": 31.0, "phase_s": 40.0})[:2])
-    assert line == (
-        "PeerFailureError: rank 1 (node 0) has neither sent a heartbeat nor used the CPU for 31 s "
-        "(`heartbeat_timeout` 30 s): its process is stopped or hangs. It was last in phase train of step 5 "
-        f"for 40 s, at {FRAMES}"
-    )
+    assert line.startswith("PeerFailureError: rank 1 (node 0) ") and "CPU for 31 s (`heartbeat_timeout` 30 s)" in line
+    assert line.endswith(f"phase train of step 5 for 40 s, at {FRAMES}")
 
 
 @pytest.mark.parametrize(
@@ -87,11 +84,12 @@ def test_a_rank_that_works_without_heartbeats_is_reported_and_ends_the_run_later
         assert judge.judge(now, world(r0={"silent_s": 31.0 + now, "idle_s": 0.1})[:2]) is None
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert "rank 0 (node 0) has sent no heartbeat for 31 s but uses the CPU; it was last in phase train" in lines[0]
+    assert "rank 0 (node 0)" in lines[0] and "31 s but uses the CPU" in lines[0] and "phase train" in lines[0]
     line = judge.judge(700.0, world(r0={"silent_s": 601.0, "idle_s": 0.1})[:2])
-    assert "(`stuck_timeout` 600 s) although it uses the CPU: native code holds Python's interpreter lock" in line
+    assert "rank 0 (node 0)" in line and "(`stuck_timeout` 600 s)" in line and "CPU" in line
 
 
+@pytest.mark.fault("node_frozen")
 def test_a_silent_node_ends_the_run_unless_the_judge_was_suspended():
     store, start = Store(world(phase_s=2.0)), time.monotonic()
     judge = RunJudge(TOPOLOGY, LIMITS)
@@ -101,17 +99,17 @@ def test_a_silent_node_ends_the_run_unless_the_judge_was_suspended():
         line = judge.judge(now, store)
         assert (line is not None) == (now > start + 31.0), (now - start, line)
         now += 1.0
-    assert "node 1 (ranks 2 to 3) has sent no heartbeat for" in line and "Its rank 2 (node 1) was last in" in line
+    assert "node 1 (ranks 2 to 3)" in line and "(`heartbeat_timeout` 30 s)" in line and "rank 2 (node 1)" in line
     assert judge.judge(now + JUDGE_LATE_S + 1, store) is None
     assert judge.judge(now + JUDGE_LATE_S + 20, store) is None  # late again
     assert judge.judge(now + JUDGE_LATE_S + 21, store) is None
 
 
+@pytest.mark.fault("13")
 def test_a_run_without_progress_ends_with_the_frames_of_the_slowest():
     line = judged(world(same_s=601.0, phase_s=650.0, r3={"phase": "sync", "same_s": 700.0}))
-    assert "no rank has made progress for 601 s (`stuck_timeout` 600 s) although all send heartbeats" in line
-    assert "(3 in train, 1 in sync)" in line
-    assert line.endswith(f"The slowest is rank 3 (node 1), in phase sync of step 5 for 650 s, at {FRAMES}")
+    assert "601 s (`stuck_timeout` 600 s)" in line and "(3 in train, 1 in sync)" in line
+    assert line.endswith(f" rank 3 (node 1), in phase sync of step 5 for 650 s, at {FRAMES}")
 
 
 @pytest.mark.parametrize(
@@ -138,10 +136,9 @@ def test_ranks_behind_the_others_are_reported_unless_a_meeting_does(capsys):
     judged(world(same_s=60.0))  # all in one place: the line of rank 0 about its phase is enough
     assert capsys.readouterr().out == ""
     judged(world(same_s=60.0, r3=late))
-    assert capsys.readouterr().out == (
-        "[trl_multinode] node 0, rank 0: 3 ranks waiting 60 s for rank 3 (node 1), in phase reward of step 5 for "
-        f"62 s, at {FRAMES}\n"
-    )
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "node 0, rank 0: 3 ranks waiting 60 s " in line
+    assert line.endswith(f" rank 3 (node 1), in phase reward of step 5 for 62 s, at {FRAMES}")
 
 
 def test_what_may_take_long_and_what_counts_as_progress(tmp_path):
