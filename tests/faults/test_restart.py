@@ -387,7 +387,7 @@ def test_row_2_weights_of_an_earlier_step_are_there_with_a_copy_only(node, copy)
 def test_rows_1_2_8_with_vllm(node):
     """A worker of a TP 2 engine is killed in generation, its core idle, and the engine while weights are sent."""
     one = node(
-        FORKED, engine_restarts=3, engine_stall_timeout=HANG_S, max_completion_length=100, vllm_tensor_parallel_size=2
+        FORKED, engine_restarts=3, engine_stall_timeout=120.0, max_completion_length=100, vllm_tensor_parallel_size=2
     )
     expected = one.story()
     one.begin_again()
