@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.nodes import Nodes
@@ -37,7 +38,7 @@ def launches(tmp_path_factory):
     with Nodes(2, 2, folder=folder / "nodes", env=ENVIRONMENT, forked=True) as nodes:
         for several in jobs:
             nodes.launch(SCRIPT, str(folder), json.dumps([RUN | BROKEN | job for job in several]))
-            nodes.wait(timeout_s=120)
+            nodes.wait(timeout_s=HANG_S)
             logs.append([nodes.rank_log(rank) for rank in range(RANKS)])
             launcher_logs = [nodes.launcher_log(node) for node in range(2)]
             codes.append([set(re.findall(r"exitcode +: (-?\d+)", log)) for log in launcher_logs])

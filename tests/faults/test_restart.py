@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import HANG_S, until
 
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.fleet import EngineFleet
@@ -40,7 +41,7 @@ from trl_multinode.wire.supervisor import descendants, title_of
 
 PROMPTS = [[5, 6, 7]] * 4 + [[8, 9]] * 4
 ROUNDS = 3
-STALL_S = 2.0
+STALL_S = 5.0  # of an engine that is stopped; the tested limit
 
 
 class OneNode(SyncingHost):
@@ -53,7 +54,7 @@ class OneNode(SyncingHost):
     def __init__(
         self, folder: Path, num_engines: int = 1, staleness: int = 0, max_completion_length: int = 12, **settings
     ):
-        settings = {"rollout_seed": 5, "engine_stall_timeout": 20.0, "max_staleness": staleness} | settings
+        settings = {"rollout_seed": 5, "engine_stall_timeout": HANG_S, "max_staleness": staleness} | settings
         self.settings = NodeSettings(**settings)
         self.topology, self.phases = Topology(0, 1, 0, 1, 0, 1, False), Phases()
         self.watch = Watchdog(self.topology)
@@ -131,7 +132,7 @@ class OneNode(SyncingHost):
     def kill_until_ready(self) -> None:
         """Kill the engine, and return when it was started again and has no weights."""
         self.kill()
-        wait_until(lambda: self.num_restarts == 1 and self._fleet.restarts.is_ready(0))
+        until(lambda: self.num_restarts == 1 and self._fleet.restarts.is_ready(0))
 
     def kill_in_generation(self, index: int = 0, how: signal.Signals = signal.SIGKILL, ahead: bool = False) -> None:
         engines = self.ahead_engines if ahead else self.engines
@@ -235,7 +236,7 @@ def test_row_3_an_engine_may_die_twice_and_the_third_time_ends_the_run_with_the_
     assert one.story(lambda *moment: [act(*moment) for act in acts]) == expected
     assert one.num_restarts == 2 and not one.ends
     one.kill()
-    wait_until(lambda: one.ends)
+    until(lambda: one.ends)
     assert "engine 0 of node 0 ended after 2 restart(s) (`engine_restarts=2`): its process" in one.ends[0]
     assert "engine0.log" in one.ends[0]
 
@@ -260,16 +261,14 @@ def test_row_3_without_restarts_the_first_death_ends_the_run(node):
     one = node(engine_restarts=0)
     one.story(at("idle", 3, lambda: None))
     one.kill()
-    wait_until(lambda: one.ends)
+    until(lambda: one.ends)
     assert "engine 0 of node 0 ended: its process" in one.ends[0] and one.num_restarts == 0
 
 
 def test_row_4_a_stopped_engine_is_killed_and_started_again(node, expected):
     one = node(engine_stall_timeout=STALL_S)
-    start = time.monotonic()
     assert one.story(at("generate", 1, lambda: one.kill_in_generation(how=signal.SIGSTOP))) == expected
     assert "it stalled and was killed" in "\n".join(one.lines) and f"for {STALL_S:.0f} s" in "\n".join(one.lines)
-    assert time.monotonic() - start < 30
 
 
 def test_row_8_an_engine_that_dies_while_weights_are_sent_gets_them_again(node, expected):
@@ -402,10 +401,3 @@ def test_rows_1_2_8_with_vllm(node):
     text = "\n".join(one.lines)
     assert one.num_restarts == 3 and not one.ends
     assert "VLLM::Worker_TP1" in text and "VLLM::EngineCore" in text
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
