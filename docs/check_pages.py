@@ -308,12 +308,21 @@ def bad_blocks(page: Path) -> Iterator[Fault]:
             if language == "console":  # commands after a prompt, among what they print
                 block = "\n".join(line[2:] if line.startswith("$ ") else "" for line in block.splitlines())
             if language in ("bash", "console"):
-                for line, words in commands(block):
-                    if problem := refusal(words):
-                        yield start + line, f"{shlex.join(words)}: {problem}"
+                yield from ((start + line, problem) for line, problem in refused(block))
     for number, line in enumerate(prose(page.read_text()).splitlines(), 1):
         if re.match(r" *(?:\$ )?(accelerate launch|trl-multinode \w|make \w|python3? [\w/]+\.py)", line):
             yield number, "a command stands outside of a bash or console block"
+
+
+def refused(block: str) -> Iterator[Fault]:
+    try:
+        found = list(commands(block))
+    except Refused as error:
+        yield 1, str(error)
+        return
+    for line, words in found:
+        if problem := refusal(words):
+            yield line, f"{shlex.join(words)}: {problem}"
 
 
 def fill(folder: Path) -> None:
@@ -334,7 +343,9 @@ def refusal(words: list[str]) -> str:
     except Refused as error:
         return str(error)
     except SystemExit as error:
-        return " ".join(output.getvalue().split()[-30:]) if error.code not in (0, None) else ""
+        return "" if error.code in (0, None) else output.getvalue().strip().rpartition("error: ")[2]
+    except Exception as error:  # of a parser that does not expect such words
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -353,10 +364,11 @@ def stand_in_for_math_verify() -> Iterator[None]:
 
 def generated() -> Iterator[tuple[Path, str, str]]:
     """Yield each page that a program writes, its text as of now, and the command that writes it."""
-    for folder in ("docs", "evidence", "requirements"):
+    for folder in ("docs", "evidence", "requirements", "benchmarks"):
         sys.path.insert(0, str(ROOT / folder))
     import compatibility
     import fault_table
+    import table
     import versions
     import write_api
 
@@ -365,14 +377,20 @@ def generated() -> Iterator[tuple[Path, str, str]]:
     yield DOCS / "faults.md", fault_table.page(fault_table.recorded()), "python evidence/fault_table.py"
     yield DOCS / "compatibility.md", compatibility.page(compatibility.recorded()), "python evidence/compatibility.py"
     yield DOCS / "versions.md", versions.page(json.loads(versions.RECORD.read_text())), "make versions"
+    yield ROOT / "benchmarks" / "RESULTS.md", table.render(), "python benchmarks/table.py"
 
 
 def stale_pages() -> Iterator[str]:
     for page, text, command in generated():
-        old, new = page.read_text().splitlines(), text.splitlines()
+        old, new = page.read_text().splitlines() if page.exists() else [], text.splitlines()
         if old != new:
             same = takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False))
             yield f"{page.relative_to(ROOT)}:{sum(1 for _ in same) + 1}: not what `{command}` writes"
+    import scaling
+
+    for part in scaling.tables(json.loads(scaling.RESULTS.read_text())).values():
+        if part not in (DOCS / "scaling.md").read_text():
+            yield "docs/scaling.md:1: lacks a table of `python benchmarks/scaling.py --tables`"
 
 
 def incomplete_lists() -> Iterator[str]:
