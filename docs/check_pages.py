@@ -8,6 +8,7 @@ lists names of the code has all of them.
 import argparse
 import ast
 import json
+import os
 import re
 import shlex
 import shutil
@@ -205,6 +206,8 @@ def check_own(words: list[str]) -> None:
             except Parsed as parsed:
                 if lost := parsed.args[0]:
                     raise Refused(f"it has no argument {' '.join(lost)}") from None
+            else:
+                raise Refused("it parses no command line")
 
 
 def write_config(words: list[str]) -> None:
@@ -413,6 +416,8 @@ def class_nodes(file: str) -> list[ast.ClassDef]:
 
 def main() -> int:
     """Print the faults of all pages."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "PET_", "CUDA_"))]:
+        del os.environ[name]  # a launch would take this machine's job and GPUs for its own
     faults = [*stale_pages(), *incomplete_lists()]
     with stand_in_for_math_verify():
         for page in PAGES:
