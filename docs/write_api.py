@@ -1,6 +1,6 @@
 """Write docs/api/ from the docstrings of public names: `python docs/write_api.py`. It imports nothing of the package.
 
-docs/public-names.md says which names are public. tests/test_api_pages.py fails if the pages are not those of the code.
+docs/public-names.md says which names are public. docs/check_pages.py reports pages that are not those of the code.
 """
 
 import ast
@@ -101,7 +101,7 @@ def pages() -> list[Page]:
     )
     settings = f"{TWO_NAMES} [settings.md](../settings.md) has them on one screen, with the defaults."
     modules = "Import from the modules, as in `from trl_multinode.testing.nodes import Nodes`."
-    messages = "[errors.md](../errors.md) explains every message."
+    messages = "[errors.md](../errors.md) has the causes and the cures."
     of_kit = {name: with_methods(entries(PACKAGE / "testing" / f"{name}.py")) for name in dict.fromkeys(kit)}
     return [
         Page("configs.md", "Configs", settings, {"": [*configs, *fields]}),

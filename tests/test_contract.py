@@ -78,10 +78,11 @@ def test_every_keyword_is_read_here_or_left_out_on_purpose():
     assert not read & (FOR_THE_HOST | OTHER_MODES | FROM_ARGS)
 
 
-@pytest.mark.parametrize("name", sorted(set(parameters(NodeGeneration.__init__)) & KEYWORDS))
-def test_settings_have_trls_defaults(name):
-    ours, theirs = parameters(NodeGeneration.__init__)[name], parameters(VLLMGeneration.__init__)[name]
-    assert ours.default == theirs.default, f"{VERSION}: the default of {name} is {theirs.default}; see generation.py"
+def test_settings_have_trls_defaults():
+    ours, theirs = parameters(NodeGeneration.__init__), parameters(VLLMGeneration.__init__)
+    pairs = {name: (ours[name].default, theirs[name].default) for name in set(ours) & KEYWORDS}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    assert pairs and not differing, f"{VERSION} has other defaults; see generation.py"
 
 
 # ---- how it is used
@@ -138,24 +139,23 @@ def test_nothing_validates_the_mode(source):
 # ---- what trainer.py replaces and overrides
 
 
-@pytest.mark.parametrize("name", ["VLLMGeneration", "gather_object"])
-def test_the_module_globals_that_are_replaced_exist(name):
-    assert hasattr(grpo_trainer, name), f"{VERSION}: grpo_trainer has no global {name}; trainer.py replaces it"
-    assert name in grpo_trainer.GRPOTrainer._generate_and_score_completions.__globals__
+def test_the_module_globals_that_are_replaced_exist():
+    used = grpo_trainer.GRPOTrainer._generate_and_score_completions.__globals__
+    lost = [name for name in ("VLLMGeneration", "gather_object") if name not in used]
+    assert not lost and used is vars(grpo_trainer), f"{VERSION}: trainer.py replaces these globals of grpo_trainer"
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("_calculate_rewards", ["inputs", "prompts", "completions", "completion_ids_list"]),
-        ("_generate_and_score_completions", ["inputs"]),
-        ("training_step", ["model", "inputs", "num_items_in_batch"]),
-        ("log", ["logs", "start_time"]),
-    ],
-)
-def test_overridden_methods_have_the_known_parameters(name, expected):
-    theirs = list(parameters(getattr(grpo_trainer.GRPOTrainer, name)))
-    assert theirs == expected, f"{VERSION}: GRPOTrainer.{name} takes {theirs}; see trainer.py"
+OVERRIDDEN = {
+    "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
+    "_generate_and_score_completions": ["inputs"],
+    "training_step": ["model", "inputs", "num_items_in_batch"],
+    "log": ["logs", "start_time"],
+}
+
+
+def test_overridden_methods_have_the_known_parameters():
+    theirs = {name: list(parameters(getattr(grpo_trainer.GRPOTrainer, name))) for name in OVERRIDDEN}
+    assert theirs == OVERRIDDEN, f"{VERSION} has other parameters; see trainer.py"
 
 
 def test_rewards_get_the_very_lists_of_texts_that_are_gathered_for_the_log(source):
@@ -171,8 +171,8 @@ def test_rewards_get_the_very_lists_of_texts_that_are_gathered_for_the_log(sourc
             )
 
 
-@pytest.mark.parametrize("key", ["old_per_token_logps", "sampling_per_token_logps", "completion_mask", "tool_mask"])
-def test_the_output_has_what_the_monitor_compares(source, key):
+def test_the_output_has_what_the_monitor_compares(source):
     body = ast.unparse(function(source, "_generate_and_score_completions"))
-    found = f"output['{key}'] = " in body or f"'{key}': {key}" in body
-    assert found, f"{VERSION}: the output has no {key}; see monitor.py"
+    keys = ["old_per_token_logps", "sampling_per_token_logps", "completion_mask", "tool_mask"]
+    lost = [key for key in keys if f"output['{key}'] = " not in body and f"'{key}': {key}" not in body]
+    assert not lost, f"{VERSION}: the output has no such keys; see monitor.py"

@@ -40,21 +40,20 @@ def test_both_ends_of_a_range_were_run_and_passed(versions, package):
     assert (major, beyond - 1) in passed, f"{package} {major}.{beyond - 1} is allowed: run `make versions`"
 
 
+def allowed_failures(versions, rows: list[dict]) -> list[str]:
+    """Return the versions that pyproject.toml allows although their tests failed."""
+    failed = []
+    for row in rows:
+        passed = row["result"] == "passed" and row["failed"] == 0 < row["passed"]
+        if row["version"] in versions.allowed()[row["package"]] and not passed:
+            failed.append(f"{row['package']} {row['version']}")
+    return failed
+
+
 def test_no_version_that_failed_is_allowed(versions):
-    for row in ROWS:
-        inside = row["version"] in versions.allowed()[row["package"]]
-        assert not inside or (row["result"] == "passed" and row["failed"] == 0 < row["passed"]), row
-
-
-def test_a_version_that_failed_would_be_seen(versions, monkeypatch):
+    assert allowed_failures(versions, ROWS) == []
     broken = [{**row, "result": "FAILED", "failed": 1} for row in ROWS]
-    monkeypatch.setitem(globals(), "ROWS", broken)
-    with pytest.raises(AssertionError):
-        test_no_version_that_failed_is_allowed(versions)
-
-
-def test_the_page_was_written_from_the_record(versions):
-    assert versions.page(ROWS) == (ROOT / "docs" / "versions.md").read_text()
+    assert "trl 1.16.0" in allowed_failures(versions, broken)
 
 
 def test_the_range_that_a_run_checks_is_that_of_the_package():

@@ -1,7 +1,8 @@
 """docs/faults.md: a table of all faults, with the tests that inject them and the seconds that these measured.
 
 `tests/faults/rows.toml` has the faults, docs/faults.json what tests recorded (`make faults`), the sources of the tests
-which test belongs to which row. `python tests/fault_table.py` writes the page from the three.
+which test belongs to which row. `python evidence/fault_table.py` writes the page from the three, without the recorded
+tests that have another name by now.
 """
 
 import ast
@@ -12,8 +13,8 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-TESTS = Path(__file__).parent
-DOCS = TESTS.parent / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+TESTS, DOCS = ROOT / "tests", ROOT / "docs"
 RECORD = DOCS / "faults.json"
 NAMED_TESTS = 2  # of a row; the record has all
 NOT_RUN = " (not run yet)"
@@ -154,6 +155,24 @@ def drop_stale_reasons() -> None:
     rows.cache_clear()
 
 
+def still_there(tests: dict[str, dict]) -> dict[str, dict]:
+    """Leave out recorded tests whose file or function has another name now."""
+
+    def exists(name: str) -> bool:
+        file, _, function = name.split("[")[0].partition("::")
+        path = TESTS / file
+        return path.is_file() and f"def {function}(" in path.read_text()
+
+    return {name: test for name, test in tests.items() if exists(name)}
+
+
+def write(record: dict) -> None:
+    """Write the record, without tests that are gone, and the page."""
+    record["tests"] = dict(sorted(still_there(record["tests"]).items()))
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    (DOCS / "faults.md").write_text(page(record))
+
+
 if __name__ == "__main__":
     drop_stale_reasons()
-    (DOCS / "faults.md").write_text(page(recorded()))
+    write(recorded())

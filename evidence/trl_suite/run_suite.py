@@ -22,7 +22,7 @@ from source_names import hub_ids, trl_imports
 from stand_ins import build
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[1]
 FILES = ("test_grpo_trainer.py", "test_rloo_trainer.py")
 MODES = {
     "plain": "`use_vllm=False`",

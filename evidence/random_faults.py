@@ -16,16 +16,13 @@ that 25 of 40 do. The exit code is 0 if this share went on and no run was bad.
 """
 
 import argparse
-import json
 import random
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from fault_table import DOCS, RECORD, page, recorded
+from fault_table import recorded, write
 from random_runs import NODES, RANKS, STEPS, Fault, Outcome, run_with, run_without_fault
 
 KINDS = {"engine": 0.7, "rank": 0.2, "launcher": 0.1}
@@ -85,9 +82,7 @@ def main() -> int:
     lines = lines_of(faults, outcomes, arguments.seed)
     print("\n".join(lines))
     if arguments.record:
-        record = recorded() | {"random": {"lines": lines}}
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        (DOCS / "faults.md").write_text(page(record))
+        write(recorded() | {"random": {"lines": lines}})
     results_ = [outcome.result for outcome in outcomes]
     return int("bad" in results_ or results_.count("goes on") < PROMISED * len(results_))
 
