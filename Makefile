@@ -10,7 +10,8 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench gpu check test test-e2e again faults faults-random trl-tests compatibility lock release clean
+.PHONY: help setup demo versions bench gpu check test test-real test-e2e test-all nightly \
+	nightly-part again faults faults-random trl-tests compatibility lock release clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -21,13 +22,15 @@ help:
 	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; 20 minutes"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
 	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/gpu.md)"
-	@echo "make test      pure functions, forked ranks, the fake engine and a real one (10 minutes)"
+	@echo "make test      pure functions, forked ranks, the fake engine: 5 minutes on two cores"
+	@echo "make test-real vLLM engines, DeepSpeed, started processes"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
+	@echo "make test-all  these three; make nightly: all tests"
 	@echo "make faults    tests of faults, the launches too; writes docs/faults.md"
 	@echo "make faults-random N=40 SEED=0   a random process, signal, node and moment per run; half an hour"
 	@echo "make trl-tests DIR=...   TRL's own tests, from a checkout of TRL, under this library's classes (half an hour)"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
-	@echo "make check     ruff, types, architecture"
+	@echo "make check     ruff, types, pages"
 	@echo "make versions  contract and engine tests with the oldest and newest TRL, transformers and vLLM; half an hour"
 	@echo "make lock      resolve requirements/cpu.in again"
 	@echo "make release   wheel, notes and tag of the version in trl_multinode/__init__.py; ARGS=--dry-run: no tag"
@@ -78,34 +81,57 @@ check: setup
 	ruff check .
 	ruff format --check .
 	mypy
-	python -m pytest -q tests/test_architecture.py tests/test_contract.py
+	python docs/check_pages.py
 
-# Two processes, because most tests keep one core busy; a file's tests stay together, as they share engines
+# The parts of the tests. A file's tests stay in one process, as they share engines; the most expensive files begin.
+PYTEST := python -m pytest --dist loadfile --no-loadscope-reorder
+FAST := not (engine or zero3 or two_node or real or nightly)
+REAL := (engine or zero3 or real) and not (two_node or nightly)
+LAUNCHES := two_node and not nightly
+
 test: setup
-	python -m pytest tests --ignore tests/e2e -m "not (fault and two_node)" --numprocesses 2 --dist loadfile --durations 15
+	$(PYTEST) --numprocesses 2 -m "$(FAST)" --maxfail 5
 
+# Three processes, because these tests wait for engines
+test-real: setup
+	$(PYTEST) --numprocesses 3 -m "$(REAL)"
+
+# Two lanes of launches; each has its own ports and shared memory
 test-e2e: setup
-	python -m pytest tests/e2e tests/faults -m "two_node or not fault" --durations 15
+	$(PYTEST) --numprocesses 2 -m "$(LAUNCHES)"
+
+test-all: test test-real test-e2e
+
+# All tests; the gate runs a fifth of those that are marked `nightly`
+nightly: test-all
+	$(PYTEST) --numprocesses 2 -m nightly
+
+# PART: 0 to 4. By default the content of the commit decides, because a shallow checkout has no history to count
+PARTS := 5
+PART ?= $(shell echo $$((0x$$(git rev-parse "HEAD^{tree}" | cut -c 1-8) % $(PARTS))))
+nightly-part: setup
+	@echo "part $(PART) of $(PARTS) of the nightly tests; PART=k sets it"
+	$(PYTEST) --numprocesses 2 -m nightly --part $(PART)/$(PARTS)
 
 # The tests that failed in the run before, in one process
 again: setup
 	python -m pytest -p no:xdist --last-failed --last-failed-no-failures none
 
 faults: setup
-	python -m pytest tests -m fault --faults --durations 15
+	PYTHONPATH=evidence python -m pytest tests -m fault -p fault_record --durations 15
 
 # RECORD=1 writes the table into docs/faults.md
 faults-random: setup
-	python tests/faults/random_faults.py $(if $(N),--runs $(N)) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record)
+	python evidence/random_faults.py $(if $(N),--runs $(N)) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record)
 
 # DIR: a checkout of TRL at any tag, because its package has no tests. ARGS: further words, as `--mode node -k eval`
 trl-tests: setup
 	@test -n "$(DIR)" || { echo "Usage: make trl-tests DIR=<a checkout of TRL> [ARGS='--mode plain -k eval']"; exit 2; }
-	python tests/trl_suite/run_suite.py $(DIR) $(ARGS)
+	python evidence/trl_suite/run_suite.py $(DIR) $(ARGS)
 
 compatibility: setup
 	rm -f docs/compatibility.json
-	python -m pytest tests -m feature --compatibility
+	PYTHONPATH=evidence python -m pytest tests -m feature -p compatibility
 
 lock: setup
 	python requirements/lock.py

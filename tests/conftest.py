@@ -16,9 +16,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 import torch
-from compatibility import Compatibility
-from costs import FileCosts
-from fault_record import FaultRecord, fault_seconds  # noqa: F401
+from costs import FileCosts, budgets, name_of, parts
 from private_memory import make_shared_memory_private, note_segments, unused_segments
 from store_host import StoreHost
 
@@ -42,6 +40,12 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 5.0)
 
 
+@pytest.fixture
+def fault_seconds(record_property):
+    """Note the seconds from a fault to its end, which `make faults` records."""
+    return lambda seconds: record_property("seconds", round(seconds, 1))
+
+
 # Names of the library's threads, or their beginnings; `printer` lives as long as the process
 RUN_THREADS = ("watch", "owner", "progress-lines", "weight sync", "restart of engine")
 ROLLOUT_THREADS = ("look-ahead", "open-groups", "rollouts")
@@ -53,9 +57,8 @@ def our_threads() -> set[threading.Thread]:
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--compatibility", action="store_true", help="write docs/compatibility.md")
+    parser.addoption("--part", metavar="K/N", help="only part K (from 0) of N parts of the files, of equal cost")
     parser.addoption("--record-budgets", action="store_true", help="write tests/budgets.json")
-    parser.addoption("--faults", action="store_true", help="write docs/faults.md")
 
 
 def pytest_configure(config):
@@ -65,9 +68,23 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell's background job; tests send Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)  # forked ranks would wait for the threads of an OpenMP pool, which a fork does not have
-    config.pluginmanager.register(Compatibility(config.getoption("--compatibility")))
     config.pluginmanager.register(FileCosts(config.getoption("--record-budgets")))
-    config.pluginmanager.register(FaultRecord(config.getoption("--faults")))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Begin with the most expensive files; with `--part`, keep one part of them."""
+    allowed = budgets()
+
+    def cost(item) -> float:
+        return allowed.get(name_of(item), {}).get("cpu_s", 0)
+
+    items.sort(key=lambda item: (-cost(item), name_of(item)))
+    if part := config.getoption("--part"):
+        index, count = map(int, part.split("/"))
+        kept = parts({name_of(item): cost(item) for item in items}, count)[index]
+        config.hook.pytest_deselected(items=[item for item in items if name_of(item) not in kept])
+        items[:] = [item for item in items if name_of(item) in kept]
 
 
 def pytest_collection_finish():

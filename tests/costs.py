@@ -34,6 +34,22 @@ def budgets() -> dict[str, Costs]:
     return json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
 
 
+def name_of(item: pytest.Item) -> str:
+    """Return the path of an item's file below `tests/`."""
+    return str(item.path.relative_to(TESTS))
+
+
+def parts(costs: dict[str, float], count: int) -> list[set[str]]:
+    """Deal files into `count` parts of about equal cost: each file, the most expensive first, to the cheapest part."""
+    dealt: list[set[str]] = [set() for _ in range(count)]
+    totals = [0.0] * count
+    for file in sorted(costs, key=lambda file: (-costs[file], file)):
+        cheapest = totals.index(min(totals))
+        dealt[cheapest].add(file)
+        totals[cheapest] += costs[file] + 1  # a file without a budget is not free either
+    return dealt
+
+
 class FileCosts:
     """Plugin that adds up the costs of each file, in each xdist worker, and reports them at the end of the run."""
 
@@ -48,7 +64,7 @@ class FileCosts:
         cpu, wall = cpu_seconds(), time.monotonic()
         self._started.clear()
         result = yield
-        costs = self._files[str(item.path.relative_to(TESTS))]
+        costs = self._files[name_of(item)]
         costs["cpu_s"] += cpu_seconds() - cpu
         costs["wall_s"] += time.monotonic() - wall
         for name, count in self._started.items():
