@@ -35,7 +35,12 @@ help:
 	@echo "make lock      resolve requirements/cpu.in again"
 	@echo "make release   wheel, notes and tag of the version in trl_multinode/__init__.py; ARGS=--dry-run: no tag"
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.warm
+
+# Apart from the packages, because linters do not wait for it
+$(VENV)/.warm: $(VENV)/.installed
+	$(PYTHON) requirements/install.py $(VENV) --warm
+	@touch $@
 
 $(VENV)/.installed: requirements/cpu.txt requirements/install.py pyproject.toml
 	$(PYTHON) requirements/install.py $(VENV)
@@ -77,7 +82,7 @@ bench: setup
 gpu:
 	env -u DS_ACCELERATOR -u TORCH_EXTENSIONS_DIR PATH="$(USER_PATH)" $(GPU_PYTHON) benchmarks/gpu.py
 
-check: setup
+check: $(VENV)/.installed
 	ruff check .
 	ruff format --check .
 	mypy

