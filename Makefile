@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo versions bench gpu check test test-real test-e2e test-all nightly \
-	nightly-part again faults faults-random trl-tests compatibility lock release clean
+	nightly-part faults faults-random trl-tests compatibility lock release clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -117,10 +117,6 @@ PART ?= $(shell echo $$((0x$$(git rev-parse "HEAD^{tree}" | cut -c 1-8) % $(PART
 nightly-part: setup
 	@echo "part $(PART) of $(PARTS) of the nightly tests; PART=k sets it"
 	$(PYTEST) --numprocesses 2 -m nightly --part $(PART)/$(PARTS)
-
-# The tests that failed in the run before, in one process
-again: setup
-	python -m pytest -p no:xdist --last-failed --last-failed-no-failures none
 
 faults: setup
 	PYTHONPATH=evidence python -m pytest tests -m fault -p fault_record --durations 15
