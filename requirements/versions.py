@@ -54,7 +54,7 @@ runs these tests on it:
 - for vLLM {vllm_tests}: real engines of its CPU
   build, log-probs before and after each update of the weights, LoRA, two workers.
 
-`pyproject.toml` allows {ranges}. `make test` and `make test-e2e` run on the locked versions
+`pyproject.toml` allows {ranges}. `make test-all` runs on the locked versions
 ({locked}); the launches of `make test-e2e` were run on no other. An allowed version that is not
 in this table was not run: it lies between two that were.
 

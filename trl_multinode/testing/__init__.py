@@ -3,10 +3,10 @@
 - [`engines`](engines.py): engines without a trainer, real or fake;
 - [`fake_engine`](fake_engine.py): the fake engine; `tests/engine/test_conformance.py` tests it together with vLLM;
 - [`nodes`](nodes.py): N nodes on this machine, each a real `accelerate launch`, optionally in network namespaces;
-- [`forking`](forking.py): launchers, ranks and fake engines of `nodes` as forks of one [`template`](template.py);
+- [`forking`](forking.py): launchers, ranks and engines as forks of a [`template`](template.py);
 - [`faults`](faults.py): lost loads, skipped loads that are reported as done, stale heads, slow engines;
 - [`faulty_engine`](faulty_engine.py) and [`faulty_receiver`](faulty_receiver.py): the real engine with these faults;
-- [`forked_vllm`](forked_vllm.py): the real engine with forked vLLM processes, in a third of the CPU time;
+- [`forked_vllm`](forked_vllm.py): the real engine with forked vLLM processes;
 - [`logits_processor`](logits_processor.py): a custom logits processor, which vLLM's processes load;
 - [`models`](models.py): tiny models and tokenizers without a hub;
 - [`architectures`](architectures.py): a small model of each tested architecture;
