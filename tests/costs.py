@@ -135,7 +135,8 @@ def over_budget(files: dict[str, Costs], names: tuple[str, ...], factor: float) 
     """Return a line for each file that costs more than its budget in one of `names`."""
     allowed, lines = budgets(), []
     for file, costs in sorted(files.items()):
-        budget = {"cpu_s": FREE_CPU_S} | allowed.get(file, {})
+        budget = dict(allowed.get(file, {}))
+        budget["cpu_s"] = max(FREE_CPU_S, budget.get("cpu_s", 0))
         for name in names:
             if costs.get(name, 0) > budget.get(name, 0) * factor:
                 lines.append(f"{file}: {costs[name]:.0f} {name}, budget {budget.get(name, 0):.0f}")
