@@ -132,15 +132,6 @@ def test_each_trainer_of_trl_has_what_is_replaced_wrapped_and_set():
     assert not faults, VERSION
 
 
-def test_a_moved_name_of_a_trainer_is_noticed(monkeypatch):
-    monkeypatch.setitem(ROUND, "SDFT", ("_prepare_training_batch", ["inputs", "fresh"]))
-    assert any("_prepare_training_batch" in fault for fault in faults_of("SDFT"))
-    monkeypatch.setattr(CLASSES["RLOO"], "_sync_mark", "_unheard_of")
-    assert any("_unheard_of" in fault for fault in faults_of("RLOO"))
-    monkeypatch.setitem(globals(), "KEYWORDS", KEYWORDS - {"temperature"})
-    assert any("temperature" in fault for fault in faults_of("GOLD"))
-
-
 def method(name: str, which: str) -> ast.FunctionDef:
     found = [n for n in ast.walk(source(name)) if isinstance(n, ast.FunctionDef) and n.name == which]
     assert found, f"{VERSION}: {name} has no {which}"

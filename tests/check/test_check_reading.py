@@ -30,13 +30,6 @@ def test_shipped_gpu_config_trains_on_seven_gpus_of_every_node_and_leaves_the_la
         assert (launch.args.zero_stage, launch.args.mixed_precision) == (3, "bf16")
 
 
-@pytest.mark.parametrize("node", ["0", "1"])
-def test_shipped_cpu_config_is_two_nodes_of_two_ranks_on_this_machine(node):
-    launch = launched(CONFIGS / "2node_cpu.yaml", "--machine_rank", node)
-    assert (launch.num_nodes, launch.started, launch.visible) == (2, 2, None)
-    assert launch.endpoint == "static, 127.0.0.1:29500"
-
-
 # ---- file and flags ----
 
 

@@ -59,13 +59,6 @@ def test_with_an_infinite_nic_the_number_of_nodes_does_not_matter(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_one_node_needs_no_network(transport):
-    alone = Sync(80 * GB, nodes=1, transport=transport)
-    assert stage_seconds(alone)["across"] == 0.0
-    assert projected(alone) == projected(alone, Rates(nic=1.0))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("nodes", [1, 2, 16, 128])
 def test_more_rails_never_take_longer(transport, nodes):
     took = [projected(Sync(470 * GB, nodes, rails=rails, transport=transport)) for rails in range(1, 8)]
@@ -101,11 +94,6 @@ def test_a_measured_cell_waits_for_its_largest_bucket():
     """By hand: a link of 0.5 x 100 MB / 50 MB/s = 1 s and a copy of 0.5 s hide behind a load of 2 s, except for the
     largest bucket, a quarter of the bytes; the commit takes 0.1 s."""
     assert seconds(Cell(100e6, 2, 25e6, 50e6, (5e-9, 20e-9), 1e-9)) == pytest.approx(2 + 1.5 / 4 + 0.1)
-
-
-def test_a_model_below_one_bucket_goes_through_one_stage_after_the_other():
-    small = replace(SYNC, num_bytes=BUCKET / 10)
-    assert projected(small, RATES) == pytest.approx(sum(stage_seconds(small, RATES).values()))
 
 
 def test_what_does_not_depend_on_bytes_counts_per_bucket_hop_and_call():

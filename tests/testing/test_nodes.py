@@ -73,33 +73,6 @@ def test_a_launch_does_not_inherit_the_launch_that_the_caller_runs_in(monkeypatc
     assert not outer & set(left)
 
 
-def test_wrong_use_is_told_with_its_cure(tmp_path):
-    with pytest.raises(ValueError, match="both start at 1"):
-        Nodes(num_nodes=0, folder=tmp_path)
-    with Nodes(folder=tmp_path) as nodes:
-        with pytest.raises(FileNotFoundError, match="path of a Python script"):
-            nodes.launch(tmp_path / "missing.py")
-        with pytest.raises(RuntimeError, match="call launch"):
-            nodes.wait()
-        with pytest.raises(ValueError, match="ranks 0 to 3"):
-            nodes.rank_log(4)
-        with pytest.raises(RuntimeError, match="namespaces=True"):
-            nodes.link_bytes(0)
-
-
-def test_namespaces_are_refused_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_multinode.testing.nodes.namespaces_available", lambda: "network namespaces need root")
-    with pytest.raises(RuntimeError, match="need root"):
-        Nodes(folder=tmp_path, namespaces=True)
-
-
-@pytest.mark.parametrize(("user", "ip", "reason"), [(1000, "/sbin/ip", "need root"), (0, None, "package iproute2")])
-def test_the_reason_against_namespaces_is_named(monkeypatch, user, ip, reason):
-    monkeypatch.setattr("os.geteuid", lambda: user)
-    monkeypatch.setattr("shutil.which", lambda name: ip)
-    assert reason in namespaces_available.__wrapped__()
-
-
 @pytest.mark.two_node
 def test_two_nodes_of_two_ranks_are_one_world_of_four(tmp_path, script):
     with Nodes(num_nodes=2, ranks_per_node=2, folder=tmp_path) as nodes:
