@@ -23,7 +23,6 @@ with suppress(ImportError):
 
 pytestmark = [pytest.mark.real, pytest.mark.nightly]
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
 
 
 # In a process of its own, as `run.py` does it

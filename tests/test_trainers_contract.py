@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import trl
@@ -41,6 +42,7 @@ def ours(name: str) -> type:
     return CLASSES[name]
 
 
+@cache
 def source(name: str) -> ast.Module:
     return ast.parse(inspect.getsource(ours(name)._code()))
 

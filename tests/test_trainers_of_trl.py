@@ -73,12 +73,14 @@ def tables() -> list[set[str]]:
     return [set(re.findall(r"^\| `(\w+Trainer)`", block, re.MULTILINE)) for block in blocks]
 
 
+@pytest.mark.nightly  # the lock pins TRL
 def test_every_trainer_that_generates_through_vllm_generation_has_a_class_and_a_row():
     theirs = trainers_that_use({"VLLMGeneration"})
     assert len(theirs) == 9 and tables()[0] == theirs
     assert theirs == {name for name in trl_multinode._HOMES if name.endswith("Trainer")}
 
 
+@pytest.mark.nightly
 def test_every_other_trainer_that_uses_vllm_has_a_row_with_the_reason():
     assert tables()[1] == trainers_that_use(USES) - tables()[0]
     assert tables()[1] == {f"{name}Trainer" for name in trl_multinode._OWN_VLLM}

@@ -26,6 +26,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import trl_multinode
 from trl_multinode.libraries import installed
 
+# The lock pins the libraries; `make versions` runs this file on others
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_multinode"
 LIBRARIES = ("trl", "transformers", "vllm", "deepspeed", "peft", "accelerate", "torch")

@@ -1,10 +1,11 @@
-"""Every rule of `trl_multinode.check` names what is wrong and its cure, the cure works, and nothing is started."""
+"""Every rule of `trl_multinode.check` names what is wrong and its cure, and the cure works."""
 
 import re
 
 import check_kit
 import pytest
 from check_kit import TWO_NODES, launched, only_problem
+from trl import GRPOConfig
 
 from trl_multinode.check import Batch, check, rules_nodes
 from trl_multinode.check.rules_batch import batch_problems
@@ -177,3 +178,9 @@ def test_accumulation_in_the_file_must_be_the_scripts(write):
     problem = only_problem(write(deepspeed_config=section), batch=Batch(gradient_accumulation_steps=4))
     assert "got 1," in problem.what and "4" in problem.what
     launched(write(deepspeed_config=section), batch=Batch())
+
+
+def test_defaults_are_those_of_trl():
+    fields = GRPOConfig.__dataclass_fields__
+    for name in ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"):
+        assert getattr(Batch(), name) == fields[name].default

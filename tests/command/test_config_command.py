@@ -127,10 +127,7 @@ print([name for name in ("torch", "trl", "transformers", "accelerate", "yaml", "
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("typed", "hint"),
-    [("confg", "config"), ("train", "config, check, clean, doctor")],
-)
+@pytest.mark.parametrize(("typed", "hint"), [("confg", "config"), ("train", "config, check, clean, doctor")])
 def test_an_unknown_command_is_an_error_with_a_hint(typed, hint, capsys):
     assert main([typed]) == 2
     assert hint in capsys.readouterr().err

@@ -94,11 +94,7 @@ def test_two_ranks_run_the_module_with_the_scripts_words(tmp_path):
     words = ["--accelerate_config", str(config), "--main_process_port", "0", *NEEDED]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PROBE": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code, *words], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [["2", *NEEDED]] * 2
