@@ -34,23 +34,12 @@ ARROWS = rooms_of((ROOT / "docs" / "architecture.md").read_text())
 # Rooms that may import a library; "lazily": only inside functions.
 LIBRARIES = {
     "trl": {
-        "config": "",
-        "trainer": "",
-        "trainers": "",
-        "batches": "",
-        "experimental": "",
-        "examples": "",
+        **dict.fromkeys(("config", "trainer", "trainers", "batches", "experimental", "examples"), ""),
         "__init__": "lazily",
-    },  # fmt: skip
+    },
     "transformers": {
-        "config": "",
-        "call_checks": "",
-        "saving": "",
-        "batches": "",
-        "rehearsal": "",
-        "reporting": "",
+        **dict.fromkeys(("config", "call_checks", "saving", "batches", "rehearsal", "reporting", "testing"), ""),
         "plan": "lazily",
-        "testing": "",
     },
     "accelerate": {"check": "", "command": "lazily", "testing": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": "", "testing": ""},
@@ -72,21 +61,14 @@ COLLECTIVES = {
     "rollouts.text_logging": {"gather_object"},
     "weights.source": {"GatheredParameters", "full_tensor"},
     "weights.even_pieces": {"all_to_all_single"},  # of a tensor of few rows under FSDP2, in the world
-    "weights.gathering": {
-        "all_gather_into_tensor",
-        "all_reduce",
-        "batch_isend_irecv",
-        "new_group",
-    },  # of the weights, in two groups
+    # of the weights, in two groups
+    "weights.gathering": {"all_gather_into_tensor", "all_reduce", "batch_isend_irecv", "new_group"},
     "transports.broadcast": {"broadcast"},  # with the node's workers, in a group that no other rank is in
     "rollouts.generation": {"wait_for_everyone"},  # before a sync; `generate` has none
     "saving.checkpoints": {"gather", "wait_for_everyone"},  # which are whole; when one is
     "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
-    "batches.row_exchange": {
-        "all_gather_into_tensor",
-        "all_to_all_single",
-        "new_group",
-    },  # lengths of all ranks; rows between nodes, then within a node
+    # lengths of all ranks; rows between nodes, then within a node
+    "batches.row_exchange": {"all_gather_into_tensor", "all_to_all_single", "new_group"},
     "doctor.ring": {"new_group"},  # one per GPU of a node, before a run
     "batches.local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch
 }
@@ -205,19 +187,11 @@ def test_collectives_are_called_where_the_table_says():
     assert found == COLLECTIVES
 
 
+# Rooms of a command or of an engine's process, which has a log
 OWN_OUTPUT = {
-    "check",
-    "command",
-    "doctor",
-    "examples",
-    "render",
-    "plan",
-    "testing",
-    "timeline",
-    "engine_process",
-    "vllm_worker",
-    "transports",
-}  # a command, or an engine's log
+    "check", "command", "doctor", "examples", "render", "plan", "testing", "timeline", "engine_process",
+    "vllm_worker", "transports",
+}  # fmt: skip
 
 
 def test_a_rank_speaks_through_the_reporter_only():

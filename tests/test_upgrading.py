@@ -57,7 +57,6 @@ class Row:
     modules: tuple[str, ...]  # of the library; every one has the names
     names: tuple[str, ...]  # each one name, or several with " or " between them, of which one must exist
     files: frozenset[str]  # of this package
-    guards: tuple[str, ...]
 
     def words(self) -> set[str]:
         dotted = [name for names in self.names for name in names.split(" or ")]
@@ -75,9 +74,9 @@ def rows() -> list[Row]:
         if line.startswith("## "):
             library = line.removeprefix("## ").lower()
         elif line.startswith("| `"):
-            names, modules, files, _, guards, _ = line.strip("| ").split(" | ")
+            names, modules, files, *_ = line.strip("| ").split(" | ")
             places = tuple(TRAINERS[m]._trl.__module__ if m in TRAINERS else m for m in quoted(modules))
-            found.append(Row(library, places, quoted(names), frozenset(quoted(files)), quoted(guards)))
+            found.append(Row(library, places, quoted(names), frozenset(quoted(files))))
     return found
 
 
@@ -247,12 +246,6 @@ def test_each_listed_name_is_used_where_the_page_says():
     assert not unused, "docs/upgrading.md lists these names for files that do not use them"
 
 
-def test_each_row_has_guards_that_exist():
-    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    wrong = {row.names: row.guards for row in ROWS if not row.guards or not set(row.guards) <= tests}
-    assert not wrong
-
-
 # ---- the installed library has it
 
 
@@ -361,11 +354,3 @@ def narrow_overrides(trainer: str) -> list[str]:
 
 def test_what_is_called_on_super_exists_and_an_override_takes_what_the_overridden_method_takes():
     assert not [fault for trainer in TRAINERS for fault in lost_in_super(trainer) + narrow_overrides(trainer)]
-
-
-def test_no_module_replaces_names_in_another_way():
-    """`unittest.mock` would replace a name that has moved by a new one, or hide it from the scan."""
-    for file, tree in TREES.items():
-        for node in ast.walk(tree):
-            imports = isinstance(node, ast.Import | ast.ImportFrom)
-            assert not imports or "mock" not in ast.unparse(node), f"{file}: use `replaced` of libraries.py"

@@ -36,6 +36,7 @@ def test_each_transport_has_its_own_way_into_the_engines():
     ipc = stage_seconds(replace(SYNC, transport="ipc", workers=4, tensor_parallel=4), RATES)
     assert ipc["copy"] == pytest.approx(80 / 1250)
     assert ipc["load"] == pytest.approx(4 * 80 / 300 + 80 / 4 / 1250)  # four workers read from one GPU
+    assert ipc["commit"] == pytest.approx(80 / 4 / 200)
     nccl = stage_seconds(replace(SYNC, transport="nccl", workers=4, tensor_parallel=4), RATES)
     assert nccl["copy"] == pytest.approx(80 / 1250 + 80 / 300)
     assert nccl["load"] == pytest.approx(80 / 300 + 80 / 1250 + 80 / 4 / 1250)  # one broadcast reaches all
@@ -56,23 +57,6 @@ def test_with_an_infinite_nic_the_number_of_nodes_does_not_matter(transport):
     assert stage_seconds(sync, rates)["across"] == 0.0
     assert projected(sync, rates) == projected(replace(sync, nodes=128), rates)
     assert projected(sync, rates) == projected(replace(sync, nodes=1), rates)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("nodes", [1, 2, 16, 128])
-def test_more_rails_never_take_longer(transport, nodes):
-    took = [projected(Sync(470 * GB, nodes, rails=rails, transport=transport)) for rails in range(1, 8)]
-    assert took == sorted(took, reverse=True)
-    assert (took[0] > took[-1]) == (nodes > 1)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_more_bytes_and_more_nodes_take_longer(transport):
-    sizes = [BUCKET // 1000, BUCKET - 1, BUCKET, BUCKET + 1, 3.5 * BUCKET, 15 * GB, 812 * GB]
-    took = [projected(Sync(size, 8, transport=transport)) for size in sizes]
-    assert all(less < more for less, more in zip(took, took[1:], strict=False))
-    grown = [projected(Sync(66 * GB, nodes, transport=transport)) for nodes in (1, 2, 4, 8, 16, 32, 64, 128)]
-    assert all(less < more for less, more in zip(grown, grown[1:], strict=False))
 
 
 def test_a_side_without_page_locks_bounds_the_copies_through_host_memory():
@@ -101,8 +85,3 @@ def test_what_does_not_depend_on_bytes_counts_per_bucket_hop_and_call():
     base, more = stage_seconds(sync, RATES), stage_seconds(sync, rates)
     assert more["across"] - base["across"] == pytest.approx(4 * 10 * 1e-3)
     assert more["load"] - base["load"] == pytest.approx(0.3)
-
-
-def test_an_engine_packs_its_part_of_the_weights_on_each_of_its_gpus():
-    one, four = (stage_seconds(replace(SYNC, tensor_parallel=degree), RATES) for degree in (1, 4))
-    assert four["commit"] == pytest.approx(one["commit"] / 4)
