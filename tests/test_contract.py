@@ -121,25 +121,6 @@ def test_nothing_validates_the_mode(source):
 # ---- what trainer.py replaces and overrides
 
 
-def test_the_module_globals_that_are_replaced_exist():
-    used = grpo_trainer.GRPOTrainer._generate_and_score_completions.__globals__
-    lost = [name for name in ("VLLMGeneration", "gather_object") if name not in used]
-    assert not lost and used is vars(grpo_trainer), f"{VERSION}: trainer.py replaces these globals of grpo_trainer"
-
-
-OVERRIDDEN = {
-    "_calculate_rewards": ["inputs", "prompts", "completions", "completion_ids_list"],
-    "_generate_and_score_completions": ["inputs"],
-    "training_step": ["model", "inputs", "num_items_in_batch"],
-    "log": ["logs", "start_time"],
-}
-
-
-def test_overridden_methods_have_the_known_parameters():
-    theirs = {name: list(parameters(getattr(grpo_trainer.GRPOTrainer, name))) for name in OVERRIDDEN}
-    assert theirs == OVERRIDDEN, f"{VERSION} has other parameters; see trainer.py"
-
-
 def test_rewards_get_the_very_lists_of_texts_that_are_gathered_for_the_log(source):
     body = function(source, "_generate_and_score_completions")
     (rewards,) = calls(body, "self._calculate_rewards")

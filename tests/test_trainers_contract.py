@@ -55,7 +55,6 @@ def faults_of(name: str) -> list[str]:
         *faults_of_the_place(name),
         *faults_of_calls(name),
         *faults_of_the_round(name),
-        *faults_of_attributes(name),
     ]
 
 
@@ -105,14 +104,6 @@ def faults_of_the_round(name: str) -> list[str]:
     if theirs != parameters or not wrapped:
         return [f"{method} takes {theirs}, expected {parameters}; wrapped: {wrapped}"]
     return []
-
-
-def faults_of_attributes(name: str) -> list[str]:
-    """Attributes that are set from outside must be TRL's."""
-    text = inspect.getsource(ours(name)._code())
-    wanted = (ours(name)._sync_mark, "_buffered_inputs", "_buffer_step" if name == "IWOPD" else "_step")
-    lost = [attribute for attribute in wanted if f"self.{attribute} = " not in text]
-    return [f"no attributes {lost}: see node_trainer.py, resume.py"] if lost else []
 
 
 def test_each_trainer_of_trl_has_what_is_replaced_wrapped_and_set():
