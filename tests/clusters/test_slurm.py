@@ -211,9 +211,8 @@ def command_of(process: psutil.Process) -> str:
     return ""
 
 
-def check_cluster_is_gone(folder: Path, name: str = "tmn-slurm-") -> None:
+def check_cluster_is_gone(folder: Path, name: str) -> None:
     assert list(folder.glob("tmn-slurm-*")) == []
     assert [process for process in psutil.process_iter() if str(folder) in command_of(process)] == []
-    if name != "tmn-slurm-":
-        spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        assert name not in spaces and not Path("/dev/shm", name).exists()
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert name not in spaces and not Path("/dev/shm", name).exists()
