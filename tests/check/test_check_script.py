@@ -91,7 +91,7 @@ def test_what_a_users_parser_refuses_is_a_problem(script, words, what):
 def test_words_that_a_script_leaves_to_others_are_no_problem(tmp_path):
     path = tmp_path / "train.py"
     leaves = "parse_args_and_config(return_remaining_strings=True)"
-    path.write_text(USERS.format(touched="none").replace("parse_args_and_config()", leaves))
+    path.write_text(USERS.format(touched=str(tmp_path / "touched")).replace("parse_args_and_config()", leaves))
     _, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], str(path), "--mine", "4"])
     assert problems == []
 
@@ -108,7 +108,7 @@ def test_script_without_node_mode_needs_no_reserved_gpu(script, write):
 
 
 def test_a_module_is_read_too(tmp_path, monkeypatch):
-    (tmp_path / "checked_package.py").write_text(USERS.format(touched="none"))
+    (tmp_path / "checked_package.py").write_text(USERS.format(touched=str(tmp_path / "touched")))
     (tmp_path / "start.py").write_text("from checked_package import main\n\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
     for words in (["--module", "checked_package"], [str(tmp_path / "start.py")]):
