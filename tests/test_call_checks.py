@@ -143,11 +143,7 @@ def no_columns(completions, **kwargs):
 PROMPTS = Dataset.from_dict({"prompt": ["a"], "question": ["b"]})
 TENSOR = ParallelismConfig(tp_size=2)
 REFUSED_CALLS = {
-    "tensor parallelism": (
-        {},
-        r"`parallelism_config\.tp_size=2`",
-        {"parallelism_config": TENSOR},
-    ),
+    "tensor parallelism": ({}, r"`parallelism_config\.tp_size=2`", {"parallelism_config": TENSOR}),
     "evaluation": ({}, "`eval_strategy` steps .*`eval_dataset`", {"eval_strategy": "steps", "eval_steps": 2}),
     "math-verify": ({"reward_funcs": [no_columns, accuracy_reward]}, "math-verify`", {}),
     "a reward's column": (

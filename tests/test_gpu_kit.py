@@ -4,24 +4,19 @@ import os
 import subprocess
 import sys
 import time
-from importlib.metadata import distributions
 from pathlib import Path
-from types import SimpleNamespace
 
 import gpu
 import pytest
-import torch
-from gpu_kit import preflight, running, table
-from gpu_kit.jobs import JOBS, STAGES, Job
-from gpu_kit.machine import Machine, build_model
+from gpu_kit import running, table
+from gpu_kit.jobs import Job
+from gpu_kit.machine import Machine
 from gpu_kit.record import Recorder, events, merge, read
-from gpu_kit.rows import rounding_floor, swap_points, trainer_logprobs
 from gpu_kit.weights import run_stages
 from waiting import until
 
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.faults import Faults
-from trl_multinode.vllm_worker.plugin import register
 from trl_multinode.wire.supervisor import is_running
 
 pytestmark = [pytest.mark.real, pytest.mark.nightly]
@@ -37,40 +32,12 @@ def row(result: str = "passed", **figures) -> dict:
 # ---- arguments
 
 
-def test_stages_select_the_jobs_and_every_job_has_keys_of_its_own():
-    assert [job.name for job in gpu.selected(gpu.parse(["--stages", "h"]))] == ["fp8"]
-    keys = [key for job in JOBS for key in job.keys(STAGES)]
-    assert len(set(keys)) == len(keys) and {key[0] for key in keys} == set("abcdefghij")
-    assert "".join(job.stages for job in JOBS[:2]) == "abcdabcd", "a to d of both dtypes come first"
-
-
 def test_without_a_gpu_it_is_one_line_and_exit_code_2():
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     assert done.returncode == 2, done.stderr
     (line,) = done.stdout.splitlines()
     assert "torch sees no GPU here" in line and "--rehearse" in line
-
-
-def test_a_plain_checkout_has_the_entry_point_that_vllm_looks_for(tmp_path, monkeypatch):
-    assert preflight.entry_points(tmp_path) == [], "the tests' environment has the package installed"
-    monkeypatch.setattr(preflight, "version_of", lambda name: None)
-    assert preflight.entry_points(tmp_path) == [str(tmp_path)]
-    (found,) = [d for d in distributions(path=[str(tmp_path)]) if d.metadata["Name"] == "trl-multinode"]
-    (point,) = found.entry_points.select(group="vllm.general_plugins")
-    assert point.load() is register
-
-
-@pytest.mark.parametrize(
-    ("job", "why"),
-    [
-        (Job("x", "j", print, least_gpus=2), "needs 2 GPUs, this machine has 1"),
-        (Job("x", "b", print, least_gib=100.0), "needs 100 GiB of GPU memory, this GPU has 80"),
-        (Job("x", "a", print), None),
-    ],
-)
-def test_a_job_that_the_machine_is_too_small_for_is_skipped_with_the_reason(job, why):
-    assert running.why_not(job, META) == why
 
 
 # ---- result file
@@ -171,22 +138,6 @@ def test_the_pages_were_written_from_the_result_file_and_have_every_row():
 
 
 # ---- stages
-
-
-def test_measuring_the_rounding_leaves_weights_and_buffers_as_they_were():
-    model = build_model(Machine(True), "0.5B", "bf16").to(torch.bfloat16)
-    frequencies = model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.float()
-    rows = [([5, 6, 7], SimpleNamespace(tokens=torch.arange(20, 60)))]
-    before = trainer_logprobs(model, rows)
-    assert 0 < rounding_floor(model, rows) < 1
-    assert torch.equal(trainer_logprobs(model, rows), before)
-    assert model.model.rotary_emb.inv_freq is frequencies and frequencies.dtype == torch.float32
-
-
-def test_the_swap_is_found_where_the_explanation_changes():
-    before, after = torch.full((2, 6), -1.0), torch.full((2, 6), -3.0)
-    got = torch.tensor([[-1.0] * 4 + [-3.0] * 2, [-1.0] + [-3.0] * 5])
-    assert swap_points(before, after, got) == [4, 1]
 
 
 def test_the_first_stages_pass_on_a_sound_engine_and_fail_on_one_that_lies(tmp_path):

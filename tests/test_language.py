@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.nightly  # no user loses anything by a fragment
 PACKAGE = Path(__file__).parents[1] / "trl_multinode"
 FRAGMENTS = {"As", "By", "How", "Of", "That", "What", "Where", "Whether", "Which", "Whoever"}
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -36,8 +39,3 @@ def test_few_paragraphs_of_docstrings_begin_with_a_fragment():
     fragments = [where for fragment, where in found if fragment]
     assert len(found) > 1000
     assert len(fragments) <= LARGEST_SHARE * len(found), "\n".join(fragments)
-
-
-def test_a_fragment_is_counted_also_in_an_argument():
-    source = 'def f(a):\n    """Send it.\n\n    Args:\n        a (`int`):\n            Of a slot.\n    """\n'
-    assert [is_fragment(text) for _, text in paragraphs(source)] == [False, False, False, True]

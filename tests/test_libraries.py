@@ -11,12 +11,14 @@ from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 from trl.trainer import grpo_trainer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import trl_multinode
 from trl_multinode import libraries
+from trl_multinode.engine.settings import VLLM_RANGE
 from trl_multinode.libraries import replaced
 
 ROOT = Path(__file__).parents[1]
@@ -194,3 +196,9 @@ def test_every_imported_library_is_declared():
     names = {module: {name.lower() for name in homes.get(module, [module])} for module in imported_libraries()}
     missing = {module for module, found in names.items() if not (found | {module}) & declared}
     assert len(names) > 10 and missing == set()
+
+
+def test_the_range_of_vllm_that_a_run_checks_is_that_of_the_package():
+    (line,) = (line for line in map(Requirement, PROJECT["optional-dependencies"]["gpu"]) if line.name == "vllm")
+    bounds = {part.operator: Version(part.version).release[:2] for part in line.specifier}
+    assert (bounds[">="], bounds["<"]) == VLLM_RANGE

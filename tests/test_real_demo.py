@@ -10,7 +10,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from statistics import mean, variance
 
 import deepspeed  # noqa: F401  sets a variable when `save_pretrained` imports it: let that be before the tests
 import pytest
@@ -24,7 +23,6 @@ with suppress(ImportError):
 
 pytestmark = [pytest.mark.real, pytest.mark.nightly]
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
 
 
 # In a process of its own, as `run.py` does it
@@ -76,12 +74,6 @@ def test_the_number_alone_scores_one_a_text_with_it_less_and_a_wrong_one_nothing
     assert scores == [1.0, 1 / len("The sum is 7"), 0.0, 0.0]
 
 
-def test_no_constant_answer_comes_near_what_the_run_must_reach(task):
-    from modes import REAL
-
-    assert max(map(task.best_constant_score, task.make_datasets(num_held_out=16))) < REAL.constant
-
-
 # ---- the model
 
 
@@ -119,14 +111,6 @@ def test_smollm2_comes_out_of_its_package_and_adds_one_and_one(tmp_path):
     assert (side, pad, end) == ("left", "<|endoftext|>", "<|im_end|>")
 
 
-def test_without_its_package_the_message_says_what_to_install(monkeypatch):
-    import real_model
-
-    monkeypatch.setattr(real_model, "PACKAGE", "no_such_package")
-    with pytest.raises(ModuleNotFoundError, match="make demo MODE=real"):
-        real_model.gguf_file()
-
-
 # ---- the modes
 
 
@@ -138,23 +122,3 @@ def test_every_mode_of_the_small_demo_has_a_config(mode, monkeypatch, tmp_path):
     config = train.make_config(train.parse_arguments())
     assert config.max_staleness == int("overlap" in mode and "balance" not in mode)
     assert config.per_device_train_batch_size == (32 if mode == "fake" else 64)
-
-
-def test_the_real_mode_is_refused_by_the_script_of_the_others(monkeypatch, capsys):
-    import train
-
-    monkeypatch.setattr(sys, "argv", ["train.py", "--mode", "real"])
-    with pytest.raises(SystemExit, match="2"):
-        train.parse_arguments()
-    assert "'real'" in capsys.readouterr().err
-    assert train.parse_arguments(["real"]).mode == "real"  # of train_real.py
-
-
-def test_the_recorded_run_learned_beyond_its_noise():
-    record = json.loads((DOCS / "demo-real.json").read_text())
-    rewards = [row["reward"] for row in record["rows"]]
-    first, last = rewards[:5], rewards[-5:]
-    error = ((variance(first) + variance(last)) / 5) ** 0.5
-    assert mean(last) - mean(first) > 2 * error, "of prompts that differ in difficulty from step to step"
-    assert mean(last) > record["eval_reward"][0] + 0.2, "and beyond what the model could do before"
-    assert all(row["log-prob difference"] < 1e-3 for row in record["rows"]), "the engines had the newest weights"

@@ -1,6 +1,5 @@
 """What another user, another host or bytes from nowhere can do to a run. SECURITY.md names these tests."""
 
-import ast
 import logging
 import os
 import random
@@ -247,26 +246,3 @@ def test_no_line_of_the_package_is_exempt_from_the_rules_against_pickle():
 
 
 # ---- SECURITY.md
-
-
-def promises(page: str) -> list[tuple[str, str]]:
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    return [(statement, test) for statement, test in rows if statement != "promise"]
-
-
-def has_test(mention: str) -> bool:
-    file, _, name = mention.partition("::")
-    path = ROOT / file
-    if not path.exists() or not name.startswith("test_"):
-        return False
-    return any(getattr(node, "name", "") == name for node in ast.walk(ast.parse(path.read_text())))
-
-
-def test_every_sentence_of_the_promises_names_a_test_that_exists():
-    page = (ROOT / "SECURITY.md").read_text()
-    rows = promises(page)
-    assert len(rows) >= 12
-    for statement, tests in rows:
-        assert statement.endswith(".") and statement.count(". ") == 0, f"one sentence per row: {statement}"
-        named = re.findall(r"`([^`]+)`", tests)
-        assert named and all(has_test(each) for each in named), f"{statement} names {named}"

@@ -30,13 +30,6 @@ def test_shipped_gpu_config_trains_on_seven_gpus_of_every_node_and_leaves_the_la
         assert (launch.args.zero_stage, launch.args.mixed_precision) == (3, "bf16")
 
 
-@pytest.mark.parametrize("node", ["0", "1"])
-def test_shipped_cpu_config_is_two_nodes_of_two_ranks_on_this_machine(node):
-    launch = launched(CONFIGS / "2node_cpu.yaml", "--machine_rank", node)
-    assert (launch.num_nodes, launch.started, launch.visible) == (2, 2, None)
-    assert launch.endpoint == "static, 127.0.0.1:29500"
-
-
 # ---- file and flags ----
 
 
@@ -74,20 +67,11 @@ def test_command_prints_what_runs_and_succeeds(capsys):
     argv = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]
     script = [str(ROOT / "examples" / "grpo.py"), "--dataset_name", "d", "--reward_funcs", "think_format_reward"]
     assert main([*argv, *script, "--max_steps", "5", "--per-device-train-batch-size", "4"]) == 0
-    rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", capsys.readouterr().out))
-    shown = {
-        "nodes": ["4"],
-        "processes per node": ["7", "14 to 20", "28"],
-        "training devices": ["GPU 0, 1, 2, 3, 4, 5, 6"],
-        "reserved devices": ["GPU 7"],
-        "engines": ["1 a node", "1 GPU"],
-        "launcher": ["ZeRO-3", "bf16"],
-        "rendezvous": ["static", "node0:29500"],
-        "script": [script[0]],
-        "world batch": ["112", "14", "8"],
-    }
-    assert rows.keys() == shown.keys()
-    assert [name for name, parts in shown.items() for part in parts if part not in rows[name]] == []
+    out = capsys.readouterr().out
+    ranks = ["processes per node", "14 to 20", "28"]
+    devices = ["GPU 0, 1, 2, 3, 4, 5, 6", "GPU 7", "1 a node"]
+    facts = [*ranks, *devices, "ZeRO-3", "bf16", "node0:29500", script[0], "112"]
+    assert [fact for fact in facts if fact not in out] == []
 
 
 @pytest.mark.parametrize("content", [None, "", "a: [", "- 1"])

@@ -1,18 +1,17 @@
 """Arguments of a script go through the script's own parser, and nothing else of the script is executed."""
 
-import ast
-
 import check_kit
 import pytest
 from check_kit import CONFIGS, only_problem
 
 from trl_multinode.check import Batch, check
-from trl_multinode.check.script import find_call, needed_statements
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 FOUR_NODES = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]
 
+# The module's `model` is not needed, although a function that is needed has a local one of this name
 USERS = """
+from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,19 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 from trl_multinode import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
 
+try:
+    from no_such_package import MORE
+except ImportError:
+    MORE = []
+
 Path({touched!r}).write_text("the script ran")
-TASKS = ["sums", "words"]
+model = Path({touched!r}).write_text("the model was loaded")
+
+def tasks():
+    model = ["sums", "words"]
+    return model + MORE
+
+TASKS = tasks()
 raise RuntimeError("the script ran")
 
 @dataclass
@@ -78,6 +88,14 @@ def test_what_a_users_parser_refuses_is_a_problem(script, words, what):
     assert what in only_problem(*FOUR_NODES, script, *words).what
 
 
+def test_words_that_a_script_leaves_to_others_are_no_problem(tmp_path):
+    path = tmp_path / "train.py"
+    leaves = "parse_args_and_config(return_remaining_strings=True)"
+    path.write_text(USERS.format(touched=str(tmp_path / "touched")).replace("parse_args_and_config()", leaves))
+    _, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], str(path), "--mine", "4"])
+    assert problems == []
+
+
 def test_values_of_the_scripts_config_file_count(script, tmp_path):
     (tmp_path / "run.yaml").write_text("num_generations: 4\nper_device_train_batch_size: 2\nenv:\n  A_NAME: x\n")
     launch, problems = check(FOUR_NODES[0], [*FOUR_NODES[1:], script, "--config", str(tmp_path / "run.yaml")])
@@ -90,7 +108,7 @@ def test_script_without_node_mode_needs_no_reserved_gpu(script, write):
 
 
 def test_a_module_is_read_too(tmp_path, monkeypatch):
-    (tmp_path / "checked_package.py").write_text(USERS.format(touched="none"))
+    (tmp_path / "checked_package.py").write_text(USERS.format(touched=str(tmp_path / "touched")))
     (tmp_path / "start.py").write_text("from checked_package import main\n\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
     for words in (["--module", "checked_package"], [str(tmp_path / "start.py")]):
@@ -122,58 +140,3 @@ def test_batch_of_a_script_without_a_parser_is_checked(tmp_path):
     path.write_text("print(1)")
     problem = only_problem(*FOUR_NODES, str(path), "--per_device_train_batch_size", "1", "--unknown", "2")
     assert "got 28 " in problem.what
-
-
-SLICED = """
-from __future__ import annotations
-import os, sys
-from lib import Config, Parser, Trainer
-try:
-    from extra import Extra
-except ImportError:
-    Extra = None
-sys.path.insert(0, "here")
-model = Trainer.from_pretrained("x")
-def helper():
-    model = Extra
-    return [model]
-class Arguments(Config):
-    more = helper()
-def unused():
-    return model
-if __name__ == "__main__":
-    os.environ["A"] = "1"
-    kinds = (Arguments, sys.argv)
-    parser = Parser(kinds)
-    parser.add_argument("--x")
-    arguments = parser.parse_args_and_config(return_remaining_strings=True)
-    model.train(arguments)
-"""
-
-
-def test_only_what_the_parser_needs_is_kept():
-    """A local `model` of a function that is needed does not make the module's `model` needed."""
-    tree = ast.parse(SLICED)
-    call = find_call(tree)
-    assert call.keywords == {"return_remaining_strings": True}
-    assert ast.unparse(needed_statements(tree, call)).splitlines() == [
-        "from __future__ import annotations",
-        "import os, sys",
-        "from lib import Config, Parser",
-        "try:",
-        "    from extra import Extra",
-        "except ImportError:",
-        "    Extra = None",
-        "sys.path.insert(0, 'here')",
-        "",
-        "def helper():",
-        "    model = Extra",
-        "    return [model]",
-        "",
-        "class Arguments(Config):",
-        "    more = helper()",
-        "kinds = (Arguments, sys.argv)",
-        "parser = Parser(kinds)",
-        "parser.add_argument('--x')",
-        "trl_multinode_parser = parser",
-    ]

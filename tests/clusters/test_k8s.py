@@ -1,39 +1,14 @@
-"""The TrainJob: Kubeflow's own models keep every key, and its command runs with the variables of a pod."""
+"""The TrainJob: Kubeflow's own models keep every key; test_job_launches.py runs its command."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from waiting import HANG_S, until
 
 from trl_multinode.command import main
-from trl_multinode.testing.launch_files import free_port, fresh_environment
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = ["--image", "registry/grpo:1", "--volume", "runs:/runs", "--resource", "rdma/ib=8", "--restarts", "2"]
-# Ends as a pre-empted rank: with a file that holds the code, because torchrun turns every code into 1.
-SCRIPT = """\
-import json, os, signal, sys
-from pathlib import Path
-import torch.distributed as dist
-
-def preempted(*_):
-    Path(os.environ["TRL_MULTINODE_ENDING_FILE"]).write_text(json.dumps({"code": 143, "cause": "pre-empted"}))
-    sys.exit(143)
-
-signal.signal(signal.SIGTERM, preempted)
-dist.init_process_group("gloo")
-dist.barrier()
-limit = os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}, {limit} s, {sys.argv[1]}", flush=True)
-while True:
-    signal.pause()
-"""
 
 
 @pytest.fixture
@@ -128,41 +103,3 @@ def test_wrong_options_are_refused(render, options, message, capsys):
     with pytest.raises(SystemExit) as stop:
         render("4x8", *options)
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-# ---- the command of the container
-
-
-@pytest.mark.two_node
-@pytest.mark.nightly
-def test_the_command_meets_launches_and_ends_with_the_code_of_the_run(render, tmp_path):
-    """Two pods on this machine: roll-call, launch, then SIGTERM to the first process of each, as at an eviction."""
-    Path("script.py").write_text(SCRIPT)
-    options = ["--image", "i", "--env", "A=1", "--timeout", "600", "--grace", "20"]
-    documents = render("2x1 --cpu", *options, script="script.py $A-$PET_NODE_RANK")
-    port = free_port()
-    text = documents["ConfigMap"]["data"]["accelerate.yaml"].replace("29500", str(port))
-    Path("accelerate.yaml").write_text(text)
-    command = documents["TrainJob"]["spec"]["trainer"]["command"]
-    command = [word.replace("/etc/trl-multinode", str(tmp_path)) for word in command]
-    pods, logs = [], [Path(f"pod{rank}.log") for rank in range(2)]
-    for rank, log in enumerate(logs):
-        variables = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1",
-                     "PET_MASTER_PORT": "29400", "PET_NPROC_PER_NODE": "auto", "JOB_COMPLETION_INDEX": str(rank),
-                     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo",
-                     "PYTHONPATH": str(ROOT)}  # fmt: skip
-        with log.open("wb") as file:
-            pods.append(
-                subprocess.Popen(command, env=fresh_environment() | variables, stdout=file, stderr=subprocess.STDOUT)
-            )
-    try:
-        until(lambda: all("rank " in log.read_text() for log in logs), lambda: str([log.read_text() for log in logs]))
-        for pod in pods:
-            pod.send_signal(signal.SIGTERM)
-        assert [pod.wait(HANG_S) for pod in pods] == [143, 143], [log.read_text() for log in logs]
-    finally:
-        for pod in pods:
-            pod.kill()
-    for rank, log in enumerate(logs):
-        assert "2 of 2 nodes here" in log.read_text()
-        assert f"rank {rank} of 2, 25 s, 1-{rank}\n" in log.read_text()

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import check_kit
 import pytest
-from check_kit import CONFIGS, ROOT
+from check_kit import CONFIGS
 
 from trl_multinode.command import main
 from trl_multinode.render.job import read_job
 from trl_multinode.render.kinds import KINDS
-from trl_multinode.render.template import TEMPLATES, fill, placeholders
+from trl_multinode.render.template import fill
 from trl_multinode.run.preemption import grace_after
 
 quiet_machine = check_kit.quiet_machine
@@ -36,13 +36,6 @@ def test_a_template_leaves_the_shell_alone_and_indents_values():
     assert fill(text, {"setup": "", "name": "n"}) == '  echo "$X ${Y[@]} $(z) @b" n  # n\n'
     with pytest.raises(KeyError, match="name"):
         fill(text, {"setup": ""})
-
-
-def test_every_template_belongs_to_a_kind():
-    assert {path.name for path in TEMPLATES.iterdir()} == {kind.template for kind in KINDS.values()}
-    used = {kind.template: placeholders((TEMPLATES / kind.template).read_text()) for kind in KINDS.values()}
-    assert all({"command", "summary"} <= names and {"launch", "start"} & names for names in used.values())
-    assert set(NEEDED) == set(KINDS)
 
 
 def test_the_limits_leave_the_grace_of_the_package():
@@ -85,12 +78,6 @@ def test_the_next_steps_name_the_file_and_a_check_that_passes(kind, capsys):
     assert shlex.join(["trl-multinode", *command]) in written and "@{" not in written
     assert main(command) == 1 and Path("job").read_text() == written
     assert "job" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_out_the_file_is_all_of_standard_output(kind, capsys):
-    assert main(["render", kind, "4node.yaml", "--script", "train.py", *NEEDED[kind]]) == 0
-    assert capsys.readouterr().out.startswith("#") and [path.name for path in Path().iterdir()] == ["4node.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -140,15 +127,6 @@ def test_wrong_options_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["render", *arguments])
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_the_commands_of_the_page_write_their_files():
-    page = (ROOT / "docs" / "cluster-hosts.md").read_text()
-    lines = [line.partition("  #")[0] for line in page.splitlines() if line.startswith("trl-multinode ")]
-    Path("4node.yaml").unlink()
-    assert all(main(shlex.split(line)[1:]) == 0 for line in lines) and len(lines) == 1 + len(KINDS)
-    written = {"4node.yaml", "run.sbatch", "job.yaml", "run.sh", "task.yaml", "Dockerfile"}
-    assert {path.name for path in Path().iterdir()} == written
 
 
 @pytest.mark.real

@@ -120,13 +120,6 @@ def test_scancel_leaves_time_for_a_checkpoint_and_is_the_end_of_the_job(folder, 
     assert [log.count("saved") for log in logs] == [2, 2], logs
 
 
-def test_a_time_limit_that_would_warn_at_the_start_is_refused(cluster, folder):
-    job = cluster.submit("--time", "10", render(folder, "short", "train.py"))
-    assert cluster.wait_for(job, "FAILED", HANG_S)["ExitCode"] == "2:0"
-    message = log_of(folder, "short", job)
-    assert "630 s" in message and "--signal" in message and "--time" in message
-
-
 @pytest.fixture(scope="module")
 def training(cluster, folder):
     """A job that is pre-empted in step 3, comes near its time limit in step 5, and ends with step 6."""
@@ -212,30 +205,14 @@ def test_a_cluster_is_gone_after_its_end_whatever_runs(tmp_path, temporary):
     assert [pid for pid in pids if psutil.pid_exists(pid) and command_of(psutil.Process(pid))] == []
 
 
-def test_a_cluster_that_cannot_start_says_why_and_leaves_nothing(tmp_path, temporary):
-    with pytest.raises(RuntimeError, match=r"waited for all nodes to be idle, without success(.|\n)*fatal:"):
-        SlurmCluster(1, folder=tmp_path / "jobs", gpus_per_node=0)
-    check_cluster_is_gone(temporary)
-
-
-def test_a_long_temporary_folder_is_refused_because_jobs_would_not_start(tmp_path, temporary, monkeypatch):
-    folder = temporary / ("long" * 20)
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(RuntimeError, match="paths of 1[0-9]{2} characters, expected at most 107: set TMPDIR"):
-        SlurmCluster(1, folder=tmp_path)
-    assert list(folder.iterdir()) == []
-
-
 def command_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
 
 
-def check_cluster_is_gone(folder: Path, name: str = "tmn-slurm-") -> None:
+def check_cluster_is_gone(folder: Path, name: str) -> None:
     assert list(folder.glob("tmn-slurm-*")) == []
     assert [process for process in psutil.process_iter() if str(folder) in command_of(process)] == []
-    if name != "tmn-slurm-":
-        spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        assert name not in spaces and not Path("/dev/shm", name).exists()
+    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert name not in spaces and not Path("/dev/shm", name).exists()

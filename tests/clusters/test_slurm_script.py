@@ -1,7 +1,6 @@
 """Batch script of `trl-multinode render slurm`, with stand-ins for the commands that `test_slurm.py` really runs."""
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 from check_kit import CONFIGS
 
 from trl_multinode.command import main
-from trl_multinode.testing import slurm
 
 FILE = str(CONFIGS / "2node_6+2.yaml")
 # One task per node, in turn. With WARN the batch script gets SLURM's signal first. The last code is the step's
@@ -98,12 +96,6 @@ def test_a_time_limit_below_the_warning_is_refused_at_the_start(run, end, refuse
     done, calls = run(END=end)
     assert (done.returncode, "srun" in calls) == ((2, False) if refused else (0, True)), done.stderr
     assert ("630 s" in done.stderr and "--signal" in done.stderr and "--time" in done.stderr) == refused
-
-
-def test_missing_programs_are_named_with_their_packages(monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name, path: None if "slurm" in name else f"/usr/bin/{name}")
-    reason = slurm.slurm_available.__wrapped__()
-    assert reason.startswith("slurmctld, slurmd ") and "Debian package" in reason
 
 
 def test_a_node_without_gpus_asks_for_none(capsys):

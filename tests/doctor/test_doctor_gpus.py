@@ -140,11 +140,6 @@ def test_gpus_of_an_amd_node_are_read_from_the_files_of_the_driver(amd):
     assert [part for part in parts if part not in finding.what] == []
 
 
-def test_an_amd_gpu_without_a_product_name_has_that_of_its_architecture(amd):
-    amd([0] * 8, name="")
-    assert results(examine_gpus, case())[0]["GPUs"] == "8 x AMD gfx942 (192 GiB)"
-
-
 def test_an_amd_gpu_that_a_container_may_not_use_does_not_count(amd):
     amd([0, None, 0, 0])
     assert [gpu.uuid for gpu in list_gpus()] == [f"GPU-{0xABC000 + index:016x}" for index in (0, 2, 3)]

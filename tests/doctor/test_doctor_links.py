@@ -8,10 +8,9 @@ import torch.distributed as dist
 from forks import forked
 
 from trl_multinode.doctor import ring
-from trl_multinode.doctor.cluster import ClusterReport, RingPlan, differing, measure_links
+from trl_multinode.doctor.cluster import RingPlan, differing, measure_links
 from trl_multinode.doctor.facts import Fact, NodeReport
 from trl_multinode.doctor.links import Link, link_findings, rounds_of_ring, slow_links, speed, usual_speed
-from trl_multinode.doctor.tables import finding_lines, links_table
 from trl_multinode.testing.launch_files import free_port
 
 
@@ -87,23 +86,6 @@ def test_differences_between_nodes_name_the_odd_one_out():
     assert found["driver"].severity == "warning" and found["InfiniBand"].severity == "error"
     assert "none on nodes 0 (host0), 1 (host1), 2 (host2), 8 x 400 Gb/sec on node 3" in found["InfiniBand"].what
     assert found["versions"].severity == "error" and "torch: 2 on nodes 0 (host0)" in found["versions"].what
-
-
-def test_equal_findings_of_many_nodes_are_one_line():
-    (same,) = link_findings(ring_of(9.0, 1.0), nodes_of(2), on_gpus=False)
-    lines = list(finding_lines([(f"node {rank}", same) for rank in (0, 1, 2, 5)]))
-    assert len(lines) == 2 and lines[0][0].startswith("error: nodes 0-2, 5: the link 1 -> 0")
-
-
-def test_of_many_links_the_slowest_are_shown():
-    links = ring_of(*[9.0] * 40, 3.0, *[9.0] * 23)
-    table = links_table(ClusterReport(nodes_of(64), links, backend="nccl"), "#")
-    first, last = (
-        [next(iter(column.cells)) for column in table.columns],
-        [list(column.cells)[-1] for column in table.columns],
-    )
-    assert first[1] == "40 (host40) -> 41 (host41)" and first[2] == "3 Gbit/s" and str(first[0]) == "error"
-    assert len(str(first[4])) == 10 and last[1:3] == ["48 faster ones", "up to 9 Gbit/s"]
 
 
 def test_links_are_measured_over_gloo_also_in_two_rings_of_one_process(tmp_path, monkeypatch):

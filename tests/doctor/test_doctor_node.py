@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from trl_multinode.check.launch import Engines
 from trl_multinode.doctor import cores, models, network, software, storage
-from trl_multinode.doctor.cores import cores_of_task, examine_cores, examine_limits, examine_memory
+from trl_multinode.doctor.cores import cores_of_task, examine_cores, examine_limits
 from trl_multinode.doctor.facts import Fact, Finding
 from trl_multinode.doctor.models import examine_dataset, examine_hub, examine_model
 from trl_multinode.doctor.network import chosen_interfaces, examine_address, examine_names, examine_variables
@@ -68,13 +68,6 @@ def test_the_quota_of_a_container_counts(tmp_path, monkeypatch, files, expected)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert cores_of_task() == (expected or len(os.sched_getaffinity(0)))
-
-
-def test_the_memory_of_a_container_is_shown(tmp_path, monkeypatch):
-    monkeypatch.setattr(cores, "CGROUP", tmp_path)
-    assert "container" not in results(examine_memory, case())[0]["memory"]
-    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
-    assert results(examine_memory, case())[0]["memory"].endswith("the container may use 1 GiB")
 
 
 @pytest.mark.parametrize(("nodes", "hard", "severity"), [(64, 1024, "error"), (32, 1024, None), (64, -1, None)])

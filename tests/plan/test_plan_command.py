@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from plan_kit import CONFIGS, PARAMETERS, layouts, size, task
+from plan_kit import CONFIGS, layouts, size, task
 from transformers import AutoConfig
 
 from trl_multinode.command import main
@@ -24,7 +24,7 @@ def plan(*words: str) -> int:
 # ---- what fits
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", ["0.5B", "8B", "70B"])
 def test_a_micro_batch_is_the_largest_that_fits(name):
     every = layouts(task(name))
     assert {split for split, _ in every} == {"7+1", "6+2", "4+4", "colocated"}
@@ -145,8 +145,3 @@ def test_the_page_has_what_the_command_prints(command, capsys, monkeypatch):
     printed = capsys.readouterr().out
     for part in dict(COMMANDS)[command].split("...\n"):  # parts that the page leaves out
         assert part in printed
-
-
-def test_the_page_plans_small_and_large_models():
-    planned = {name for name in PARAMETERS for command, _ in COMMANDS if f"/{name}.json" in command}
-    assert {"0.5B", "8B", "32B", "70B", "235B"} <= planned

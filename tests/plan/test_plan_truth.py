@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from plan_kit import PARAMETERS, layouts, size, task
-from projection import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from trl_multinode.plan.layouts import sync_seconds
@@ -144,10 +143,3 @@ def test_a_sync_takes_the_seconds_of_the_benchmarks_projection():
             assert sync_seconds(slow, layout) > 2 * sync_seconds(plan, layout)
             compared += 1
     assert compared == 8
-
-
-def test_the_models_of_the_projection_are_those_of_their_configs():
-    for name, model in MODELS.items():
-        if name in PARAMETERS:
-            assert model.parameters == pytest.approx(size(name).parameters, rel=1e-3)
-            assert model.calls == size(name).loader_calls

@@ -11,7 +11,6 @@ import pytest
 from forks import forked
 from waiting import HANG_S, until
 
-from trl_multinode.testing.launch_files import MARKER_VARIABLE, fresh_environment
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
 from trl_multinode.wire.supervisor import is_alive
@@ -31,10 +30,8 @@ torch.distributed.barrier()
 print("world", state.num_processes, "sum", int(total[0]), "zero3", os.environ["ACCELERATE_USE_DEEPSPEED"])
 print("temporary", *sorted(f for f in os.listdir(tempfile.gettempdir()) if f.startswith("rank")))
 print("memory", *sorted(f[-5:] for f in os.listdir("/dev/shm") if f.startswith(sys.argv[1])))
-print("own", os.environ.get("ONLY_HERE"))
 torch.distributed.barrier()
 os.remove(shared)
-print("last words of rank", state.process_index, file=sys.stderr)
 os._exit(0)
 """
 
@@ -61,62 +58,6 @@ def script(tmp_path: Path):
         return path
 
     return write
-
-
-def test_a_launch_does_not_inherit_the_launch_that_the_caller_runs_in(monkeypatch):
-    outer = {"RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_USE_CPU", "PET_NNODES", MARKER_VARIABLE}
-    for name in outer:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("UNRELATED", "kept")
-    left = fresh_environment()
-    assert left["UNRELATED"] == "kept"
-    assert not outer & set(left)
-
-
-def test_wrong_use_is_told_with_its_cure(tmp_path):
-    with pytest.raises(ValueError, match="both start at 1"):
-        Nodes(num_nodes=0, folder=tmp_path)
-    with Nodes(folder=tmp_path) as nodes:
-        with pytest.raises(FileNotFoundError, match="path of a Python script"):
-            nodes.launch(tmp_path / "missing.py")
-        with pytest.raises(RuntimeError, match="call launch"):
-            nodes.wait()
-        with pytest.raises(ValueError, match="ranks 0 to 3"):
-            nodes.rank_log(4)
-        with pytest.raises(RuntimeError, match="namespaces=True"):
-            nodes.link_bytes(0)
-
-
-def test_namespaces_are_refused_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_multinode.testing.nodes.namespaces_available", lambda: "network namespaces need root")
-    with pytest.raises(RuntimeError, match="need root"):
-        Nodes(folder=tmp_path, namespaces=True)
-
-
-@pytest.mark.parametrize(("user", "ip", "reason"), [(1000, "/sbin/ip", "need root"), (0, None, "package iproute2")])
-def test_the_reason_against_namespaces_is_named(monkeypatch, user, ip, reason):
-    monkeypatch.setattr("os.geteuid", lambda: user)
-    monkeypatch.setattr("shutil.which", lambda name: ip)
-    assert reason in namespaces_available.__wrapped__()
-
-
-@pytest.mark.two_node
-def test_two_nodes_of_two_ranks_are_one_world_of_four(tmp_path, script):
-    with Nodes(num_nodes=2, ranks_per_node=2, folder=tmp_path) as nodes:
-        temporary = nodes.tmpdir(0).parent
-        nodes.launch(script(MEET), temporary.name, "1", env_of=lambda node: {"ONLY_HERE": f"of node {node}"})
-        assert nodes.wait_for(3, "world", timeout_s=HANG_S) == "world 4 sum 4 zero3 true"
-        assert nodes.wait(timeout_s=HANG_S) == [0, 0]
-        for rank in range(4):
-            log = nodes.rank_log(rank).splitlines()
-            assert "world 4 sum 4 zero3 true" in log
-            assert f"temporary rank{rank // 2 * 2} rank{rank // 2 * 2 + 1}" in log
-            assert f"own of node {rank // 2}" in log
-            assert log[-1] == f"last words of rank {rank}"
-        assert nodes.pids(0) == nodes.pids(1) == []
-        with pytest.raises(ProcessLookupError, match=r"rank 2 \(node 1\) has no live process"):
-            nodes.rank_pid(2)
-    assert not temporary.exists()
 
 
 @pytest.mark.two_node
@@ -195,16 +136,3 @@ def test_nodes_in_namespaces_share_nothing_but_the_link(tmp_path, script):
         assert any(entry.startswith(name) for entry in os.listdir("/run/netns"))
     assert not any(folder.exists() for folder in left)
     assert not any(entry.startswith(name) for entry in os.listdir("/run/netns"))
-
-
-@pytest.mark.two_node
-def test_a_process_without_the_marker_is_found_in_its_namespace(tmp_path, script):
-    if reason := namespaces_available():
-        pytest.skip(reason)
-    text = "import os, subprocess\nchild = subprocess.Popen(['sleep', '600'], env={}, start_new_session=True)\n"
-    with Nodes(num_nodes=1, ranks_per_node=1, folder=tmp_path, namespaces=True) as nodes:
-        nodes.launch(script(text + "print('child', child.pid)"))
-        child = int(nodes.wait_for(0, "child", timeout_s=HANG_S).split()[1])
-        assert nodes.wait(timeout_s=HANG_S) == [0]
-        assert nodes.pids(0) == [child]
-    assert not Path(f"/proc/{child}/cwd").exists()

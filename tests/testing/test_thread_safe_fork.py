@@ -13,8 +13,9 @@ from trl_multinode.testing import thread_safe_fork
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.thread_safe_fork import fork_without_held_locks
 
+pytestmark = [pytest.mark.real, pytest.mark.nightly]  # of the test kit
 
-@pytest.mark.real
+
 def test_no_fork_waits_for_a_lock_that_another_thread_held(tmp_path):
     if reason := namespaces_available():
         pytest.skip(reason)

@@ -34,25 +34,6 @@ def test_a_clock_that_was_not_measured_is_a_note(tmp_path):
     assert run.lanes[3].spans[1].start == BEGIN + AHEAD_S
 
 
-def test_with_rounds_ahead_an_engine_generates_while_its_ranks_train(tmp_path):
-    run = read_run([write_run(tmp_path)])
-    rank, engine = run.lanes[0], run.lanes[2]
-    trains = [piece for piece in rank.pieces() if piece.phase == "train"]
-    both = sum(
-        max(0.0, min(piece.end, span.end) - max(piece.start, span.start))
-        for piece in trains for span in engine.spans if span.phase == "generate"
-    )  # fmt: skip
-    assert both == pytest.approx(STEPS * (5.5 - 2.0 - 1.0)) and rank.seconds()["generate"] == 3.0  # the evaluation
-
-
-def test_engines_in_flight_go_on_across_a_sync_and_each_swap_is_marked(tmp_path):
-    engine = read_run([write_run(tmp_path, in_flight=True)]).lanes[2]
-    assert [mark.kind for mark in engine.marks] == ["swap"] * (STEPS - 1)
-    spans = [span for span in engine.spans if span.phase != "start"]
-    assert [span.phase for span in spans] == ["sync", "generate"] * STEPS
-    assert all(one.end == next_.start for one, next_ in zip(spans, spans[1:], strict=False))
-
-
 def test_the_step_in_which_a_run_was_killed_is_shown(tmp_path):
     """Its outer phase has no line, because a killed rank does not leave it."""
     write_run(tmp_path)
@@ -142,8 +123,3 @@ def test_logs_come_from_the_trainers_state_if_the_run_has_no_file_of_its_own(tmp
     state.parent.mkdir()
     state.write_text(json.dumps({"log_history": [{"step": 1, "reward": 0.5}]}))
     assert read_run([tmp_path]).logs == [{"step": 1, "reward": 0.5}]
-
-
-def test_a_folder_without_a_run_is_an_error_with_the_cure(tmp_path):
-    with pytest.raises(TimelineError, match="`output_dir`"):
-        read_run([tmp_path])
