@@ -39,7 +39,9 @@ B = Hello(rank=1, host="b", host_id="B", pid=11, nodes=2, processes=7, gpus=8, v
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(rollcall, "STRANGER_S", 2.0)
+    monkeypatch.setattr(rollcall, "STRANGER_S", 1.0)
+    for module in (rollcall, meeting):
+        monkeypatch.setattr(module, "RETRY_S", 0.1)
     monkeypatch.setattr(rollcall, "QUIET_S", 0.0)
     for name in [name for name in os.environ if name.startswith(("PET_", "SLURM_", "TRL_MULTINODE_"))]:
         monkeypatch.delenv(name)
@@ -189,13 +191,13 @@ def test_row_25_a_node_whose_node_0_never_starts_ends_too(place, capsys):
 
 def test_row_25_a_node_that_left_is_missing_again(place, capsys):
     async def nodes() -> list[Verdict]:
-        first = asyncio.create_task(call(replace(place, timeout_s=6.0), changed(A, nodes=3)))
+        first = asyncio.create_task(call(replace(place, timeout_s=4.0), changed(A, nodes=3)))
         await until_held(place)
-        leaving = asyncio.create_task(call(replace(place, timeout_s=2.0), changed(B, nodes=3)))
+        leaving = asyncio.create_task(call(replace(place, timeout_s=1.0), changed(B, nodes=3)))
         return await asyncio.gather(first, leaving)
 
     first, leaving = asyncio.run(nodes())
-    assert "machine_rank 1, 2" in first.lines[0] and " 2 s " in leaving.lines[0] and "--timeout" in leaving.lines[0]
+    assert "machine_rank 1, 2" in first.lines[0] and " 1 s " in leaving.lines[0] and "--timeout" in leaving.lines[0]
     assert "node 1 (b) has left the roll-call" in capsys.readouterr().out
 
 
@@ -218,6 +220,7 @@ def test_row_24_a_rank_out_of_range_is_named(place):
     assert code == CONFIGURATION and "machine_rank 2 of b (pid 11) is out of range, expected 0 to 1" in line
 
 
+@pytest.mark.real
 def test_row_24_swapped_ranks_are_named_on_both_hosts(tmp_path):
     """Two hosts with addresses of their own: the one of rank 0 is not the one of main_process_ip."""
     if reason := namespaces_available():
@@ -280,13 +283,11 @@ def test_row_28_versions_are_those_of_the_installed_libraries():
     assert str(found[0]).endswith("6, 7 and 4 more, 0.1.0 on node 12")
 
 
-def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end(place, capsys):
+def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end(place, monkeypatch):
+    for module in (rollcall, meeting):
+        monkeypatch.setattr(module, "CONNECT_S", 0.5)
     with socket.create_server(("", place.port)):  # it takes connections and never answers
-        try:
-            meeting.CONNECT_S = rollcall.CONNECT_S = 0.5
-            first, second = meet(place, A, changed(B, host_id="B"))
-        finally:
-            meeting.CONNECT_S = rollcall.CONNECT_S = 5.0
+        first, second = meet(place, A, changed(B, host_id="B"))
     assert (first.code, second.code) == (CONFIGURATION, CONFIGURATION)
     assert f"port {place.port} is taken on this node by pid {os.getpid()} (`" in first.lines[0]
     assert "pass another --main_process_port" in second.lines[0]
@@ -423,6 +424,7 @@ def test_a_signal_to_all_processes_of_a_job_is_not_forwarded_a_second_time(start
     assert run.wait() == 0 and run.text.splitlines()[-1] == "1"
 
 
+@pytest.mark.real
 def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handler(started):
     rank = "import signal, sys, time; stop = lambda *_: (print('rank', flush=True), sys.exit(0))"
     rank = f"{rank}; signal.signal(signal.SIGUSR1, stop); print('ready', flush=True); time.sleep(600)"
