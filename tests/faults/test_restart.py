@@ -205,23 +205,27 @@ def at(moment: str, number: int, do: Callable[[], None]) -> Callable[[str, int],
 
 
 def test_rows_1_2_8_an_engine_may_die_at_any_moment(node, expected):
-    """After the sync, idle, and while weights are sent. Its clocks go on."""
+    """After the sync, idle, and while weights are sent."""
     one = node(engine_restarts=3)
     kills = [at("generate", 0, one.kill), at("idle", 1, one.kill), at("sync", 2, one.kill_in_sync)]
-    clocks = []
-
-    def act(moment: str, number: int) -> None:
-        for kill in kills:
-            kill(moment, number)
-        if moment == "generate":
-            clocks.append(one.engine_clocks)
-
-    assert one.story(act) == expected
+    assert one.story(lambda *moment: [kill(*moment) for kill in kills]) == expected
     text = "\n".join(one.lines)
     assert "engine 0 ended (its process" in text and "was killed by SIGKILL" in text and "2 restart(s) left" in text
     assert "engine 0 was started again in" in text and one.num_restarts == 3 and not one.ends
     for update in (1, 3):
         assert f"got the weights of update {update} (step {update - 1}) again" in text
+
+
+def test_row_1_the_clocks_of_an_engine_go_on_after_a_restart(node):
+    one, clocks = node(), []
+
+    def act(moment: str, number: int) -> None:
+        if (moment, number) == ("idle", 1):
+            one.kill()
+        if moment == "generate":
+            clocks.append(one.engine_clocks)
+
+    one.story(act)
     seconds = [clock for ((_, clock, _, _),) in clocks]
     assert len(seconds) == ROUNDS and seconds == sorted(seconds) and seconds[-1] > seconds[0]
 
