@@ -169,7 +169,7 @@ def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
 
 
 def test_row_25_a_node_that_never_starts_is_named_every_interval_and_at_the_limit(place, capsys):
-    often = replace(place, every_s=0.2, timeout_s=5.0)
+    often = replace(place, every_s=0.2, timeout_s=3.0)
 
     async def nodes() -> list[Verdict]:
         first = asyncio.create_task(call(often, changed(A, nodes=3)))
@@ -178,7 +178,7 @@ def test_row_25_a_node_that_never_starts_is_named_every_interval_and_at_the_limi
         return await asyncio.gather(first, patient)
 
     ((code, line),) = {(one.code, *one.lines) for one in asyncio.run(nodes())}
-    assert code == PEER_LOST and "machine_rank 2; " in line and " 5 s " in line and "--timeout" in line
+    assert code == PEER_LOST and "machine_rank 2; " in line and " 3 s " in line and "--timeout" in line
     shown = re.findall(r"roll-call: 2 of 3 nodes here after [\d]+ s: .*machine_rank 2$", capsys.readouterr().out, re.M)
     assert len(shown) >= 4  # twice in each of the two nodes, at least
 
