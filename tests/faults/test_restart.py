@@ -259,7 +259,6 @@ def test_row_3_twice_in_a_row(node, expected, copy):
 
 def test_row_3_without_restarts_the_first_death_ends_the_run(node):
     one = node(engine_restarts=0)
-    one.story(at("idle", 3, lambda: None))
     one.kill()
     until(lambda: one.ends)
     assert "engine 0 of node 0 ended: its process" in one.ends[0] and one.num_restarts == 0
