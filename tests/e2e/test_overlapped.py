@@ -1,17 +1,16 @@
 """`max_staleness=1` against 0 on TRL's real loop: the same prompts, steps and seeds, one round behind."""
 
 import json
-import subprocess
+import os
+import runpy
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-from waiting import HANG_S
-
-from trl_multinode.testing.launch_files import fresh_environment
+from forks import forked
 
 SCRIPT = Path(__file__).parent / "scripts" / "overlapped.py"
-pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 # 4 rows a rank and micro-step; a round has `steps_per_generation` prompts, an epoch has `prompts`
 CASES = {
@@ -36,27 +35,41 @@ CASES = {
 }  # fmt: skip
 
 
+DECIDING = ("blocks of two", "a short last step", "eval at every step")
+
+
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory):
+def run_case(tmp_path_factory):
+    """Returns the run without staleness and the one with it. The deciding cases, or the others, are one fork's."""
     folder = tmp_path_factory.mktemp("overlapped")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), json.dumps(CASES)],
-        env=fresh_environment(), capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {name: json.loads((folder / f"{name}_rank0.json").read_text()) for name in CASES}
+
+    def body(cases: dict) -> None:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+        sys.path.insert(0, str(SCRIPT.parent))
+        sys.argv = [str(SCRIPT), str(folder), json.dumps(cases)]
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+    @cache
+    def run_all(decide: bool) -> None:
+        cases = {name: case for name, case in CASES.items() if (name in DECIDING) == decide}
+        with forked(lambda rank: body(cases), 1, folder) as (process,):
+            assert process.wait() == 0, process.text
+
+    def run(name: str) -> list[dict]:
+        run_all(name in DECIDING)
+        return json.loads((folder / f"{name}_rank0.json").read_text())["runs"]
+
+    return run
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[name if name in DECIDING else pytest.param(name, marks=pytest.mark.nightly) for name in CASES])
 def name(request) -> str:
     return request.param
 
 
 @pytest.fixture
-def pair(cases, name):
-    """The run without staleness, and the one with it."""
-    assert "runs" in cases[name], cases[name]["error"]
-    return cases[name]["runs"]
+def pair(run_case, name):
+    return run_case(name)
 
 
 def prompts(run: dict) -> list[list[str]]:
@@ -106,16 +119,16 @@ def test_the_alarm_looks_at_every_round_and_finds_nothing(pair):
         assert max(run["differences"]) < 1e-3
 
 
-def test_seeds_do_not_depend_on_when_a_row_is_made_and_eval_between_changes_nothing(cases):
-    fresh, ahead = cases["eval at every step"]["runs"]
+def test_seeds_do_not_depend_on_when_a_row_is_made_and_eval_between_changes_nothing(run_case):
+    fresh, ahead = run_case("eval at every step")
     assert [one["rows"] for one in fresh["rounds"]] == [one["rows"] for one in ahead["rounds"]]
     assert [one["rows"] for one in fresh["evals"]] == [one["rows"] for one in ahead["evals"]]
     assert len(fresh["evals"]) == 2 * fresh["steps"]  # two eval prompts of four completions, one batch each
     assert len({str(row) for one in ahead["rounds"] for row in one["rows"]}) > 8  # sampled, not constant
 
 
-def test_older_weights_really_made_the_rows(cases):
+def test_older_weights_really_made_the_rows(run_case):
     """Completions differ from those of the newest weights, where these had time to move."""
-    fresh, ahead = cases["blocks of two"]["runs"]
+    fresh, ahead = run_case("blocks of two")
     same = [a["rows"] == b["rows"] for a, b in zip(fresh["rounds"], ahead["rounds"], strict=True)]
     assert same[0] and not any(same[1:4])

@@ -101,8 +101,8 @@ def told(runs, kind) -> list[tuple[str, str]]:
 def test_each_failure_is_told_once_with_the_command_that_repeats_it(runs, kind):
     for revision, reason in (("denied", "401"), ("conflict", "409"), ("cut", "Error: ")):
         (line,) = [line for line, command in told(runs, kind) if f"--revision {revision} " in command]
-        assert f"the push of /{kind} to tester/{kind} ('End of training') failed: " in line and reason in line
-        assert "Nothing is lost" in line and "trainer.push_to_hub()" in line
+        assert f" tester/{kind} " in line and "End of training" in line and reason in line
+        assert "trainer.push_to_hub()" in line
         command = f"hf upload tester/{kind} /{kind} . --exclude '_*' --exclude 'checkpoint-*' --revision {revision}"
         assert command in [command.strip().partition(" --commit")[0] for _, command in told(runs, kind)]
     assert len(told(runs, kind)) == (4 if kind == "full" else 3)
@@ -110,7 +110,7 @@ def test_each_failure_is_told_once_with_the_command_that_repeats_it(runs, kind):
 
 def test_a_push_in_the_background_that_fails_is_told_too(runs):
     """transformers looks at no outcome of such a push."""
-    (line,) = [line for line, _ in told(runs, "full") if "('Training in progress, step 2') failed: " in line]
+    (line,) = [line for line, _ in told(runs, "full") if "'Training in progress, step 2'" in line]
     assert "401" in line and "hf auth login" in line
     assert runs["hub"].commits[0] == "End of training"
 

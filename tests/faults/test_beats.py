@@ -25,6 +25,7 @@ from trl_multinode.run.watch import watch_thread as watch_module
 
 FAILED = "[trl_multinode] the run failed: "
 SHORT = replace(LIMITS, heartbeat_s=LIMIT_S)
+pytestmark = pytest.mark.real  # 50 s of waiting for limits
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from forks import forked
+from waiting import HANG_S, until
 
 from trl_multinode.check.command_run import run_command
 from trl_multinode.command import main
@@ -72,10 +73,10 @@ def owner(tmp_path, segments=(), engine: bool = False, slots: bool = False):
             save_without_weights(tiny_qwen2(300), tiny_tokenizer(), folder.path / "model")
             args = ENGINE_ARGS | {"model": str(folder.path / "model")}
             process = EngineProcess(0, 1, folder, tmp_path / "engine.log", args, {}, FAKE)
-            wait_until_ready([process], 120.0, print)
+            wait_until_ready([process], HANG_S, print)
             print(f"ENGINE {process.pid}", flush=True)
         print("READY", flush=True)
-        time.sleep(300)
+        time.sleep(HANG_S)
 
     with forked(body, 1, tmp_path) as (rank,):
         rank.wait_for("READY")
@@ -93,9 +94,11 @@ def lines() -> list[str]:
     return said
 
 
+@pytest.mark.real
 def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path):
     segments = [segment("psm_test"), segment("vllm_dist_ab-tp:0-[0-1]-cpushm_")]
     other = segment("other")
+    said: list[str] = []
     try:
         with owner(tmp_path, segments + [other], engine=True, slots=True) as rank:
             slots = slots_in(places)
@@ -106,9 +109,7 @@ def test_row_38_the_next_start_removes_what_a_killed_node_left(places, tmp_path)
             assert lines() == [] and all(path.exists() for path in segments)  # it will remove them itself
             os.kill(engine, signal.SIGKILL)
             assert slots and all(path.exists() for path in (*segments, *slots)) and len(list(places.iterdir())) == 1
-            deadline = time.monotonic() + 10
-            while not (said := lines()) and time.monotonic() < deadline:
-                time.sleep(0.1)
+            until(lambda: said.extend(lines()) or said, "the end of the engine")
         assert [line.split(" MB")[0].rsplit(",", 1)[0] for line in said] == [
             "removed what killed runs left here: 1 folder(s), 4 segment(s) of shared memory"
         ]
@@ -131,15 +132,14 @@ def test_row_38_a_start_of_engines_begins_with_the_removal(places, tmp_path):
     assert list(places.iterdir()) == []
 
 
+@pytest.mark.real
 def test_row_38_an_engine_removes_the_slots_of_its_killed_owner(places, tmp_path):
     with owner(tmp_path, engine=True, slots=True) as rank:
         slots = slots_in(places)
         assert slots and all(path.exists() for path in slots)
         kill(rank)
-        deadline = time.monotonic() + 20
-        while list(places.iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    assert list(places.iterdir()) == [] and not any(path.exists() for path in slots)
+        until(lambda: not list(places.iterdir()), "the engine to remove the folder")
+    assert not any(path.exists() for path in slots)
 
 
 def test_row_38_clean_shows_removes_and_counts(places, tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_row_38_the_folder_of_a_killed_roll_call_is_removed(places, tmp_path):
     """`check --wait -- COMMAND` makes one for the ending of the run."""
 
     def body(_: int) -> None:
-        run_command(["sh", "-c", "echo READY; exec sleep 100"])
+        run_command(["sh", "-c", "echo READY; exec sleep 600"])
 
     with forked(body, 1, tmp_path) as (check,):
         check.wait_for("READY")
@@ -212,10 +212,10 @@ def test_row_38_a_child_of_the_owner_does_not_hold_its_lock(places, tmp_path):
     def body(_: int) -> None:
         RunFolder(0)
         if os.fork() == 0:
-            time.sleep(30)
+            time.sleep(HANG_S)
             os._exit(0)
         print("READY", flush=True)
-        time.sleep(60)
+        time.sleep(HANG_S)
 
     with forked(body, 1, tmp_path) as (rank,):
         rank.wait_for("READY")
@@ -249,9 +249,7 @@ def test_row_38_shared_memory_is_on_record_while_an_engine_starts(tmp_path, monk
             [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as child, supervisor.record_while_starting(record):  # fmt: skip
             child.stdout.readline()
-            deadline = time.monotonic() + 20
-            while (not record.exists() or not record.read_text()) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            until(lambda: record.exists() and record.read_text(), "a record")
             assert record.read_text().splitlines() == [str(memory)]
             child.kill()
     finally:

@@ -14,11 +14,16 @@ from waiting import HANG_S, until
 
 from trl_multinode import errors
 from trl_multinode.run import owner
+from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import check_writable
 from trl_multinode.run.endings import exit_codes
 from trl_multinode.testing.namespaces import namespaces_available
 
-pytestmark = pytest.mark.usefixtures("short_waits")
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    """A rank that has failed waits 3 s for the others."""
+    monkeypatch.setattr(run_store, "GRACE_S", 3.0)
 
 
 @pytest.mark.parametrize("how", ["missing", pytest.param("read-only", marks=pytest.mark.real)])

@@ -29,7 +29,7 @@ from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import early
 from trl_multinode.run.watch import watch_thread as watch_module
-from trl_multinode.run.watch.signals import Preempted, noop_handler
+from trl_multinode.run.watch.signals import Preempted, StopSignals, noop_handler
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.saving.checkpoint_files import MARKERS
 from trl_multinode.saving.newest import newest_whole
@@ -115,6 +115,23 @@ def test_row_16_a_sigterm_after_ctrl_c_preempts_nothing(tmp_path, store, monkeyp
         (line,) = {rank.text.splitlines()[-1] for rank in ranks}
         assert "node 0, rank 1, phase reward: stopped by SIGINT" in line
         assert not any("received SIGTERM" in rank.text or saved(rank) for rank in ranks)
+
+
+def test_row_16_a_ctrl_c_and_a_sigterm_that_are_pending_together_are_a_ctrl_c(tmp_path):
+    """The kernel runs the handler of the later number first, so the pipe has SIGTERM before SIGINT."""
+
+    def body(rank: int) -> list[int]:
+        signals = StopSignals()
+        signals.catch()
+        both = (signal.SIGINT, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for number in both:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+        return signals.received()
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.result == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_ignores_it(tmp_path, monkeypatch):

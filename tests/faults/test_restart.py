@@ -16,6 +16,7 @@ import pytest
 import torch
 from waiting import HANG_S, until
 
+from trl_multinode.engine import fleet as fleet_module
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.restarts import lost_engine, lost_engines
@@ -129,10 +130,10 @@ class OneNode(SyncingHost):
     def kill(self, index: int = 0, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.engines[index].ready.pid, how)
 
-    def kill_until_ready(self) -> None:
+    def kill_until_ready(self, num_restarts: int) -> None:
         """Kill the engine, and return when it was started again and has no weights."""
         self.kill()
-        until(lambda: self.num_restarts == 1 and self._fleet.restarts.is_ready(0))
+        until(lambda: self.num_restarts == num_restarts and self._fleet.restarts.is_ready(0))
 
     def kill_in_generation(self, index: int = 0, how: signal.Signals = signal.SIGKILL, ahead: bool = False) -> None:
         engines = self.ahead_engines if ahead else self.engines
@@ -174,6 +175,7 @@ class OneNode(SyncingHost):
 @pytest.fixture
 def node(tmp_path, monkeypatch):
     """Builds nodes; their engines are forks, so that a restart takes tenths of a second."""
+    monkeypatch.setattr(fleet_module, "STOP_TIMEOUT_S", 0.5)  # of an engine that no client can ask to end
     made = []
 
     def build(module: str | None = None, slow: float = 0.01, **settings) -> OneNode:
@@ -202,32 +204,30 @@ def at(moment: str, number: int, do: Callable[[], None]) -> Callable[[str, int],
     return lambda found, count: do() if (found, count) == (moment, number) else None
 
 
-def test_row_1_an_idle_engine_that_is_killed_is_started_again(node, expected):
-    one = node()
-    assert one.story(at("idle", 1, one.kill)) == expected
+def test_rows_1_2_8_an_engine_may_die_at_any_moment(node, expected):
+    """After the sync, idle, and while weights are sent."""
+    one = node(engine_restarts=3)
+    kills = [at("generate", 0, one.kill), at("idle", 1, one.kill), at("sync", 2, one.kill_in_sync)]
+    assert one.story(lambda *moment: [kill(*moment) for kill in kills]) == expected
     text = "\n".join(one.lines)
-    assert "engine 0 ended (its process" in text and "was killed by SIGKILL" in text and "1 restart(s) left" in text
-    assert "engine 0 was started again in" in text and one.num_restarts == 1 and not one.ends
-
-
-def test_row_1_an_engine_that_dies_after_the_sync_gets_the_same_weights_again(node, expected):
-    one = node()
-    assert one.story(at("generate", 1, one.kill)) == expected
-    assert any("got the weights of update 2 (step 1) again" in line for line in one.lines)
+    assert "engine 0 ended (its process" in text and "was killed by SIGKILL" in text and "2 restart(s) left" in text
+    assert "engine 0 was started again in" in text and one.num_restarts == 3 and not one.ends
+    for update in (1, 3):
+        assert f"got the weights of update {update} (step {update - 1}) again" in text
 
 
 def test_row_1_the_clocks_of_an_engine_go_on_after_a_restart(node):
     one, clocks = node(), []
-    one.story(lambda moment, number: [one.kill() if (moment, number) == ("idle", 1) else None,
-                                      clocks.append(one.engine_clocks) if moment == "generate" else None])  # fmt: skip
+
+    def act(moment: str, number: int) -> None:
+        if (moment, number) == ("idle", 1):
+            one.kill()
+        if moment == "generate":
+            clocks.append(one.engine_clocks)
+
+    one.story(act)
     seconds = [clock for ((_, clock, _, _),) in clocks]
     assert len(seconds) == ROUNDS and seconds == sorted(seconds) and seconds[-1] > seconds[0]
-
-
-def test_row_2_an_engine_that_is_killed_in_generation_makes_the_same_rows(node, expected):
-    one = node()
-    assert one.story(at("generate", 1, one.kill_in_generation)) == expected
-    assert one.num_restarts == 1
 
 
 def test_row_3_an_engine_may_die_twice_and_the_third_time_ends_the_run_with_the_count(node, expected):
@@ -259,7 +259,6 @@ def test_row_3_twice_in_a_row(node, expected, copy):
 
 def test_row_3_without_restarts_the_first_death_ends_the_run(node):
     one = node(engine_restarts=0)
-    one.story(at("idle", 3, lambda: None))
     one.kill()
     until(lambda: one.ends)
     assert "engine 0 of node 0 ended: its process" in one.ends[0] and one.num_restarts == 0
@@ -269,12 +268,6 @@ def test_row_4_a_stopped_engine_is_killed_and_started_again(node, expected):
     one = node(engine_stall_timeout=STALL_S)
     assert one.story(at("generate", 1, lambda: one.kill_in_generation(how=signal.SIGSTOP))) == expected
     assert "it stalled and was killed" in "\n".join(one.lines) and f"for {STALL_S:.0f} s" in "\n".join(one.lines)
-
-
-def test_row_8_an_engine_that_dies_while_weights_are_sent_gets_them_again(node, expected):
-    one = node()
-    assert one.story(at("sync", 1, one.kill_in_sync)) == expected
-    assert any("got the weights of update 2 (step 1) again" in line for line in one.lines)
 
 
 def test_row_3_ranks_that_lost_different_processes_of_an_engine_ask_for_the_same_restart():
@@ -291,7 +284,7 @@ def test_row_2_the_other_engine_of_a_node_goes_on(node, expected):
 
 
 def test_row_2_rows_ahead_are_made_again_with_the_weights_of_that_moment(node):
-    one = node(staleness=1, slow=0.1)
+    one = node(staleness=1, slow=0.03)
     made = one.story(at("generate", 0, lambda: one.kill_in_generation(ahead=True)))
     assert one.num_restarts == 1 and not one.ends
     # the rows of round 1 are not those of round 0's weights, as those of round 2 are those of round 1's
@@ -331,27 +324,26 @@ def test_row_2_a_generation_outside_of_a_round_ends_with_the_error(node):
         one.generation.generate(PROMPTS, None, 4)
 
 
-@pytest.mark.parametrize("moment", ["idle", "sync", "generate"])
-def test_rows_1_2_8_with_a_copy_no_rank_gathers_weights_again(node, expected, moment):
+def test_rows_1_2_8_with_a_copy_no_rank_gathers_weights_again(node, expected):
     """The engine that was started again gets the same weights as the others had, from the memory of its node."""
-    one, gathered = node(engine_restart_copy=True), []
+    one, gathered = node(engine_restart_copy=True, engine_restarts=4), []
     begin = one._sync._source.gathering
     one._sync._source.gathering = lambda bucket: [gathered.append(bucket), begin(bucket)][1]
-    kill = {"idle": one.kill_until_ready, "sync": one.kill_in_sync, "generate": one.kill_in_generation}[moment]
-    assert one.story(at(moment, 1, kill)) == expected
-    assert gathered == one._sync.buckets * ROUNDS and one.num_restarts == 1
-    step = 1 - (moment == "idle")  # before the sync of round 1, or after it
+    kills = [
+        at("idle", 0, lambda: one.kill_until_ready(1)),  # it gets the first sync
+        at("idle", 1, lambda: one.kill_until_ready(2)),
+        at("generate", 1, one.kill_in_generation),
+        at("sync", 2, one.kill_in_sync),
+    ]
+    assert one.story(lambda *moment: [kill(*moment) for kill in kills]) == expected
+    assert gathered == one._sync.buckets * ROUNDS and one.num_restarts == 4
     text = "\n".join(one.lines)
-    assert f"got the weights of update {step + 1} (step {step}) again" in text and "from the copy" in text
+    assert text.count("from the copy") == 3
+    for update in (1, 2, 3):
+        assert f"got the weights of update {update} (step {update - 1}) again" in text
     size = sum(parameter.numel() for parameter in one.model.parameters()) * 4
     assert size <= one._sync.copy.num_bytes < 1.1 * size
     assert text.count(f"`engine_restart_copy` holds {one._sync.copy.num_bytes / 2**20:.1f} MiB") == 1
-
-
-def test_row_1_with_a_copy_an_engine_that_dies_before_the_first_sync_gets_that_one(node, expected):
-    one = node(engine_restart_copy=True)
-    assert one.story(at("idle", 0, one.kill_until_ready)) == expected
-    assert one.num_restarts == 1 and "from the copy" not in "\n".join(one.lines)
 
 
 def test_row_2_with_a_copy_the_other_engine_of_a_node_goes_on(node, expected):

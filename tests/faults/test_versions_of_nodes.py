@@ -8,10 +8,16 @@ from store_host import RANKS, begin_early
 from waiting import until
 
 from trl_multinode.run import node_versions, versions
+from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
 
 FAILED = "[trl_multinode] the run failed: "
-pytestmark = pytest.mark.usefixtures("short_waits")
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    """A rank that has failed waits 3 s for the others."""
+    monkeypatch.setattr(run_store, "GRACE_S", 3.0)
 
 
 @pytest.mark.parametrize(("package", "other", "ends"), [("vllm", "0.30.0", True), ("transformers", "4.0", False)])

@@ -184,7 +184,4 @@ def run(name: str, staleness: int, prompts: int, **settings) -> dict:
 
 
 for name, settings in json.loads(cases_json).items():
-    try:
-        write_result(folder, name, runs=[run(name, staleness, **settings) for staleness in (0, 1)])
-    except Exception as error:  # the other cases still say what they have to say
-        write_result(folder, name, error=f"{type(error).__name__}: {error}")
+    write_result(folder, name, runs=[run(name, staleness, **settings) for staleness in (0, 1)])

@@ -1,8 +1,10 @@
 """Signals that end a run, received through a pipe, because a Python handler would wait for the main thread in NCCL."""
 
 import os
+import select
 import signal
 import threading
+import time
 from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar
@@ -11,6 +13,7 @@ from ...wire.stop_signals import preempt_signals
 from ..endings.exit_codes import PREEMPTED
 from .exits import is_good
 
+TOGETHER_S = 0.1  # in which the bytes of signals that were pending together arrive
 PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -39,10 +42,17 @@ class StopSignals:
     def received(self) -> list[signal.Signals]:
         """Read the pipe, and return the stop signals that no handler of the script receives.
 
-        The pipe gets every signal that has a Python handler, for example a reward function's alarm.
+        The pipe gets every signal that has a Python handler, for example a reward function's alarm. SIGINT comes
+        first: of signals that are pending together the kernel runs the handler of the latest number first, and a
+        SIGTERM after Ctrl-C must not pre-empt the run.
         """
         numbers = os.read(self.read_end, 4096)  # 0 is a plain wake-up, any other byte a signal's number
-        return [signal.Signals(n) for n in numbers if n in self._numbers and signal.getsignal(n) is noop_handler]
+        if not set(numbers).isdisjoint(self._numbers):
+            time.sleep(TOGETHER_S)
+            if select.select([self.read_end], [], [], 0.0)[0]:
+                numbers += os.read(self.read_end, 4096)
+        stops = sorted(n for n in numbers if n in self._numbers)
+        return [signal.Signals(n) for n in stops if signal.getsignal(n) is noop_handler]
 
     def catch(self) -> None:
         """Receive the signals from now on, if the main thread calls it and the script leaves one of them to Python."""
