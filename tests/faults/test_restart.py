@@ -146,10 +146,18 @@ class OneNode(SyncingHost):
 
         threading.Thread(target=later).start()
 
-    def kill_in_vllm(self, title: str, after_s: float = 0.0) -> None:
-        """Kill the first of vLLM's processes with this word in its title."""
+    def kill_in_vllm(self, title: str, with_rows: bool = False) -> None:
+        """Kill the first of vLLM's processes with this word in its title, at once or as soon as it has rows."""
         process = next(child for child in descendants(self.engines[0].ready.pid) if title in title_of(child))
-        threading.Timer(after_s, process.kill).start()
+
+        def later() -> None:
+            until(lambda: self.engines.rows_left)
+            process.kill()
+
+        if with_rows:
+            threading.Thread(target=later).start()
+        else:
+            process.kill()
 
     def kill_in_sync(self, index: int = 0) -> None:
         """Kill an engine while the third bucket of the next sync is gathered."""
@@ -384,7 +392,7 @@ def test_rows_1_2_8_with_vllm(node):
     expected = one.story()
     one.begin_again()
     kills = [
-        at("generate", 3, lambda: one.kill_in_vllm("Worker_TP1", after_s=0.3)),
+        at("generate", 3, lambda: one.kill_in_vllm("Worker_TP1", with_rows=True)),
         at("idle", 4, lambda: one.kill_in_vllm("EngineCore")),
         at("sync", 5, one.kill_in_sync),
     ]
