@@ -240,24 +240,6 @@ def test_a_group_older_than_max_age_is_waited_for():
     assert run.train(1, lambda: run.engines.end((1, 0))) == ["1/0", "1/1"]
 
 
-def test_seeds_of_a_row_do_not_depend_on_the_round_that_begins_it():
-    run, strict = Run(rounds=4), Run(rounds=4, open_rounds=3)
-    seeds = []
-    for one in (run, strict):
-        found = {}
-        add = one.engines.add
-        one.engines.add = lambda requests, add=add, found=found: (
-            found.update({(r.group, r.row): r.seed for r in requests}), add(requests)
-        )  # fmt: skip
-        one.first()
-        one.engines.end()
-        one.train(1)
-        seeds.append(found)
-    shared = seeds[0].keys() & seeds[1].keys()
-    assert len(shared) == 4 * QUOTA * SIZE and all(seeds[0][key] == seeds[1][key] for key in shared)
-    assert len(set(seeds[0].values())) == len(seeds[0])
-
-
 def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next_round():
     run = Run(rounds=4)
     run.first()

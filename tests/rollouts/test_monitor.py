@@ -333,13 +333,6 @@ def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, f
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
-def test_no_score_is_asked_for_if_the_check_is_off(config):
-    watcher = stale_monitor(config(logprob_divergence_limit=0), engines := Engines())
-    watcher._generation.on_stale(made())
-    watcher.check(batch(FRESH, OLD, MASK), stale=True)
-    assert engines.asked == [] and watcher.last == 0.0
-
-
 def test_a_score_of_nan_is_an_alarm_that_names_the_engines_present_weights(config):
     watcher = stale_monitor(config(), Engines(logprob=NAN))
     watcher._generation.on_stale(made())

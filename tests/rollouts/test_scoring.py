@@ -173,20 +173,19 @@ def test_a_function_gets_trls_arguments_of_its_group(scorer_of, loop):
 
 FUNCTIONS = (
     group_rewards.letters, Model(), group_rewards.judged, group_rewards.ranked, group_rewards.by_step,
-    partial(group_rewards.letters, log_extra=None),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=REAL)])
 def test_rewards_and_logs_are_those_of_trls_call(processes, scorer_of, loop, capsys):
-    scorer = scorer_of(*FUNCTIONS[:5], score_with_batch=["ranked"], score_processes=processes)
+    scorer = scorer_of(*FUNCTIONS, score_with_batch=["ranked"], score_processes=processes)
     groups = [group(number) for number in range(3)]
     threads = [threading.Thread(target=keep_scores, args=(scorer, one)) for one in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(HANG_S)
-    its = trainer_of(loop, FUNCTIONS[:5])
+    its = trainer_of(loop, FUNCTIONS)
     expected = its.calculate(groups)
     mine, functions = scorer._trainer, list(scorer._trainer.reward_funcs)
     with scorer.replaying(groups):
