@@ -32,6 +32,7 @@ class Engines(StubEngines):
         super().__init__()
         self.running, self.ended, self.changed = [], [], threading.Condition()
         self.rows_left, self.held, self.stopped = 0, set(), False
+        self.num_added = 0
 
     def open_stream(self, max_tokens, sampling):
         return self
@@ -43,6 +44,7 @@ class Engines(StubEngines):
     def add(self, requests):
         with self.changed:
             self.rows_left += len(requests)
+            self.num_added += len(requests)
             self.running += [(request, [(request.min_update, self.step)]) for request in requests]
 
     def swap(self, version: WeightVersion):
@@ -227,6 +229,7 @@ def test_an_epoch_ends_with_its_last_groups_and_nothing_beyond_it_begins():
         trained += run.train(number, run.engines.end)
     assert sorted(trained) == [f"{number}/{place}" for number in range(5) for place in range(QUOTA)]
     assert run.begun() == [] and run.engines.rows_left == 0 and run.continuous.groups.ids == []
+    assert run.engines.num_added == 5 * QUOTA * SIZE
     run.rounds = 7  # the next epoch
     assert run.train(5, run.engines.end) == ["5/0", "5/1"] and run.generation.lag == (0.0, 0.0)
 

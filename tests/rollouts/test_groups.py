@@ -1,8 +1,6 @@
 """Groups that stay open across weight updates: whatever the order in which rows end, every id is taken once."""
 
-import random
 import threading
-import time
 from collections import deque
 
 import numpy as np
@@ -111,53 +109,6 @@ def test_a_row_keeps_its_place_in_its_group_whatever_ends_first():
     (taken,) = groups.take(1, 0)
     assert [len(row.tokens) for row in taken.rows] == [4, 3, 2, 1]
     assert groups.take_counts() == (4, 10) and groups.take_counts() == (0, 0)
-
-
-def run(seed: int, open_rounds: int, max_age: int, rounds: int, quota: int) -> list[tuple[int, list[Group]]]:
-    """A whole epoch in which rows end in random order, a random number at a time, as the trainer asks for groups."""
-    chance = random.Random(seed)
-    rows = Rows()
-    groups, begun, found = OpenGroups(rows), 0, []
-    stop = threading.Event()
-
-    def engines():
-        while not stop.is_set():
-            with rows._changed:
-                some = chance.sample(rows.open, chance.randint(0, len(rows.open)))
-            rows.end(*some)
-            time.sleep(0.0005)
-
-    threading.Thread(target=engines, daemon=True).start()
-    for number in range(rounds):
-        if begun == number:
-            begun = begin(groups, begun, number, open_rounds, max_age, rounds, quota)
-        found.append((number, groups.take(quota, number)))
-        assert len(groups.ids) <= open_rounds * quota
-        begun = begin(groups, begun, number, open_rounds, max_age, rounds, quota)
-    stop.set()
-    assert groups.ids == [] and rows.rows_left == 0 and len(rows.log) == rounds * quota * SIZE
-    return found
-
-
-def begin(groups, begun, number, open_rounds, max_age, rounds, quota) -> int:
-    for new in range(begun, min(rounds, number + open_rounds + 1)):
-        due = new + max_age - open_rounds
-        groups.submit(
-            Group(new, place, [{}] * SIZE, [[new, place]] * SIZE, due, begun=number) for place in range(quota)
-        )
-        begun = new + 1
-    return begun
-
-
-@pytest.mark.parametrize(("open_rounds", "max_age"), [(2, 2), (2, 6), (3, 4), (8, 24), (1, 1)])
-def test_every_id_is_taken_exactly_once_in_an_epoch_and_none_is_older_than_allowed(open_rounds, max_age):
-    for seed in range(3):
-        found = run(seed, open_rounds, max_age, rounds=12, quota=3)
-        taken = [one.id for _, groups in found for one in groups]
-        assert sorted(taken) == [(number, place) for number in range(12) for place in range(3)]
-        assert max(number - one.begun for number, groups in found for one in groups) <= max_age
-        if max_age == open_rounds:
-            assert taken == sorted(taken), "the strict order"
 
 
 def test_an_error_of_the_engines_reaches_the_rank_that_waits_and_everyone_after_it():

@@ -183,6 +183,7 @@ class Rank:
     def __init__(self, rank: int, ranks: int, order: list[int], open_rounds: int, max_age: int):
         self.again, self.quota, self.order = again_of(rank, ranks), PLACES // ranks, order
         self.first = rank * self.quota
+        self.max_age = max_age
         self.dropped: list[Recorded] = []
         self.delays = np.random.default_rng(rank + 10 * ranks)
         self.lock = threading.Lock()
@@ -217,6 +218,7 @@ class Rank:
         rounds.add_update(version, trains=True)
         rounds.begin_following(version)
         assert all(group.rows_to_train == group.inputs for group in rounds.taken)
+        assert max(number - group.begun for group in rounds.taken) <= self.max_age
         return {(one.number, self.first + one.place): one.inputs[0]["prompt"] for one in rounds.taken}
 
 

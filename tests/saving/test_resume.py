@@ -195,14 +195,6 @@ def test_rows_of_another_layout_are_not_used(tmp_path, change, caplog):
     assert "Rank 0: " in caplog.text and "checkpoint-6" in caplog.text
 
 
-def test_a_missing_file_is_logged_with_rank_and_folder(tmp_path, caplog):
-    folder = saved_at(3, tmp_path)
-    rollouts_file(folder, 0).unlink()
-    trainer = resumed(trainer_at(3, tmp_path), folder)
-    assert trainer._buffered_inputs is None and trainer._step == 3
-    assert "Rank 0: " in caplog.text and str(folder) in caplog.text
-
-
 def test_a_rank_whose_neighbour_has_no_file_generates_afresh_with_it(tmp_path):
     """One rank that generates syncs and gathers; another that trains on a saved block would never meet it."""
     folder = saved_at(3, tmp_path)
@@ -321,16 +313,21 @@ def test_a_checkpoint_of_a_newer_format_is_refused_at_the_resume(tmp_path):
         Resume(trainer_at(3, tmp_path)).choose(str(folder))
 
 
-@pytest.mark.parametrize("content", ["strange", "cut off"])
-def test_a_rollouts_file_that_is_not_ours_is_as_good_as_none(tmp_path, content, caplog):
+@pytest.mark.parametrize("content", ["missing", "strange", "cut off"])
+def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(tmp_path, content, caplog):
     folder = saved_at(3, tmp_path)
     path = rollouts_file(folder, 0)
-    if content == "strange":
+    if content == "missing":
+        path.unlink()
+    elif content == "strange":
         save_file({"x": torch.zeros(1)}, path)
     else:
         path.write_bytes(path.read_bytes()[:-1])
     trainer = resumed(trainer_at(3, tmp_path), folder)
-    assert trainer._buffered_inputs is None and "Rank 0: " in caplog.text
+    assert trainer._buffered_inputs is None and trainer._step == 3
+    assert "Rank 0: " in caplog.text and str(folder) in caplog.text
+    if content == "missing":
+        return
     zero = zero_checkpoint(tmp_path / "other", 0, 1)
     rollouts_file(zero, 0).write_bytes(path.read_bytes())
     check_zero_ranks(zero, Accelerator([[2, 1]]))
