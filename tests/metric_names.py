@@ -1,4 +1,4 @@
-"""Names of metrics: those of this library and of TRL in docs/log.md, those that TRL's code logs, those of a run."""
+"""Names of this library's metrics: those in docs/log.md, and those of a run."""
 
 import re
 from collections.abc import Iterable
@@ -13,33 +13,12 @@ PREFIXES = ("perf", "memory", "engine", "node<k>", "sync", "staleness", "logprob
             "dynamic_sampling")  # fmt: skip
 
 
-def _rows(text: str) -> list[list[str]]:
-    """The cells of each row of the tables whose first cell is a name."""
-    lines = re.findall(r"^\| (`.*) \|$", text, re.MULTILINE)
-    return [[cell.strip() for cell in f"{line} ".split(" | ")] for line in lines]
-
-
-def _names_section() -> list[str]:
-    """The part with this library's names, and the part with TRL's."""
-    (section,) = [part for part in PAGE.read_text().split("\n## ") if part.startswith("Names\n")]
-    return section.split(TRLS)
-
-
-def _names(text: str) -> set[str]:
-    return {name for row in _rows(text) for name in re.findall(r"`([\w<>/]+)`", row[0])}
-
-
-def without_reading() -> list[str]:
-    """The rows that do not say how to read a metric."""
-    return [row[0] for part in _names_section() for row in _rows(part) if len(row) != 3 or not row[2]]
-
-
 def documented() -> set[str]:
-    return _names(_names_section()[0])
-
-
-def documented_of_trl() -> set[str]:
-    return _names(_names_section()[1])
+    """The names in the first column of the page's tables."""
+    (section,) = [part for part in PAGE.read_text().split("\n## ") if part.startswith("Names\n")]
+    mine_only = section.partition(TRLS)[0]
+    rows = re.findall(r"^\| (`.*) \|$", mine_only, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([\w<>/]+)`", row.split(" | ")[0])}
 
 
 def general(name: str) -> str:
@@ -51,14 +30,3 @@ def general(name: str) -> str:
 def mine(names: Iterable[str]) -> set[str]:
     """The names of this library among those that a run has logged."""
     return {name for name in map(general, names) if name.split("/")[0] in PREFIXES or name in AMONG_TRLS}
-
-
-def of_trl(source: str) -> set[str]:
-    """The names that the source of one of TRL's trainers logs; a value in a name becomes `<name>`."""
-    names = re.findall(r"""self\._metrics\[(?:mode|"train")\]\[f?"([^"]+)"\]""", source)
-    return {re.sub(r"\{[^}]*\}", "<name>", name) for name in names}
-
-
-def of_transformers(source: str) -> set[str]:
-    """The names that transformers' Trainer logs at a step of training."""
-    return set(re.findall(r"""logs\["(\w+)"\] = """, source))

@@ -172,34 +172,17 @@ def test_a_notebooks_own_callback_stays():
     assert type(handler(NotebookProgressCallback()).callbacks[-1]) is NotebookProgressCallback
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def train_begin(found: CallbackHandler) -> TrainerState:
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_line_is_printed_beside_a_progress_bar_which_is_only_on_a_terminal(is_terminal, monkeypatch, capsys):
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    monkeypatch.setattr(module.sys, "stderr", stream)
+    found = handler(ProgressCallback())
     state = TrainerState(global_step=0, max_steps=80, is_world_process_zero=True)
     found.on_train_begin(SimpleNamespace(), state, TrainerControl())
-    return state
-
-
-def test_the_progress_bar_stays_on_a_terminal_and_the_line_is_printed_above_it(monkeypatch, capsys):
-    terminal = Terminal()
-    monkeypatch.setattr(module.sys, "stderr", terminal)
-    found = handler(ProgressCallback())
-    state = train_begin(found)
     state.global_step = 10
     found.on_step_end(SimpleNamespace(), state, TrainerControl())
     log(found, dict(LOGS))
     found.on_train_end(SimpleNamespace(), state, TrainerControl())
-    assert step_line(LOGS, 10, 80) in capsys.readouterr().out and "10/80" in terminal.getvalue()
-
-
-def test_without_a_terminal_there_is_no_bar_but_the_lines(monkeypatch, capsys):
-    file = io.StringIO()
-    monkeypatch.setattr(module.sys, "stderr", file)
-    found = handler(ProgressCallback())
-    state = train_begin(found)
-    found.on_step_end(SimpleNamespace(), state, TrainerControl())
-    log(found, dict(LOGS))
-    assert file.getvalue() == "" and "step 10/80" in capsys.readouterr().out
+    assert step_line(LOGS, 10, 80) in capsys.readouterr().out
+    assert "10/80" in stream.getvalue() if is_terminal else stream.getvalue() == ""

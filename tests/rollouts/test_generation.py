@@ -11,18 +11,15 @@ from trl_multinode.wire.messages import WeightVersion
 # ---- requests
 
 
-def test_equal_consecutive_prompts_are_one_request():
-    generation = build()
-    generation.generate([A, A, B, B, B, C], None, num_generations=2)
-    assert asked(generation) == [(A, 2), (B, 3), (C, 1)]
-
-
 def test_a_group_that_straddles_ranks_is_cut_where_the_rank_begins():
     # num_generations=4 over ranks of 6 rows: rank 0 holds A A A A B B, rank 1 B B C C C C; a stride would mix them
     first, second = build(0), build(1)
     first.generate([A] * 4 + [B] * 2, None, num_generations=4)
     second.generate([B] * 2 + [C] * 4, None, num_generations=4)
     assert asked(first) == [(A, 4), (B, 2)] and asked(second) == [(B, 2), (C, 4)]
+    whole = build()
+    whole.generate([A] * 2 + [B] * 3 + [C], None, num_generations=2)  # a run of equal rows is one request
+    assert asked(whole) == [(A, 2), (B, 3), (C, 1)]
 
 
 def test_equal_prompts_apart_are_requests_of_their_own_and_rows_keep_their_order():
@@ -61,14 +58,6 @@ def test_a_round_knows_whether_anything_was_generated_in_it():
     assert generation.generated
     generation.begin_round("train", 1)
     assert not generation.generated
-
-
-def test_weights_must_be_sent_at_first_and_when_they_changed_without_a_step():
-    generation, wanted = build(), []
-    for action in (generation.sync_weights, generation.weights_changed, generation.sync_weights):
-        wanted.append(generation.must_sync)
-        action()
-    assert [*wanted, generation.must_sync] == [True, False, True, False] and generation._host.whole == 1
 
 
 def test_rows_with_other_images_are_other_requests():
@@ -167,7 +156,8 @@ def test_the_weights_of_a_step_are_sent_once_and_again_only_if_they_changed_or_t
     generation = build()
     collectives = []
     generation.accelerator.wait_for_everyone = lambda: collectives.append("barrier")
-    for _ in range(3):
+    for must_sync in (True, False, False):
+        assert generation.must_sync == must_sync
         generation.sync_weights()
     assert collectives == ["barrier"] and generation._host.synced == [WeightVersion(1, 17)]
     sync, generation._host.step = generation._host.sync, lambda: 18
@@ -178,6 +168,7 @@ def test_the_weights_of_a_step_are_sent_once_and_again_only_if_they_changed_or_t
     generation.sync_weights()
     assert generation._host.synced[1:] == [WeightVersion(3, 18)]
     generation.weights_changed()
+    assert generation.must_sync and generation._host.whole == 1
     generation.sync_weights()
     assert generation._host.synced[2:] == [WeightVersion(4, 18)] and len(collectives) == 4
 
@@ -188,38 +179,3 @@ def test_a_row_that_other_weights_made_is_an_error_that_names_engine_and_version
     generation.engines.version = WeightVersion(7, 3)
     with pytest.raises(WeightVersionError, match="engine 0 of node 1 .*update 7 .*update 1"):
         generation.generate([A], None, 1)
-
-
-# ---- seeds
-
-
-def row_seeds(ranks: int, rows: int, seed: int | None = 5, call: int = 0, round_=("train", 2)) -> list[int]:
-    """The seed of every global row of a batch that is spread over `ranks`, through the requests that go out."""
-    seeds = []
-    for rank in range(ranks):
-        generation = build(rank, rollout_seed=seed)
-        generation.begin_round(*round_)
-        for _ in range(call + 1):
-            generation.generate(([A] * 3 + [B] * 3 + [C] * 18)[rank * rows : (rank + 1) * rows], None, 4)
-        for request in generation.engines.calls[-1].requests:
-            seeds += [request.seed + i for i in range(request.num_completions)]
-    return seeds
-
-
-def test_seeds_are_affine_in_the_global_row_wherever_the_row_is():
-    whole = row_seeds(ranks=1, rows=24)
-    assert whole == list(range(whole[0], whole[0] + 24))
-    assert row_seeds(ranks=4, rows=6) == row_seeds(ranks=2, rows=12) == row_seeds(ranks=8, rows=3) == whole
-
-
-def test_seeds_differ_by_run_mode_round_and_call():
-    first = [row_seeds(2, 12)[0], row_seeds(2, 12, seed=6)[0], row_seeds(2, 12, round_=("eval", 2))[0]]
-    first += [row_seeds(2, 12, round_=("train", 3))[0], row_seeds(2, 12, call=1)[0]]
-    assert len(set(first)) == len(first)
-    assert max(first) < 2**63 - 24  # what torch's generator takes
-
-
-def test_without_rollout_seed_the_engines_use_their_own_streams():
-    generation = build()
-    generation.generate([A, A], None, 2)
-    assert generation.engines.calls[-1].requests[0].seed is None

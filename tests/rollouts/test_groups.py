@@ -1,8 +1,6 @@
 """Groups that stay open across weight updates: whatever the order in which rows end, every id is taken once."""
 
-import random
 import threading
-import time
 from collections import deque
 
 import numpy as np
@@ -94,15 +92,6 @@ def opened(*groups: Group) -> tuple[Rows, OpenGroups]:
     return rows, found
 
 
-def blocked(groups: OpenGroups, count: int, number: int) -> threading.Thread:
-    """A `take` that waits for a row."""
-    thread = threading.Thread(target=groups.take, args=(count, number), daemon=True)
-    thread.start()
-    until(lambda: groups._changed._waiters or not thread.is_alive(), "`take` waits or returns")
-    assert thread.is_alive(), "`take` did not wait"
-    return thread
-
-
 def test_the_oldest_complete_groups_are_taken_and_the_others_stay():
     first, second, third = (group(i, due=9) for i in range(3))
     rows, groups = opened(first, second, third)
@@ -113,16 +102,6 @@ def test_the_oldest_complete_groups_are_taken_and_the_others_stay():
     assert ids(groups.take(2, 1)) == [(0, 0), (2, 0)] and groups.ids == []
 
 
-def test_a_group_that_is_due_is_waited_for_although_enough_others_are_complete():
-    rows, groups = opened(group(0, due=2), group(1, due=3), group(2, due=4))
-    rows.end(*of_group(rows, group(1)), *of_group(rows, group(2)))
-    assert ids(groups.take(1, 1)) == [(1, 0)]
-    waiting = blocked(groups, 1, 2)
-    rows.end(*rows.open)
-    waiting.join(HANG_S)
-    assert not waiting.is_alive() and groups.ids == [(2, 0)]
-
-
 def test_a_row_keeps_its_place_in_its_group_whatever_ends_first():
     rows, groups = opened(group(0))
     for length, request in enumerate(reversed(list(rows.open)), start=1):
@@ -130,53 +109,6 @@ def test_a_row_keeps_its_place_in_its_group_whatever_ends_first():
     (taken,) = groups.take(1, 0)
     assert [len(row.tokens) for row in taken.rows] == [4, 3, 2, 1]
     assert groups.take_counts() == (4, 10) and groups.take_counts() == (0, 0)
-
-
-def run(seed: int, open_rounds: int, max_age: int, rounds: int, quota: int) -> list[tuple[int, list[Group]]]:
-    """A whole epoch in which rows end in random order, a random number at a time, as the trainer asks for groups."""
-    chance = random.Random(seed)
-    rows = Rows()
-    groups, begun, found = OpenGroups(rows), 0, []
-    stop = threading.Event()
-
-    def engines():
-        while not stop.is_set():
-            with rows._changed:
-                some = chance.sample(rows.open, chance.randint(0, len(rows.open)))
-            rows.end(*some)
-            time.sleep(0.0005)
-
-    threading.Thread(target=engines, daemon=True).start()
-    for number in range(rounds):
-        if begun == number:
-            begun = begin(groups, begun, number, open_rounds, max_age, rounds, quota)
-        found.append((number, groups.take(quota, number)))
-        assert len(groups.ids) <= open_rounds * quota
-        begun = begin(groups, begun, number, open_rounds, max_age, rounds, quota)
-    stop.set()
-    assert groups.ids == [] and rows.rows_left == 0 and len(rows.log) == rounds * quota * SIZE
-    return found
-
-
-def begin(groups, begun, number, open_rounds, max_age, rounds, quota) -> int:
-    for new in range(begun, min(rounds, number + open_rounds + 1)):
-        due = new + max_age - open_rounds
-        groups.submit(
-            Group(new, place, [{}] * SIZE, [[new, place]] * SIZE, due, begun=number) for place in range(quota)
-        )
-        begun = new + 1
-    return begun
-
-
-@pytest.mark.parametrize(("open_rounds", "max_age"), [(2, 2), (2, 6), (3, 4), (8, 24), (1, 1)])
-def test_every_id_is_taken_exactly_once_in_an_epoch_and_none_is_older_than_allowed(open_rounds, max_age):
-    for seed in range(3):
-        found = run(seed, open_rounds, max_age, rounds=12, quota=3)
-        taken = [one.id for _, groups in found for one in groups]
-        assert sorted(taken) == [(number, place) for number in range(12) for place in range(3)]
-        assert max(number - one.begun for number, groups in found for one in groups) <= max_age
-        if max_age == open_rounds:
-            assert taken == sorted(taken), "the strict order"
 
 
 def test_an_error_of_the_engines_reaches_the_rank_that_waits_and_everyone_after_it():
@@ -209,26 +141,6 @@ def test_the_thread_ends_with_the_last_row_and_another_one_begins_with_the_next(
         until(lambda: groups._thread is None, "the thread ends with the last row")
 
 
-def test_a_snapshot_has_the_rows_that_ended_and_restored_groups_begin_the_others():
-    rows, groups = opened(group(0, due=9), group(1, due=9))
-    rows.end(*of_group(rows, group(0)), of_group(rows, group(1))[2])
-    until(lambda: groups.ended_rows == SIZE + 1)
-    saved = groups.snapshot()
-    rows.end(*rows.open)
-    groups.take(2, 0)
-    assert [sum(row is not None for row in one.rollouts) for one in saved] == [SIZE, 1]  # it is a copy
-
-    again = Rows()
-    resumed = OpenGroups(again)
-    resumed.restore(saved)
-    assert again.open == [] and resumed.go_on(min_update=5, longest=0) == (0, SIZE - 1)
-    assert {(request.group, request.row, request.min_update) for request in again.open} == {
-        ((1, 0), row, 5) for row in (0, 1, 3)
-    }
-    again.end(*again.open)
-    assert ids(resumed.take(2, 0)) == [(0, 0), (1, 0)]
-
-
 def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_rest_of_its_budget():
     rows, groups = opened(group(0, due=9))
     rows.so_far = rollout(2)
@@ -237,6 +149,8 @@ def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_re
     until(lambda: groups.ended_rows == 2)
     saved = groups.snapshot()
     (copy,) = saved
+    rows.end(*rows.open)
+    groups.take(1, 0)
     assert [row is None for row in copy.rollouts] == [False, False, True, True]
     assert [row and len(row.tokens) for row in copy.begun_rows] == [None, None, 2, 2]
     copy.seeds = [7, 8, 9, 10]
@@ -246,7 +160,7 @@ def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_re
     resumed.restore(saved)
     assert resumed.go_on(min_update=5, longest=100) == (2, 0)
     third = again.open[0]
-    assert (third.prompt, third.num_made, third.row) == ([0, 0, 0, 1], 2, 2)
+    assert (third.prompt, third.num_made, third.row, third.min_update) == ([0, 0, 0, 1], 2, 2, 5)
     assert third.seed == 9 + (2 << SEED_BITS)  # another draw than that of its first tokens
     again.end(*again.open, length=4)
     (taken,) = resumed.take(1, 0)

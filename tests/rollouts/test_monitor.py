@@ -78,12 +78,6 @@ def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end
         assert monitor(args).limit == 0.3, precision
 
 
-def test_a_difference_within_the_limit_is_only_measured(config):
-    watcher = monitor(config())
-    watcher.check(batch([[-1.0, -2.0]], [[-1.01, -1.99]]))
-    assert watcher.last == pytest.approx(0.01, abs=1e-6)
-
-
 def test_a_difference_above_the_limit_names_node_rank_version_and_cure(config):
     with pytest.raises(LogprobDivergenceError) as error:
         monitor(config()).check(batch([[-1.0, -2.0]], [[-1.5, -1.9]]))
@@ -331,13 +325,6 @@ def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, f
     assert engines.temperatures == [fields.get("temperature", 1.0)]
     with pytest.raises(LogprobDivergenceError, match="0.500 "):
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
-
-
-def test_no_score_is_asked_for_if_the_check_is_off(config):
-    watcher = stale_monitor(config(logprob_divergence_limit=0), engines := Engines())
-    watcher._generation.on_stale(made())
-    watcher.check(batch(FRESH, OLD, MASK), stale=True)
-    assert engines.asked == [] and watcher.last == 0.0
 
 
 def test_a_score_of_nan_is_an_alarm_that_names_the_engines_present_weights(config):

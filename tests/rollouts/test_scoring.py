@@ -173,20 +173,19 @@ def test_a_function_gets_trls_arguments_of_its_group(scorer_of, loop):
 
 FUNCTIONS = (
     group_rewards.letters, Model(), group_rewards.judged, group_rewards.ranked, group_rewards.by_step,
-    partial(group_rewards.letters, log_extra=None),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=REAL)])
 def test_rewards_and_logs_are_those_of_trls_call(processes, scorer_of, loop, capsys):
-    scorer = scorer_of(*FUNCTIONS[:5], score_with_batch=["ranked"], score_processes=processes)
+    scorer = scorer_of(*FUNCTIONS, score_with_batch=["ranked"], score_processes=processes)
     groups = [group(number) for number in range(3)]
     threads = [threading.Thread(target=keep_scores, args=(scorer, one)) for one in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(HANG_S)
-    its = trainer_of(loop, FUNCTIONS[:5])
+    its = trainer_of(loop, FUNCTIONS)
     expected = its.calculate(groups)
     mine, functions = scorer._trainer, list(scorer._trainer.reward_funcs)
     with scorer.replaying(groups):
@@ -311,9 +310,11 @@ def test_a_process_has_no_place_in_the_world_and_what_it_prints_is_the_ranks(sco
 
 
 @pytest.mark.real
-def test_what_a_process_logs_is_plain_data(scorer_of):
-    scorer = scorer_of(group_rewards.diary, score_processes=1)
-    assert scorer.score(group()).extras == {"path": ["a b", "bb abc", ".", "dddd"]}
+def test_a_process_gets_the_keywords_of_a_partial_and_logs_plain_data(scorer_of):
+    scorer = scorer_of(partial(group_rewards.by_factor, factor=3.0), group_rewards.diary, score_processes=1)
+    scores = scorer.score(group())
+    assert scorer._pool is not None and scores.values == [[9.0, 18.0, 0.0, 12.0], [1.0] * 4]
+    assert scores.extras == {"path": ["a b", "bb abc", ".", "dddd"]}
 
 
 def test_what_another_process_cannot_find_or_get_stays_in_the_thread(scorer_of):
@@ -505,9 +506,3 @@ def test_trls_rewards_keep_their_time_limit_as_partials_and_inside_others(scorer
     plan = scorer_of(reasoning, partial(accuracy_reward), get_cosine_scaled_reward(100))._plan()
     assert "reasoning_accuracy_reward in a process, accuracy_reward in a process" in plan
     assert "cosine_scaled_reward with the whole batch" in plan
-
-
-@pytest.mark.real
-def test_a_process_gets_the_keywords_of_a_partial(scorer_of):
-    scorer = scorer_of(partial(group_rewards.by_factor, factor=3.0), score_processes=1)
-    assert scorer._pool is not None and scorer.score(group()).values == [[9.0, 18.0, 0.0, 12.0]]

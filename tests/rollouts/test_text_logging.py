@@ -55,24 +55,20 @@ def a_step(rank: int, keep: bool) -> dict:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_all_other_gathers_stay_real(tmp_path, keep):
-    for result in on_gloo_ranks(lambda rank: a_step(rank, keep), RANKS, tmp_path):
+def test_only_the_main_process_has_texts_and_all_other_gathers_stay_real(tmp_path, keep):
+    main, *others = results = on_gloo_ranks(lambda rank: a_step(rank, keep), RANKS, tmp_path)
+    texts = [
+        ["prompt 0", "prompt 1", "prompt 2"],
+        ["completion 0", "another 0", "completion 1", "another 1", "completion 2", "another 2"],
+    ]
+    assert main["logged"] == (texts if keep else [[], []])
+    assert [other["logged"] for other in others] == [[[], []]] * 2
+    for result in results:
         assert result["before"] == ["before"] * RANKS
         assert result["own"] == result["after"] == [f"prompt {rank}" for rank in range(RANKS)]
         assert result["metrics"] == [0, 1, 2]
         assert result["restored"]
         assert result["texts_sent"] == (1 if keep else 0)
-        if not keep:
-            assert result["logged"] == [[], []]
-
-
-def test_with_log_completions_only_the_main_process_has_the_texts_in_rank_order(tmp_path):
-    main, *others = on_gloo_ranks(lambda rank: a_step(rank, keep=True), RANKS, tmp_path)
-    assert main["logged"] == [
-        ["prompt 0", "prompt 1", "prompt 2"],
-        ["completion 0", "another 0", "completion 1", "another 1", "completion 2", "another 2"],
-    ]
-    assert [other["logged"] for other in others] == [[[], []]] * 2
 
 
 def test_ranks_may_have_different_numbers_of_rows(tmp_path):

@@ -95,6 +95,25 @@ def seeds_of(generation: NodeGeneration) -> list[int]:
     return [request.seed + index for request in requests for index in range(request.num_completions)]
 
 
+def test_seeds_differ_by_run_mode_round_and_call():
+    def first_seed(rollout_seed: int = 5, mode: str = "train", number: int = 2, calls: int = 1) -> int:
+        generation = build(rollout_seed=rollout_seed)
+        generation.begin_round(mode, number)
+        for _ in range(calls):
+            generation.generate([A], None, 4)
+        return seeds_of(generation)[0]
+
+    seeds = [
+        first_seed(),
+        first_seed(rollout_seed=6),
+        first_seed(mode="eval"),
+        first_seed(number=3),
+        first_seed(calls=2),
+    ]
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) < 2**63 - 24  # what torch's generator takes
+
+
 def test_all_rows_and_turns_of_a_round_have_seeds_of_their_own():
     seeds = []
     for rank in range(2):

@@ -8,10 +8,6 @@ from agent_kinds import AHEAD, KINDS, SPEAKER, Kind
 from agents import GROUP, Seen, chats, engines_here, keep_outputs, keep_rounds, ours, trls
 
 
-def rewarded(kind: Kind) -> Seen:
-    return Seen(*kind.seen)
-
-
 def numbers(log: list[dict]) -> list[dict]:
     """What TRL logs and no clock made."""
     clocks = ("time", "runtime", "per_second", "flos", "vllm")
@@ -23,7 +19,7 @@ class Pair:
 
     def __init__(self, folder, kind: Kind, **settings):
         torch.manual_seed(0)
-        dataset, rewards = chats(12, **kind.columns), [rewarded(kind), rewarded(kind)]
+        dataset, rewards = chats(12, **kind.columns), [Seen(*kind.seen), Seen(*kind.seen)]
         with engines_here(SPEAKER):
             self.ours = ours(folder / "ours", rewards[0], dataset, kind.keywords, **settings)
             rounds = keep_rounds(self.ours)
@@ -38,7 +34,6 @@ class Pair:
 
 CASES = [
     ("tools", "drain"),
-    pytest.param(("environment", "drain"), marks=pytest.mark.nightly),  # "environments" has it beside another one
     ("environments", "drain"),
     ("rollout_func", "drain"),
     ("environments", "in flight"),

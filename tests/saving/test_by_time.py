@@ -52,16 +52,13 @@ def callback(clock):
     return SaveByTime(10.0, StepDecision(ALONE, None, "save"), decides=True, clock=clock)
 
 
-def test_the_step_in_which_the_minutes_have_passed_ends_with_a_checkpoint(callback, clock):
-    assert run(callback, clock, [4 * MINUTE] * 9) == [3, 6, 9]  # after 12 minutes, not after 16
-
-
-def test_after_an_unexpectedly_long_step_the_next_one_is_saved(callback, clock):
-    assert run(callback, clock, [MINUTE, 40 * MINUTE, MINUTE, MINUTE, MINUTE]) == [3]
-
-
-def test_the_length_of_a_step_may_vary_tenfold(callback, clock):
-    assert run(callback, clock, [MINUTE] * 10 + [10 * MINUTE] * 3) == [10, 12, 13]
+@pytest.mark.parametrize(
+    ("minutes", "saved"),
+    [([4] * 9, [3, 6, 9]), ([1, 40, 1, 1, 1], [3]), ([1] * 10 + [10] * 3, [10, 12, 13])],
+    ids=["equal steps", "an unexpectedly long step", "steps of ten times the length"],
+)
+def test_the_step_in_which_the_minutes_will_have_passed_ends_with_a_checkpoint(minutes, saved, callback, clock):
+    assert run(callback, clock, [each * MINUTE for each in minutes]) == saved
 
 
 def test_other_checkpoints_count_and_so_does_the_time_that_saving_takes(callback, clock):

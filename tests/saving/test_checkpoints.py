@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import safe_open
 from trl.trainer.utils import RepeatSampler
 
 from trl_multinode.errors import ConfigurationError
@@ -19,7 +18,6 @@ from trl_multinode.saving.checkpoints import (
 from trl_multinode.saving.saved_rollouts import (
     load_rollouts,
     pack_block,
-    rollouts_file,
     save_rollouts,
     unpack_block,
 )
@@ -68,19 +66,13 @@ def test_a_block_comes_back_as_trl_reads_it(tmp_path):
     saved = pack_block(block())
     saved.notes["layout"] = [4, 2, 2]
     save_rollouts(tmp_path, 3, saved)
-    found = load_rollouts(tmp_path, 3, torch.device("cpu"))
+    found = load_rollouts(tmp_path, 3, torch.device("cpu:0"))  # as accelerate calls the CPU of a launched rank
     assert found.notes["layout"] == [4, 2, 2]
     for was, now in zip(block(), unpack_block(found), strict=True):
         assert torch.equal(was["ids"], now["ids"]) and now["items"].ndim == 0
         assert now["num_images"] == was["num_images"] and now.get("mask") is None
     assert load_rollouts(tmp_path, 2, torch.device("cpu")) is None
     assert [path.name for path in tmp_path.iterdir()] == ["rollouts_rank3.safetensors"]
-
-
-def test_the_file_holds_tensors_and_json_only(tmp_path):
-    save_rollouts(tmp_path, 0, pack_block(block()))
-    with safe_open(rollouts_file(tmp_path, 0), framework="pt") as file:
-        assert json.loads(file.metadata()["notes"])["block"][1] == {"num_images": [2, 1]}
 
 
 # ---- whole or not
@@ -111,11 +103,13 @@ def test_the_newest_checkpoint_that_all_ranks_see_is_chosen_and_the_others_are_n
     (tmp_path / "checkpoint-14" / "trainer_state.json").write_text('{"epoch": 1.')
     finish(tmp_path / "checkpoint-16")
     (tmp_path / "checkpoint-16" / "global_step16").mkdir()
+    (tmp_path / "checkpoint-18" / "trainer_state.json").mkdir(parents=True)
     (tmp_path / "checkpoint-best").mkdir()
     assert CheckpointLog(tmp_path, accelerator([2, 4, 10])).last_whole() == tmp_path / "checkpoint-10"
     said = [record.getMessage() for record in caplog.records]
-    assert [text.partition(" is skipped")[0][-13:] for text in said] == [f"checkpoint-{step}" for step in (12, 14, 16)]
-    assert "`latest`" in said[2]
+    skipped = [f"checkpoint-{step}" for step in (12, 14, 16, 18)]
+    assert [text.partition(" is skipped")[0][-13:] for text in said] == skipped
+    assert "`latest`" in said[2] and "not readable" in said[3]
     assert CheckpointLog(tmp_path, accelerator([2, 4])).last_whole() == tmp_path / "checkpoint-4"
     with pytest.raises(ConfigurationError, match=r"rank 0 .*\[2, 4, 10\].*save_on_each_node"):
         CheckpointLog(tmp_path, accelerator([12])).last_whole()
@@ -124,27 +118,6 @@ def test_the_newest_checkpoint_that_all_ranks_see_is_chosen_and_the_others_are_n
 
 def test_a_first_run_has_nothing_to_go_on_from(tmp_path):
     assert CheckpointLog(tmp_path, accelerator([])).last_whole() is None
-
-
-def test_a_checkpoint_that_a_rank_did_not_finish_is_unfinished_although_the_main_process_did(tmp_path, caplog):
-    log = CheckpointLog(tmp_path, accelerator([2, 4]))
-    with log.saving(2) as folder:
-        finish(folder)
-    with pytest.raises(OSError, match="disk full"), log.saving(4) as folder:  # noqa: PT012
-        finish(folder)
-        raise OSError("disk full")
-    assert log.last_whole() == tmp_path / "checkpoint-2"
-    assert "checkpoint-4" in caplog.text and "checkpoint-2" not in caplog.text
-
-
-def test_the_marker_goes_after_the_last_rank_is_through(tmp_path):
-    markers = tmp_path / "_multinode" / "saving"
-    seen = []
-    log = CheckpointLog(tmp_path, accelerator([2], barrier=lambda: seen.extend(markers.iterdir())))
-    with log.saving(2) as folder:
-        finish(folder)
-    assert seen == [markers / "checkpoint-2.rank0"] and not any(markers.iterdir())
-    assert log.last_whole() == tmp_path / "checkpoint-2"
 
 
 # ---- nothing whole
@@ -180,13 +153,6 @@ def test_a_folder_is_called_deletable_only_beside_one_that_all_ranks_can_resume(
     assert "checkpoint-4 is skipped" in caplog.text and "deleted" not in caplog.text
     CheckpointLog(tmp_path, accelerator([2])).last_whole()
     assert "checkpoint-4" in caplog.text and "deleted" in caplog.text
-
-
-def test_a_state_that_cannot_be_read_is_a_reason_and_no_bare_error_on_one_rank(tmp_path, caplog):
-    finish(tmp_path / "checkpoint-2")
-    (tmp_path / "checkpoint-4" / "trainer_state.json").mkdir(parents=True)
-    assert CheckpointLog(tmp_path, accelerator([2])).last_whole() == tmp_path / "checkpoint-2"
-    assert "checkpoint-4" in caplog.text and "not readable" in caplog.text
 
 
 # ---- formats

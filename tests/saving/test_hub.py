@@ -124,8 +124,9 @@ def test_a_repository_that_must_be_there_is_an_error_at_the_start_and_after_savi
     with pytest.raises(HubPushError, match="403"):
         trainer.push_to_hub()
     assert (tmp_path / "run" / "model.safetensors").exists()
-    with pytest.raises(HubPushError, match="repository run "):
+    with pytest.raises(HubPushError, match="repository run ") as caught:
         build(tmp_path, must_succeed=True)
+    assert f"hf upload run {tmp_path}/run . --exclude '_*'" in str(caught.value) and TOKEN not in str(caught.value)
 
 
 def test_without_node_mode_it_does_what_transformers_does(hub, tmp_path):

@@ -1,12 +1,10 @@
 """Pushes that fail, into a hub on this machine's loopback: nothing is lost, and the message says how to push again."""
 
 import os
-import re
 import shlex
 import subprocess
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from huggingface_hub import HfApi
 from waiting import HANG_S
@@ -47,12 +45,6 @@ def push(checked: CheckedHub, folder: Path, **changes):
     keywords = {"repo_id": "tester/run", "folder_path": str(folder), "commit_message": "End of training"}
     keywords |= {"ignore_patterns": ["_*", "checkpoint-*"], "revision": None, "token": None}
     return checked.upload_folder(**(keywords | changes))
-
-
-def test_a_push_without_a_fault_arrives_and_says_nothing(hub, folder, capsys):
-    assert push(connect(hub, folder), folder).oid
-    assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -100,6 +92,7 @@ def test_the_command_of_the_message_pushes_the_same_files(hub, folder, capsys, t
 @pytest.mark.parametrize(
     "fault",
     [
+        lambda hub: None,
         lambda hub: hub.fail(500, times=2, on=COMMIT),
         lambda hub: hub.fail(409, times=1, on=COMMIT),
         lambda hub: hub.cut_connection(times=2, on=COMMIT),
@@ -107,13 +100,15 @@ def test_the_command_of_the_message_pushes_the_same_files(hub, folder, capsys, t
         lambda hub: hub.cut_connection(times=2, on="/repos/create"),
         lambda hub: hub.cut_connection(times=2, on=UPLOAD),
     ],
-    ids=["500", "409", "cut", "500 at the creation", "cut at the creation", "cut at an upload"],
+    ids=["no fault", "500", "409", "cut", "500 at the creation", "cut at the creation", "cut at an upload"],
 )
 def test_a_fault_that_passes_costs_tries_only(hub, folder, capsys, fault):
     fault(hub)
     assert push(connect(hub, folder), folder).oid
-    assert hub.repos["tester/run"]["model.safetensors"] == b"weights" and len(hub.commits) == 1
-    assert "failed" not in capsys.readouterr().out and all(fault.times == 0 for fault in hub._faults)
+    assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
+    assert len(hub.commits) == 1 and all(fault.times == 0 for fault in hub._faults)
+    told = capsys.readouterr().out
+    assert "failed" not in told and (hub._faults or told == "")
 
 
 def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_only(hub, folder, capsys, monkeypatch):
@@ -172,13 +167,6 @@ def test_wrong_weights_are_refused_before_a_single_request(hub, folder, run_as_f
     assert hub.repos == {"tester/run": {}}
 
 
-def test_a_repository_that_cannot_be_made_is_told_with_the_command_for_later(hub, folder):
-    hub.fail(401)
-    with pytest.raises(HubPushError, match="repository run ") as caught:
-        connect(hub, folder).create_repo("run", exist_ok=True)
-    assert f"hf upload run {folder} . --exclude '_*'" in str(caught.value) and TOKEN not in str(caught.value)
-
-
 def test_tokens_and_signed_addresses_are_hidden():
     text = hide("PUT https://storage/x?X-Signature=abc&y failed for hf_1 and hf_2", "hf_1", None, "hf_2")
     assert text == "PUT https://storage/x?*** failed for *** and ***"
@@ -192,15 +180,3 @@ def test_the_token_of_a_message_would_be_hidden(hub, folder, capsys, monkeypatch
     assert push(connect(hub, folder), folder) is None
     told = capsys.readouterr().out
     assert "OSError: bad ***" in told and TOKEN not in told
-
-
-def test_the_trainer_still_makes_the_calls_that_are_replaced():
-    """The seam in transformers: one name of its module, and these two calls."""
-    import inspect
-
-    from transformers import trainer
-
-    source = inspect.getsource(trainer)
-    assert sorted(set(re.findall(r"hf_api\(\)\.(\w+)", source))) == ["create_repo", "upload_folder"]
-    assert "torch.save(self.args" in inspect.getsource(trainer.Trainer._save)
-    assert huggingface_hub.HfApi.run_as_future

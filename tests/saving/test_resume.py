@@ -22,7 +22,6 @@ from trl_multinode.saving.resume import Resume
 from trl_multinode.saving.saved_rollouts import (
     SavedRollouts,
     load_rollouts,
-    pack_block,
     rollouts_file,
     save_rollouts,
 )
@@ -50,6 +49,15 @@ class Accelerator:
 
     def wait_for_everyone(self):
         pass
+
+
+class Alone(Accelerator):
+    """Of one rank."""
+
+    num_processes = 1
+
+    def gather(self, mine):
+        return mine
 
 
 class Loader:
@@ -149,15 +157,12 @@ def test_a_checkpoint_waits_for_the_look_ahead(tmp_path):
     assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None  # the run itself goes on with it
 
 
-def test_at_the_end_of_a_block_only_the_look_ahead_comes_back(tmp_path):
-    trainer = resumed(trainer_at(4, tmp_path), saved_at(4, tmp_path))
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_at_the_end_of_a_block_only_the_look_ahead_comes_back_and_only_with_staleness(max_staleness, tmp_path):
+    folder = saved_at(4, tmp_path)
+    trainer = resumed(trainer_at(4, tmp_path, max_staleness=max_staleness), folder)
     assert trainer._step == 4 and trainer._buffered_inputs is None
-    assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None
-
-
-def test_without_staleness_a_saved_look_ahead_is_left_alone(tmp_path):
-    trainer = resumed(trainer_at(4, tmp_path, max_staleness=0), saved_at(4, tmp_path))
-    assert trainer.vllm_generation.look_ahead.made is None
+    assert (trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None) == bool(max_staleness)
 
 
 def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption_does_not_wait(tmp_path):
@@ -190,14 +195,6 @@ def test_rows_of_another_layout_are_not_used(tmp_path, change, caplog):
     assert "Rank 0: " in caplog.text and "checkpoint-6" in caplog.text
 
 
-def test_a_missing_file_is_logged_with_rank_and_folder(tmp_path, caplog):
-    folder = saved_at(3, tmp_path)
-    rollouts_file(folder, 0).unlink()
-    trainer = resumed(trainer_at(3, tmp_path), folder)
-    assert trainer._buffered_inputs is None and trainer._step == 3
-    assert "Rank 0: " in caplog.text and str(folder) in caplog.text
-
-
 def test_a_rank_whose_neighbour_has_no_file_generates_afresh_with_it(tmp_path):
     """One rank that generates syncs and gathers; another that trains on a saved block would never meet it."""
     folder = saved_at(3, tmp_path)
@@ -221,13 +218,6 @@ def test_a_stream_has_no_length_and_its_position_counts_from_its_beginning(tmp_p
     assert resumed(trainer_at(5, tmp_path, loader=Stream()), saved_at(5, tmp_path))._step == 5
 
 
-def test_rollouts_load_on_the_device_of_a_rank_that_has_a_number(tmp_path):
-    """accelerate calls the CPU of a launched rank `cpu:0`."""
-    save_rollouts(tmp_path, 0, pack_block([{"ids": torch.tensor([[1, 2]])}]))
-    found = load_rollouts(tmp_path, 0, torch.device("cpu:0"))
-    assert found.tensors["block0/ids"].tolist() == [[1, 2]]
-
-
 def test_a_checkpoint_written_again_by_fewer_ranks_is_whole(tmp_path):
     """A run of two ranks was killed inside it; its second rank's marker has nobody else to remove it."""
     log = CheckpointLog(tmp_path, Accelerator())
@@ -235,9 +225,7 @@ def test_a_checkpoint_written_again_by_fewer_ranks_is_whole(tmp_path):
     saving.__enter__()
     (tmp_path / "_multinode" / "saving" / "checkpoint-6.rank1").touch()
     del saving  # killed
-    alone = Accelerator()
-    alone.num_processes, alone.gather = 1, lambda mine: mine
-    log = CheckpointLog(tmp_path, alone)
+    log = CheckpointLog(tmp_path, Alone())
     with log.saving(6) as folder:
         (folder / "trainer_state.json").write_text('{"epoch": 0.5}')
     assert log.last_whole() == tmp_path / "checkpoint-6"
@@ -278,15 +266,6 @@ def test_nodes_that_changed_places_are_told(tmp_path):
     """Rank 0 finds rank 1's file and the other way round."""
     with pytest.raises(ConfigurationError, match=r"\[0, 1\].*--machine_rank"):
         check_zero_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))
-
-
-class Alone(Accelerator):
-    """Of one rank."""
-
-    num_processes = 1
-
-    def gather(self, mine):
-        return mine
 
 
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
@@ -334,16 +313,21 @@ def test_a_checkpoint_of_a_newer_format_is_refused_at_the_resume(tmp_path):
         Resume(trainer_at(3, tmp_path)).choose(str(folder))
 
 
-@pytest.mark.parametrize("content", ["strange", "cut off"])
-def test_a_rollouts_file_that_is_not_ours_is_as_good_as_none(tmp_path, content, caplog):
+@pytest.mark.parametrize("content", ["missing", "strange", "cut off"])
+def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(tmp_path, content, caplog):
     folder = saved_at(3, tmp_path)
     path = rollouts_file(folder, 0)
-    if content == "strange":
+    if content == "missing":
+        path.unlink()
+    elif content == "strange":
         save_file({"x": torch.zeros(1)}, path)
     else:
         path.write_bytes(path.read_bytes()[:-1])
     trainer = resumed(trainer_at(3, tmp_path), folder)
-    assert trainer._buffered_inputs is None and "Rank 0: " in caplog.text
+    assert trainer._buffered_inputs is None and trainer._step == 3
+    assert "Rank 0: " in caplog.text and str(folder) in caplog.text
+    if content == "missing":
+        return
     zero = zero_checkpoint(tmp_path / "other", 0, 1)
     rollouts_file(zero, 0).write_bytes(path.read_bytes())
     check_zero_ranks(zero, Accelerator([[2, 1]]))

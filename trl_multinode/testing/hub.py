@@ -59,7 +59,7 @@ class LoopbackHub:
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self.environment = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": "loopback", "NO_PROXY": "127.0.0.1"}
         self.environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        self._thread = threading.Thread(target=self._server.serve_forever, name="hub", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name="hub", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> "LoopbackHub":
