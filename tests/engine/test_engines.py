@@ -45,7 +45,9 @@ def generate(engines, num_requests: int = 2):
 
 @FEATURE("Generation", "`bad_words`")
 @FEATURE("Generation", "`vllm_structured_outputs_regex`")
-@pytest.mark.parametrize(("module", "tied"), [(REAL, True), (FORKED, False)], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("module", "tied"), [(REAL, True), pytest.param(FORKED, False, marks=pytest.mark.nightly)], ids=["tied", "untied"]
+)
 def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
     module, tied, tmp_path, capsys, monkeypatch
 ):
@@ -87,6 +89,7 @@ def test_a_setting_that_vllm_refuses_is_named_in_the_error(tmp_path):
         pass
 
 
+@pytest.mark.nightly  # test_engine_dispatch.py has two engines that are fakes
 def test_two_engines_both_hold_the_weights_and_the_slow_one_gets_less(tmp_path):
     model = tiny_qwen2(300)
     module = Faults().slow_engine(1, 1.0).engine(FORKED)

@@ -1,7 +1,7 @@
 """Script of `test_ranges.py`: peaks of memory during a weight sync, in a process whose allocators are fresh.
 
-Arguments: name of a measurement, folder. It prints JSON. Blocks of 1 MiB or more go back to the system when they are
-freed, which `MALLOC_MMAP_THRESHOLD_` sets; a process that ran other tests has free blocks that it would use instead.
+Argument: a folder. It prints JSON, and only its forks measure. `MALLOC_MMAP_THRESHOLD_` has blocks of 1 MiB or more
+go back to the system when they are freed; a process that ran other tests has free blocks that it would use instead.
 """
 
 import json
@@ -139,4 +139,9 @@ MEASUREMENTS = {
 }
 
 if __name__ == "__main__":
-    print(json.dumps(MEASUREMENTS[sys.argv[1]](Path(sys.argv[2]))))
+    found = {}
+    for number, (name, measure) in enumerate(MEASUREMENTS.items()):
+        folder = Path(sys.argv[1], str(number))
+        folder.mkdir()
+        found[name] = measure(folder)
+    print(json.dumps(found))

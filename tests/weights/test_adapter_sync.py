@@ -219,11 +219,8 @@ class Run:
     scope="module",
     params=[
         pytest.param((FAKE, True, {}), id="fake-lora"),
-        pytest.param((FAKE, False, {"r": 12, "use_rslora": True}), id="fake-rslora"),
-        pytest.param((FORKED, True, {}), id="vllm-lora", marks=pytest.mark.engine),
-        pytest.param(
-            (FORKED, False, {"r": 12, "use_rslora": True}, 2), id="vllm-rslora-tp2", marks=pytest.mark.engine
-        ),
+        pytest.param((FORKED, False, {"r": 12, "use_rslora": True}), id="vllm-rslora", marks=pytest.mark.engine),
+        pytest.param((FORKED, True, {}, 2), id="vllm-lora-tp2", marks=[pytest.mark.engine, pytest.mark.nightly]),
     ],
 )
 def run(request, tmp_path_factory):

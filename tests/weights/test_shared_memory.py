@@ -17,6 +17,7 @@ from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.weights.buckets import WeightMeta, plan_buckets, slot_layout
 from trl_multinode.weights.transport import Transport
 
+pytestmark = pytest.mark.real  # it mounts a file system
 MIB = 1 << 20
 MODEL = [WeightMeta("embed", torch.float32, (3 * MIB // 8,)), WeightMeta("norm", torch.float32, (8,))]  # 1.5 MiB
 LAYOUTS = [slot_layout(bucket) for bucket in plan_buckets(MODEL, MIB)]
