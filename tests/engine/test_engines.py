@@ -81,7 +81,7 @@ def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
 
 @pytest.mark.fault("6")
 def test_a_setting_that_vllm_refuses_is_named_in_the_error(tmp_path):
-    refused = r"did not start: ValidationError: Value error, User-specified max_model_len \(1000000\) is greater"
+    refused = r"ValidationError: .*max_model_len \(1000000\)"
     with (
         pytest.raises(EngineStartError, match=refused),
         running_engines(tiny_qwen2(300), tmp_path, FORKED, max_model_len=1_000_000),

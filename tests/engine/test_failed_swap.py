@@ -93,8 +93,8 @@ async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
     ("backend", "failure", "reason"),
     [
         (Freezing([SECOND], fails=True), "Failure", "bucket 1 was due"),
-        (Freezing([FIRST]), "WrongVersion", r"committed the weights of update 1 \(step 10\), expected update 2"),
-        (Freezing([SECOND, FIRST]), "Failure", "committed different weight versions"),
+        (Freezing([FIRST]), "WrongVersion", r"update 1 \(step 10\).* update 2"),
+        (Freezing([SECOND, FIRST]), "Failure", "different"),
     ],
     ids=["load", "lost", "one-worker-lost"],
 )
@@ -104,7 +104,7 @@ def test_a_failed_swap_aborts_the_running_rows_and_never_resumes_them(backend, f
     assert type(sent[-1]).__name__ == failure and type(row[0]) is SyncFailed
     for reply in (sent[-1], row[0]):
         assert re.search(reason, reply.message)
-    assert "mixed weights, because an update failed" in row[0].message
+    assert "mixed weights" in row[0].message
 
 
 def test_a_swap_that_every_worker_committed_resumes_them():

@@ -132,7 +132,7 @@ def test_a_model_that_was_resized_is_refused_before_a_collective_hangs():
     source = ModuleSource(model, torch.bfloat16)
     buckets = plan_buckets(source.metadata(), 700)
     model.experts = nn.Parameter(torch.randn(41, 61))
-    with pytest.raises(WeightSyncError, match=r"experts was gathered with shape \(41, 61\), expected \(40, 61\)"):
+    with pytest.raises(WeightSyncError, match=r"experts .*\(41, 61\).*\(40, 61\)"):
         source.gathering(buckets[0]).__enter__()
 
 
@@ -149,11 +149,11 @@ def test_half_a_tensor_of_a_failed_update_does_not_survive_and_gaps_are_errors()
 
     assert add(first, -whole) is None and add(second, -whole) is None
     assert add(first, whole) is None  # the next update
-    with pytest.raises(RuntimeError, match="of w from element 64 of each piece came, expected that of w from 32"):
+    with pytest.raises(RuntimeError, match="of w .* 64 .* of w .* 32"):
         add(third, whole)
     assert add(second, whole) is None
     assert add(third, whole).tolist() == whole.tolist()
-    with pytest.raises(RuntimeError, match="expected that of"):
+    with pytest.raises(RuntimeError, match="of w .* 32 "):
         add(second, whole)
 
 

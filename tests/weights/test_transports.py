@@ -55,12 +55,12 @@ def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(
 
 
 def test_a_tensor_of_another_shape_is_never_written(slots):
-    with pytest.raises(WeightSyncError, match=r"w was gathered with shape \(3, 2\), expected \(2, 3\)"):
+    with pytest.raises(WeightSyncError, match=r"^w .*\(3, 2\).*\(2, 3\)"):
         slots.write(0, slot_layout(BUCKET[:1]), [Pieces.whole(torch.zeros(3, 2))])
 
 
 def test_a_full_shared_memory_is_named_with_the_cure():
-    with pytest.raises(WeightSyncError, match="Lower `sync_bucket_mb`.*--shm-size"):
+    with pytest.raises(WeightSyncError, match="`sync_bucket_mb`.*--shm-size"):
         HostSlots(1 << 60, pin=False)
 
 
@@ -70,8 +70,8 @@ def test_a_full_shared_memory_is_named_with_the_cure():
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
-        (Machine(None), "on the CPU"),
-        (Machine("NVIDIA", peer_access=True), "NVIDIA GPUs, peer access.*never ran on a GPU"),
+        (Machine(None), "CPU"),
+        (Machine("NVIDIA", peer_access=True), "NVIDIA GPUs, peer access"),
         (Machine("NVIDIA"), "NVIDIA GPUs, no peer access"),
         (Machine("AMD", shared=True, peer_access=True), "AMD GPUs"),
     ],
@@ -99,9 +99,9 @@ def test_the_machine_is_read_by_the_place_of_a_gpu_among_the_visible_ones(engine
 @pytest.mark.parametrize(
     ("wanted", "machine", "cure"),
     [
-        ("ipc", Machine(None), "Use 'host'"),
+        ("ipc", Machine(None), "'host'"),
         ("ipc", Machine("NVIDIA"), "nvidia-smi topo"),
-        ("nccl", Machine("NVIDIA", shared=True, peer_access=True), "Use 'ipc' or 'host'"),
+        ("nccl", Machine("NVIDIA", shared=True, peer_access=True), "'ipc'.*'host'"),
     ],
 )
 def test_one_that_cannot_work_here_is_refused_with_the_way_out(wanted, machine, cure):
