@@ -32,15 +32,13 @@ def ended(process: subprocess.Popen) -> int:
     return process.pid
 
 
-def test_a_worker_that_ended_alone_is_named(tree):
+@pytest.mark.parametrize("core_ended", [False, True])
+def test_a_worker_that_ended_is_named_unless_its_core_ended_too(tree, core_ended):
     core, worker = tree
-    assert first_ended(ended(worker), [core.pid, worker.pid]) == worker.pid
-
-
-def test_a_killed_core_is_named_although_the_end_of_its_worker_is_seen_first(tree):
-    core, worker = tree
-    ended(core)
-    assert first_ended(ended(worker), [core.pid, worker.pid]) == core.pid
+    if core_ended:
+        ended(core)
+    first = core if core_ended else worker
+    assert first_ended(ended(worker), [core.pid, worker.pid]) == first.pid
 
 
 @pytest.mark.real

@@ -132,15 +132,6 @@ def test_a_tied_embedding_and_head_that_are_trained_apart_are_refused_with_the_w
         PeftSource(base, torch.float32)
 
 
-def test_lora_that_peft_ties_is_two_adapters_after_a_move():
-    """The reason to refuse it; `modules_to_save` are one parameter wherever they go."""
-    base = as_target(["embed_tokens"], tied=True, ensure_weight_tying=True).get_base_model()
-    embedding, head = base.model.embed_tokens.lora_embedding_B["default"], base.lm_head.lora_A["default"].weight
-    assert embedding is not head and embedding.data_ptr() == head.data_ptr()
-    base.to(torch.bfloat16)
-    assert embedding.data_ptr() != head.data_ptr()
-
-
 @pytest.mark.parametrize("names", EMBEDDING_AND_HEAD, ids=" and ".join)
 @pytest.mark.parametrize(
     ("make", "tied"), [(as_target, False), (as_copy, False), (as_copy, True)], ids=["target", "copy", "tied copy"]
