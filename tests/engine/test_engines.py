@@ -10,7 +10,7 @@ from trl_multinode.engine.settings import CPU_ENVIRONMENT
 from trl_multinode.errors import EngineStartError
 from trl_multinode.plan.engine_memory import BLOCK_TOKENS, cache_blocks
 from trl_multinode.plan.model_size import size_of
-from trl_multinode.testing.engines import FORKED, REAL, SyncDriver, running_engines, worst_difference
+from trl_multinode.testing.engines import FORKED, TREE, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.wire.messages import Await
@@ -46,7 +46,7 @@ def generate(engines, num_requests: int = 2):
 @FEATURE("Generation", "`bad_words`")
 @FEATURE("Generation", "`vllm_structured_outputs_regex`")
 @pytest.mark.parametrize(
-    ("module", "tied"), [(REAL, True), pytest.param(FORKED, False, marks=pytest.mark.nightly)], ids=["tied", "untied"]
+    ("module", "tied"), [(TREE, True), pytest.param(FORKED, False, marks=pytest.mark.nightly)], ids=["tied", "untied"]
 )
 def test_two_workers_of_a_tensor_parallel_engine_hold_the_trainers_weights(
     module, tied, tmp_path, capsys, monkeypatch

@@ -27,7 +27,7 @@ from trl_multinode.wire.messages import BeginUpdate, CommitUpdate, Digest, Weigh
 PROMPTS = [[5, 6, 7], [290, 8, 7, 299]]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 TARGETS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
-LOST, LIED = 100, 101
+LOST, LIED = 50, 51
 LORA_LIMIT = 5e-5  # mean difference of log-probs; vLLM adds the adapter's product to the base's, PEFT in another order
 
 
@@ -244,7 +244,7 @@ def test_an_adapter_needs_the_weights_first(run):
     run.trainer.sync._first = 0
 
 
-@pytest.mark.parametrize("syncs", [1, 2, 50])
+@pytest.mark.parametrize("syncs", [1, 2, 20])
 def test_log_probs_agree_after_sync_and_disagree_before(run, syncs):
     run.send_until(syncs - 1)
     if run.trainer.version.update:
@@ -264,12 +264,12 @@ def test_after_the_first_sync_only_the_adapter_travels_and_the_weights_stay_bit_
     sent = sum(spec.offset + spec.num_bytes for spec in last)
     adapter = sum(p.numel() * 4 for name, p in run.model.named_parameters() if "lora_" in name)
     assert sent / adapter <= 1.05
-    run.send_until(51)
+    run.send_until(21)
     assert run.digest() == before and all(before)
 
 
 def test_a_disabled_adapter_is_the_base(run):
-    run.send_until(51)
+    run.send_until(21)
     with run.model.disable_adapter():
         run.trainer.send()
         assert run.difference() < 1e-3
@@ -278,7 +278,7 @@ def test_a_disabled_adapter_is_the_base(run):
 
 @pytest.mark.parametrize("recompute_kv", [False, True])
 def test_running_rows_continue_with_the_new_adapter(run, recompute_kv):
-    run.send_until(51)
+    run.send_until(21)
     run.trainer.send()
     found = generate_while_sending(run.trainer, recompute_kv, change=lambda: move_adapter(run.model))
     assert found.mixed_share > 0.3
@@ -346,7 +346,7 @@ def test_a_digest_sees_one_bit_of_one_weight_and_a_whole_update_leaves_it_alone(
 def test_half_an_adapter_makes_the_engine_refuse(run):
     engines, first = run.trainer.engines, run.trainer.sync._first
     engines[0].ask(BeginUpdate(version=WeightVersion(200), first_bucket=first))
-    with pytest.raises(EngineError, match=f"{first} of {len(run.trainer.sync.buckets)} "):
+    with pytest.raises(EngineError, match=f" of {len(run.trainer.sync.buckets)} "):
         engines[0].ask(CommitUpdate())
     with pytest.raises(WeightSyncError, match="mixed weights"):
         run.difference()
