@@ -29,7 +29,7 @@ def test_other_rows_are_left_as_they_are(rows):
 
 
 def test_a_rank_without_any_picture_is_refused_while_others_have_some_and_weights_are_sharded():
-    with pytest.raises(ConfigurationError, match=r"ranks \[0, 2\] have no image.*ZeRO-2 or DDP"):
+    with pytest.raises(ConfigurationError, match=r"ranks \[0, 2\] .*ZeRO-2 or DDP"):
         check_images(accelerator([True, False]), [{"images": []}, {"images": None}])
     check_images(accelerator([True, False], stage=2), [{"images": []}])
     check_images(accelerator([False]), [{"image": None}])

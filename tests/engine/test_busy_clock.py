@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.engine_process import gate
 from trl_multinode.engine_process.backend import GROWING, CompletionBuffer, Growing, end_row
@@ -110,7 +111,7 @@ def test_a_completion_that_ends_before_the_others_of_its_request_frees_its_slot(
         await server._serve_one(request, clock.now)
         return await server._serve_one(Await(min_update=1), clock.now)
 
-    done = asyncio.run(asyncio.wait_for(story(), 10))
+    done = asyncio.run(asyncio.wait_for(story(), HANG_S))
     assert (done.busy_s, done.slot_s) == (5.0, 4.0)
 
 
@@ -131,5 +132,5 @@ def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_i
         await waiting
         return await server._serve_one(Await(min_update=1), clock.now)
 
-    done = asyncio.run(asyncio.wait_for(story(), 10))
+    done = asyncio.run(asyncio.wait_for(story(), HANG_S))
     assert (done.busy_s, done.clock_s) == (3.0, 13.0) and done.version == WeightVersion(1, 0)

@@ -65,6 +65,7 @@ def on(*engines):
 
 
 OWN_TREE_TOO = on(FAKE_TIED, OWN_TREE_TIED, FORKED_UNTIED)
+ITS_OWN_PROCESSES = on(FAKE_TIED, OWN_TREE_TIED)  # those of FORKED are children of a template
 EACH_HEAD = on(FAKE_TIED, FAKE_UNTIED, OWN_TREE_TIED, FORKED_UNTIED)
 ONLY_VLLM = on(FORKED_UNTIED)
 FIRST_UPDATES = itertools.count(1000, 1000)  # beyond the updates with faults
@@ -150,7 +151,7 @@ def test_weights_with_a_nan_are_refused_before_the_engine_loads_any(trainer):
     assert trainer.engines[0].ask(Await(min_update=trainer.version.update)).version == trainer.version
 
 
-@OWN_TREE_TOO
+@ITS_OWN_PROCESSES
 def test_row_15_its_processes_ignore_the_signals_that_a_scheduler_sends_to_all(trainer):
     """Between the start and the end; vLLM's core installs a handler after its start, its workers before."""
     engine = psutil.Process(trainer.engines[0].ready.pid)
@@ -344,7 +345,7 @@ def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
     assert 0.0 < after[1] - before[1] < (1 - 1e-4) * 16 * (after[0] - before[0])
 
 
-@OWN_TREE_TOO
+@on(OWN_TREE_TIED)  # the others are forks, and have the environment of the process that they were forked from
 def test_the_environment_of_every_process_can_be_read(trainer):
     """The titles of vLLM's processes would overwrite it."""
     ready = trainer.engines[0].ready

@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.connection import LENGTH, _reply_decoder
@@ -84,7 +85,7 @@ async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
             break
     if backend.calls[-1] == "resumed":
         running.cancel()
-    await asyncio.wait([running], timeout=5.0)
+    await asyncio.wait([running], timeout=HANG_S)
     return sender.replies, row.replies
 
 
@@ -92,22 +93,22 @@ async def swap_beside_a_row(backend: Freezing) -> tuple[list, list]:
     ("backend", "failure", "reason"),
     [
         (Freezing([SECOND], fails=True), "Failure", "bucket 1 was due"),
-        (Freezing([FIRST]), "WrongVersion", r"committed the weights of update 1 \(step 10\), expected update 2"),
-        (Freezing([SECOND, FIRST]), "Failure", "committed different weight versions"),
+        (Freezing([FIRST]), "WrongVersion", r"update 1 \(step 10\).* update 2"),
+        (Freezing([SECOND, FIRST]), "Failure", "different"),
     ],
     ids=["load", "lost", "one-worker-lost"],
 )
 def test_a_failed_swap_aborts_the_running_rows_and_never_resumes_them(backend, failure, reason):
-    sent, row = asyncio.run(asyncio.wait_for(swap_beside_a_row(backend), 10.0))
+    sent, row = asyncio.run(asyncio.wait_for(swap_beside_a_row(backend), HANG_S))
     assert backend.calls == ["generate", "frozen", "aborted"]
     assert type(sent[-1]).__name__ == failure and type(row[0]) is SyncFailed
     for reply in (sent[-1], row[0]):
         assert re.search(reason, reply.message)
-    assert "mixed weights, because an update failed" in row[0].message
+    assert "mixed weights" in row[0].message
 
 
 def test_a_swap_that_every_worker_committed_resumes_them():
     backend = Freezing([SECOND, SECOND])
-    sent, row = asyncio.run(asyncio.wait_for(swap_beside_a_row(backend), 10.0))
+    sent, row = asyncio.run(asyncio.wait_for(swap_beside_a_row(backend), HANG_S))
     assert backend.calls == ["generate", "frozen", "resumed", "aborted"] and not row
     assert sent[-1].version == SECOND

@@ -146,6 +146,7 @@ def test_the_engines_start_proves_with_a_row_that_the_sampler_is_extended(logpro
     assert asyncio.run(backend._why_truncated()).endswith(reason)
 
 
+@pytest.mark.nightly
 def test_the_played_core_of_the_exchange_benchmark_answers_what_an_engine_asks_when_it_starts(monkeypatch):
     """Otherwise the benchmark waits for its ranks in vain: no round of it contains the row that would be the proof."""
     monkeypatch.syspath_prepend(str(SCRIPT.parents[2] / "benchmarks"))

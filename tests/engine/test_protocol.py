@@ -194,9 +194,9 @@ def test_end_of_file_is_the_death_notice(pair):
     connection, engine = pair
     engine.sendall(frame(REPLIES[0])[:-1])
     engine.close()
-    with pytest.raises(EngineDiedError, match=f"engine 0 of node 1 ended. Log: {LOG}"):
+    with pytest.raises(EngineDiedError, match=f"engine 0 of node 1 .*{LOG}"):
         connection.receive(HANG_S)
-    with pytest.raises(EngineDiedError, match=f"closed the connection .* Log: {LOG}"):
+    with pytest.raises(EngineDiedError, match=f"engine 0 of node 1 .*{LOG}"):
         connection.send(REQUESTS[0], 1.0)
 
 
@@ -205,7 +205,7 @@ def test_silence_is_a_stall_after_the_deadline(pair, piece):
     connection, engine = pair
     engine.sendall(piece)
     start = time.monotonic()
-    with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 .* Log: {LOG}"):
+    with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 .*{LOG}"):
         connection.receive(0.2)
     assert time.monotonic() - start > 0.15
 
@@ -222,16 +222,16 @@ def test_the_reason_of_an_engine_that_is_started_again_may_be_gone(tmp_path):
 
 def test_an_engine_that_does_not_read_is_a_stall(pair):
     connection, _ = pair
-    with pytest.raises(EngineStalledError, match=f"did not read a message .* Log: {LOG}"):
+    with pytest.raises(EngineStalledError, match=f"engine 0 of node 1 .*{LOG}"):
         connection.send(Score(prompt=bytes(8 << 20)), 0.2)
 
 
 def test_a_corrupt_length_is_an_error_and_not_an_allocation(pair):
     connection, engine = pair
     engine.sendall(b"\xff" * 8)
-    with pytest.raises(EngineDiedError, match="Corrupt frame: it claims 18446744073709551615 bytes"):
+    with pytest.raises(EngineDiedError, match="18446744073709551615"):
         connection.receive(HANG_S)
-    with pytest.raises(EngineDiedError, match="Corrupt frame"):
+    with pytest.raises(EngineDiedError, match="18446744073709551615"):
         read_all(b"\xff" * 8)
 
 
@@ -247,13 +247,13 @@ def test_a_request_cut_off_is_the_end_of_the_rank():
 
 
 def test_nobody_at_the_socket_is_an_error_that_points_to_the_log(tmp_path):
-    with pytest.raises(EngineDiedError, match=f"engine 1 of node 0: cannot connect .* Log: {LOG}"):
+    with pytest.raises(EngineDiedError, match=f"engine 1 of node 0.*{LOG}"):
         Connection(str(tmp_path / "nobody"), "engine 1 of node 0", LOG, 1.0)
 
 
 def test_messages_are_frozen_and_refuse_wrong_types():
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="immutable"):
         REQUESTS[0].rank = 3
     body = msgspec.msgpack.encode({"type": "Hello", "rank": "x"})
-    with pytest.raises(msgspec.ValidationError):
+    with pytest.raises(msgspec.ValidationError, match="rank"):
         read_all(LENGTH.pack(len(body)) + body)

@@ -70,7 +70,8 @@ async def peek_beside_an_ended_row() -> list:
     while backend.num_shown < 2:
         await asyncio.sleep(0.01)
     reader.feed_data(frame(Peek(request_id=3)))
-    await asyncio.sleep(0.05)
+    for _ in range(20):  # turns of the event loop, in which the server takes the request and can do no more
+        await asyncio.sleep(0)
     backend.reply.set()
     while len(writer.replies) < 3:
         await asyncio.sleep(0.01)

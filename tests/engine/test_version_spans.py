@@ -82,7 +82,7 @@ def test_a_rank_gets_every_rows_spans_and_refuses_wrong_ones():
     good = spans((3, 1), (4, 3)), spans((4, 2))
     first, second = client().rows(completions(*good, lengths=[3, 2]))
     assert (first.version, first.versions, second.version, second.versions) == (FIRST, good[0], SECOND, good[1])
-    with pytest.raises(WeightVersionError, match=r"Rank 2 \(node 0\): engine 1 of node 0 returned 3 tokens .*do not"):
+    with pytest.raises(WeightVersionError, match=r"Rank 2 \(node 0\): engine 1 of node 0 .* 3 tokens "):
         client().rows(completions(spans((3, 2)), lengths=[3]))
 
 

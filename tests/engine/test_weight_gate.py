@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from waiting import HANG_S
 
 from trl_multinode.engine_process import vllm_backend
 from trl_multinode.engine_process.gate import WeightGate
@@ -19,10 +20,11 @@ def test_an_update_waits_for_running_requests_but_in_flight_for_scores_only(in_f
         await gate.end(1, WeightVersion(1, 0))
         await gate.acquire(1, scores)
         update = asyncio.create_task(gate.begin(0, in_flight))
-        await asyncio.sleep(0.01)
+        for _ in range(10):  # turns of the event loop, in which nothing else runs
+            await asyncio.sleep(0)
         began_beside_the_request = update.done()
         await gate.release(scores)
-        await asyncio.wait_for(update, 5.0)
+        await asyncio.wait_for(update, HANG_S)
         return began_beside_the_request
 
     assert asyncio.run(story()) is (in_flight and not scores)
@@ -46,5 +48,5 @@ def test_a_prefix_cache_that_vllm_keeps_is_an_error(was_reset, monkeypatch):
     if was_reset:
         asyncio.run(backend.resume(WeightVersion(3, 7)))
     else:
-        with pytest.raises(RuntimeError, match="prefix cache of older weights"):
+        with pytest.raises(RuntimeError, match="prefix cache"):
             asyncio.run(backend.resume(WeightVersion(3, 7)))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from waiting import HANG_S
 
 from trl_multinode.transports.base import OpenedSlots, Slots
 
@@ -28,7 +29,7 @@ class OpenedFileSlots(OpenedSlots):
         return opened
 
     def arrive(self, data):
-        file, deadline = next(self._files), time.monotonic() + 10
+        file, deadline = next(self._files), time.monotonic() + HANG_S
         while not file.exists():
             assert time.monotonic() < deadline, f"{file} did not arrive"
             time.sleep(0.001)

@@ -15,7 +15,7 @@ from trl_multinode import testing
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
-from trl_multinode.errors import ConfigurationError, WeightSyncError, WeightVersionError
+from trl_multinode.errors import ConfigurationError, EngineError, WeightSyncError, WeightVersionError
 from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.faults import Faults
 from trl_multinode.testing.models import tiny_qwen2
@@ -27,7 +27,7 @@ from trl_multinode.wire.messages import BeginUpdate, CommitUpdate, Digest, Weigh
 PROMPTS = [[5, 6, 7], [290, 8, 7, 299]]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 TARGETS = ["q_proj", "v_proj", "gate_proj", "down_proj"]
-LOST, LIED = 100, 101
+LOST, LIED = 50, 51
 LORA_LIMIT = 5e-5  # mean difference of log-probs; vLLM adds the adapter's product to the base's, PEFT in another order
 
 
@@ -78,7 +78,7 @@ def test_an_adapter_that_was_merged_or_changed_after_the_start_is_told():
     source = AdapterSource(model.get_base_model(), torch.float32)
     (bucket,) = plan_buckets(source.metadata()[-2:], 1 << 30)
     model.merge_adapter()
-    with pytest.raises(WeightSyncError, match="'default' was merged"), source.gathering(bucket):
+    with pytest.raises(WeightSyncError, match="'default'"), source.gathering(bucket):
         pass
     model.unmerge_adapter()
     with model.disable_adapter(), source.gathering(bucket) as finish:
@@ -129,13 +129,13 @@ def an_unfrozen_norm() -> PeftModel:
         (lambda: adapted(use_rslora=True, r=12, rank_pattern={"q_proj": 3}), None),
         (a_reference_beside_it, None),
         (two_active, "2 active adapters"),
-        (lambda: adapted(modules_to_save=["lm_head"]), r"lm_head\.weight is trained besides"),
-        (lambda: adapted(bias="all"), r"bias is trained besides"),
-        (an_unfrozen_norm, r"model\.norm\.weight is trained besides"),
-        (lambda: adapted(targets=["q_proj", "lm_head"]), "lm_head is not a linear layer below the head"),
-        (lambda: adapted(targets=["q_proj", "embed_tokens"]), "embed_tokens is not a linear layer"),
+        (lambda: adapted(modules_to_save=["lm_head"]), r"lm_head\.weight"),
+        (lambda: adapted(bias="all"), r"bias"),
+        (an_unfrozen_norm, r"model\.norm\.weight"),
+        (lambda: adapted(targets=["q_proj", "lm_head"]), "lm_head"),
+        (lambda: adapted(targets=["q_proj", "embed_tokens"]), "embed_tokens"),
         (lambda: adapted(targets=["q_proj"], use_dora=True), "q_proj is DoRA's"),
-        (lambda: adapted(targets=["q_proj"], r=520), "its rank is 520, and vLLM serves 512 at most"),
+        (lambda: adapted(targets=["q_proj"], r=520), "520.*512"),
     ],
 )
 def test_which_adapters_vllm_serves_and_why_not(make, reason):
@@ -171,10 +171,10 @@ def test_auto_falls_back_with_a_reason_and_adapter_refuses(tmp_path):
     assert decide("merged", good) == SyncPlan(PeftSource)
     plan = decide("auto", bad)
     assert plan.source is PeftSource and not plan.serves_adapter
-    assert "merged" in plan.reason and "bias is trained besides" in plan.reason
-    with pytest.raises(ConfigurationError, match=r"lora_sync='adapter'.*bias is trained besides.*'merged' or 'auto'"):
+    assert "merged" in plan.reason and "bias" in plan.reason
+    with pytest.raises(ConfigurationError, match=r"lora_sync='adapter'.*bias .*'merged'.*'auto'"):
         decide("adapter", bad)
-    with pytest.raises(ConfigurationError, match="`lora_sync` must be one of"):
+    with pytest.raises(ConfigurationError, match="`lora_sync`.*'always'"):
         MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, lora_sync="always")
 
 
@@ -185,7 +185,7 @@ def test_engines_without_lora_on_any_node_merge_on_all(other_node_serves):
     gather = SimpleNamespace(extremes=lambda mine: (int(mine and other_node_serves), int(mine)))
     plan = checked_with_engines(decide("auto", adapted()), base, engines, "auto", gather)
     assert plan.serves_adapter == other_node_serves
-    assert other_node_serves or "vLLM has no LoRA for a Qwen2ForCausalLM" in plan.reason
+    assert other_node_serves or "Qwen2ForCausalLM" in plan.reason
 
 
 # ---- a running engine: the fake one and vLLM
@@ -219,11 +219,8 @@ class Run:
     scope="module",
     params=[
         pytest.param((FAKE, True, {}), id="fake-lora"),
-        pytest.param((FAKE, False, {"r": 12, "use_rslora": True}), id="fake-rslora"),
-        pytest.param((FORKED, True, {}), id="vllm-lora", marks=pytest.mark.engine),
-        pytest.param(
-            (FORKED, False, {"r": 12, "use_rslora": True}, 2), id="vllm-rslora-tp2", marks=pytest.mark.engine
-        ),
+        pytest.param((FORKED, False, {"r": 12, "use_rslora": True}), id="vllm-rslora", marks=pytest.mark.engine),
+        pytest.param((FORKED, True, {}, 2), id="vllm-lora-tp2", marks=[pytest.mark.engine, pytest.mark.nightly]),
     ],
 )
 def run(request, tmp_path_factory):
@@ -247,7 +244,7 @@ def test_an_adapter_needs_the_weights_first(run):
     run.trainer.sync._first = 0
 
 
-@pytest.mark.parametrize("syncs", [1, 2, 50])
+@pytest.mark.parametrize("syncs", [1, 2, 20])
 def test_log_probs_agree_after_sync_and_disagree_before(run, syncs):
     run.send_until(syncs - 1)
     if run.trainer.version.update:
@@ -267,12 +264,12 @@ def test_after_the_first_sync_only_the_adapter_travels_and_the_weights_stay_bit_
     sent = sum(spec.offset + spec.num_bytes for spec in last)
     adapter = sum(p.numel() * 4 for name, p in run.model.named_parameters() if "lora_" in name)
     assert sent / adapter <= 1.05
-    run.send_until(51)
+    run.send_until(21)
     assert run.digest() == before and all(before)
 
 
 def test_a_disabled_adapter_is_the_base(run):
-    run.send_until(51)
+    run.send_until(21)
     with run.model.disable_adapter():
         run.trainer.send()
         assert run.difference() < 1e-3
@@ -281,7 +278,7 @@ def test_a_disabled_adapter_is_the_base(run):
 
 @pytest.mark.parametrize("recompute_kv", [False, True])
 def test_running_rows_continue_with_the_new_adapter(run, recompute_kv):
-    run.send_until(51)
+    run.send_until(21)
     run.trainer.send()
     found = generate_while_sending(run.trainer, recompute_kv, change=lambda: move_adapter(run.model))
     assert found.mixed_share > 0.3
@@ -323,7 +320,7 @@ def test_a_request_after_a_swap_in_flight_reads_no_cache_of_an_older_adapter(run
 def test_a_lost_load_is_a_wrong_version_and_a_lie_shows_in_log_probs(run):
     run.send_until(LOST - 1)
     move_adapter(run.model)
-    with pytest.raises(WeightVersionError, match=rf"has the weights of update {LOST - 1} .* expected update {LOST}"):
+    with pytest.raises(WeightVersionError, match=rf"update {LOST - 1} .* update {LOST}"):
         run.trainer.send()
     assert run.difference() > 0.1
     run.send_until(LIED)
@@ -349,7 +346,7 @@ def test_a_digest_sees_one_bit_of_one_weight_and_a_whole_update_leaves_it_alone(
 def test_half_an_adapter_makes_the_engine_refuse(run):
     engines, first = run.trainer.engines, run.trainer.sync._first
     engines[0].ask(BeginUpdate(version=WeightVersion(200), first_bucket=first))
-    with pytest.raises(Exception, match="buckets came"):
+    with pytest.raises(EngineError, match=f" of {len(run.trainer.sync.buckets)} "):
         engines[0].ask(CommitUpdate())
     with pytest.raises(WeightSyncError, match="mixed weights"):
         run.difference()

@@ -59,7 +59,7 @@ def test_a_copy_has_the_last_sent_weights_whole(source_class, dtype, transport, 
         train(model)  # the copy does not change with the model
         timings = sync.send_copy(WeightVersion(3, 3), EngineGroup([engines[1]]))
         assert digest(again.tensors) == digest(expected) and timings.num_buckets == len(sync.buckets)
-        assert len(lines) == 1 and "MiB of weights in the memory of this node" in lines[0]
+        assert len(lines) == 1 and " MiB " in lines[0]
         sync.run(WeightVersion(4, 4))  # in new slots, and without the frozen weights, as before
         assert digest(running.tensors | sent(source)) == digest(running.tensors)
         sync.close()
@@ -71,7 +71,7 @@ def test_a_copy_of_another_version_is_not_sent(tmp_path):
         sync.copy = HostCopy(lambda text: None)
         assert sync.send_copy(WeightVersion(), engines).num_buckets == 0  # the first update sends everything
         sync.run(WeightVersion(1, 0))
-        with pytest.raises(WeightSyncError, match=r"of update 1 \(step 0\), expected update 2 \(step 1\)"):
+        with pytest.raises(WeightSyncError, match=r"update 1 \(step 0\).* update 2 \(step 1\)"):
             sync.send_copy(WeightVersion(2, 1), engines)
         sync.close()
 

@@ -71,12 +71,12 @@ def test_two_adapters_at_once_are_merged_but_not_if_one_is_dora():
     with_dora = adapted(use_dora=True)
     with_dora.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
     with_dora.base_model.set_adapter(["default", "second"])
-    with pytest.raises(ConfigurationError, match="one at a time"):
+    with pytest.raises(ConfigurationError, match="DoRA"):
         PeftSource(with_dora.get_base_model(), torch.float32)
 
 
 def test_trainable_tokens_are_refused():
-    with pytest.raises(ConfigurationError, match="colocate"):
+    with pytest.raises(ConfigurationError, match="TrainableTokens.*colocate"):
         PeftSource(adapted(trainable_token_indices=[1, 2]).get_base_model(), torch.float32)
 
 
@@ -124,23 +124,12 @@ def log_probs(model):
 )
 def test_a_tied_embedding_and_head_that_are_trained_apart_are_refused_with_the_way_out(make, ensured, names):
     base = make(names, tied=True, ensure_weight_tying=ensured).get_base_model()
-    way_out = (
-        r"ties lm_head to model\.embed_tokens.*modules_to_save=\['embed_tokens'\]` with `ensure_weight_tying=True`"
-    )
+    way_out = r"lm_head .*model\.embed_tokens.*modules_to_save=\['embed_tokens'\]`.*`ensure_weight_tying=True`"
     for lora_sync in ("auto", "adapter", "merged"):  # before an engine starts
         with pytest.raises(ConfigurationError, match=way_out):
             plan_sync(base, True, lora_sync, torch.float32, on_gpu=False)
     with pytest.raises(ConfigurationError, match=way_out):
         PeftSource(base, torch.float32)
-
-
-def test_lora_that_peft_ties_is_two_adapters_after_a_move():
-    """The reason to refuse it; `modules_to_save` are one parameter wherever they go."""
-    base = as_target(["embed_tokens"], tied=True, ensure_weight_tying=True).get_base_model()
-    embedding, head = base.model.embed_tokens.lora_embedding_B["default"], base.lm_head.lora_A["default"].weight
-    assert embedding is not head and embedding.data_ptr() == head.data_ptr()
-    base.to(torch.bfloat16)
-    assert embedding.data_ptr() != head.data_ptr()
 
 
 @pytest.mark.parametrize("names", EMBEDDING_AND_HEAD, ids=" and ".join)
@@ -161,7 +150,7 @@ def test_tied_weights_that_a_wrapper_separates_are_an_error_of_the_next_sync():
     source = ModuleSource(model, torch.float32)
     source.check(source.metadata(), 1, frozen=True)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight and lm_head\.weight were one tensor"):
+    with pytest.raises(WeightSyncError, match=r"model\.embed_tokens\.weight and lm_head\.weight"):
         source.check(source.metadata(), 2, frozen=False)
 
 
@@ -182,7 +171,7 @@ class Experts(torch.nn.Module):
 def test_an_adapter_on_a_bare_parameter_is_refused_instead_of_left_out():
     config = LoraConfig(r=2, target_modules=[], target_parameters=["0.gate_up"])
     model = get_peft_model(torch.nn.Sequential(Experts()), config)
-    with pytest.raises(ConfigurationError, match="adapter of 0 does not belong to a layer"):
+    with pytest.raises(ConfigurationError, match="adapter of 0 "):
         PeftSource(model.get_base_model(), torch.float32)
 
 

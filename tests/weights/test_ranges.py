@@ -1,30 +1,30 @@
 """Tensors above the limit of a bucket are sent in ranges: bit for bit, in little memory, and never half a tensor."""
 
+import json
+import os
 import random
-from contextlib import nullcontext
-from functools import partial
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from forks import on_gloo_ranks
-from memory import MIB, free_at_once, peak_bytes, status
-from peft import LoraConfig, get_peft_model
+from memory import MIB, status
 from received import received
 from served import Keeper, digest, serving
+from sync_memory import Large
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trl_multinode.errors import WeightSyncError
-from trl_multinode.testing.engines import FORKED, SyncDriver, running_engines
+from trl_multinode.testing.engines import TREE, SyncDriver, running_engines
 from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.transports.base import OpenedSlots
 from trl_multinode.transports.pieces import GrowingTensor
 from trl_multinode.weights.buckets import WeightMeta, cut_into_ranges, plan_buckets, slot_layout
-from trl_multinode.weights.gathering import Buffers, ShardGather
-from trl_multinode.weights.peft_source import PeftSource
+from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import TensorSpec, WeightVersion
@@ -93,7 +93,7 @@ def equal(found: dict[str, torch.Tensor], model: nn.Module) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("limit", [24, 100, 5000])
+@pytest.mark.parametrize("limit", [100, 5000])
 def test_fsdp2_whose_rows_do_not_divide_and_plain_modules_send_the_same_bits(limit, tmp_path):
     def body(rank: int) -> list[bool]:
         gather, mesh = ShardGather(2, CPU), init_device_mesh("cpu", (6,))
@@ -132,7 +132,7 @@ def test_a_model_that_was_resized_is_refused_before_a_collective_hangs():
     source = ModuleSource(model, torch.bfloat16)
     buckets = plan_buckets(source.metadata(), 700)
     model.experts = nn.Parameter(torch.randn(41, 61))
-    with pytest.raises(WeightSyncError, match=r"experts was gathered with shape \(41, 61\), expected \(40, 61\)"):
+    with pytest.raises(WeightSyncError, match=r"experts .*\(41, 61\).*\(40, 61\)"):
         source.gathering(buckets[0]).__enter__()
 
 
@@ -149,104 +149,46 @@ def test_half_a_tensor_of_a_failed_update_does_not_survive_and_gaps_are_errors()
 
     assert add(first, -whole) is None and add(second, -whole) is None
     assert add(first, whole) is None  # the next update
-    with pytest.raises(RuntimeError, match="of w from element 64 of each piece came, expected that of w from 32"):
+    with pytest.raises(RuntimeError, match="of w .* 64 .* of w .* 32"):
         add(third, whole)
     assert add(second, whole) is None
     assert add(third, whole).tolist() == whole.tolist()
-    with pytest.raises(RuntimeError, match="expected that of"):
+    with pytest.raises(RuntimeError, match="of w .* 32 "):
         add(second, whole)
 
 
 # ---- memory
 
 
-class Large(nn.Module):
-    """A tensor of 24 buckets under ZeRO-3, and small ones."""
-
-    def __init__(self, rank: int, world: int, rows: int):
-        super().__init__()
-        self.embed = nn.Parameter(torch.empty(0))
-        piece = torch.full((rows * MIB // 4 // world,), float(rank))
-        piece.ds_numel, piece.final_location = piece.numel(), None
-        self.embed.ds_tensor, self.embed.ds_numel = piece, rows * MIB // 4
-        self.embed.ds_shape = (rows, MIB // 4)
-        self.norm = nn.Parameter(torch.zeros(16))
+SCRIPT = Path(__file__).parent / "sync_memory.py"
 
 
-class Reader(Keeper):
-    """Reads no slot, so all memory is the sender's."""
-
-    async def load_bucket(self, bucket: int, slot: int) -> None:
-        self.loaded.append((self._version.update, bucket))
-
-
-@pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 1), (1, 4)])
-def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(nodes, per_node, tmp_path):
-    bucket, rows = 4 * MIB, 96
-
-    def body(rank: int) -> float:
-        source = ModuleSource(Large(rank, nodes * per_node, rows), torch.float32, ShardGather(per_node, CPU))
-        if rank % per_node:
-            return second_peak(WeightSync(source, None, bucket))
-        with serving(Reader(), folder=tmp_path / str(rank)) as engines:
-            return second_peak(WeightSync(source, engines, bucket))
-
-    def second_peak(sync: WeightSync) -> tuple[float, float]:
-        assert len(sync.buckets) > 24
-        sync.run(WeightVersion(1, 1))  # the slots' pages
-        taken, real = {}, Buffers.take
-
-        def take(buffers: Buffers, name: str, num_bytes: int) -> torch.Tensor:
-            tensor = real(buffers, name, num_bytes)
-            taken[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        Buffers.take = take
-        resident = peak_bytes(lambda: sync.run(WeightVersion(2, 2)))
-        return sum(taken.values()) / bucket, resident / bucket
-
-    found = on_gloo_ranks(body, nodes * per_node, tmp_path, free_at_once)
-    print(f"our buffers and resident memory, in buckets of {bucket / MIB} MiB: {found}")
-    assert max(ours for ours, _ in found) <= 2.7  # gloo has the rest
-    # 3.07 at most in 520 syncs; 3.5 in all of them with buckets that leave room for one copy of gloo instead of two
-    assert max(resident for _, resident in found[::per_node]) < 3.3
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict[str, list]:
+    """Peaks that the script measures, in buckets, in ranks that are forks of a process of its own."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB), "PYTHONPATH": str(SCRIPT.parents[1])}
+    command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("ranks"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    print(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-class Merged(nn.Module):
-    """Layers under ZeRO-3, 1 MiB of float32 each, with adapters."""
-
-    def __init__(self, rank: int, world: int):
-        super().__init__()
-        torch.manual_seed(0)
-        linears = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(40)])
-        self.layers = get_peft_model(linears, LoraConfig(r=2, target_modules=r"\d+")).get_base_model()
-        for layer in self.layers:
-            weight = layer.base_layer.weight.detach()
-            piece = weight.flatten().chunk(world)[rank].clone()
-            piece.ds_numel, piece.final_location = piece.numel(), None
-            sharded = layer.base_layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
-            sharded.ds_tensor, sharded.ds_numel, sharded.ds_shape = piece, weight.numel(), weight.shape
+@pytest.mark.real
+@pytest.mark.parametrize(("name", "per_node"), [("large 2 x 2", 2), ("large 3 x 1", 1), ("large 1 x 4", 4)])
+def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(name, per_node, measured):
+    found = measured[name]
+    assert max(ours for rank in found for ours, _ in rank) <= 2.7  # gloo has the rest
+    for (_, of_six), (_, of_24) in found[::per_node]:
+        # 2.94 on a quiet machine; half a bucket more if buckets leave room for one copy of gloo instead of two
+        assert of_24 < 3.3 and of_24 < of_six + 1
 
 
-@pytest.mark.parametrize("kind", ["a tensor of 24 buckets", "merged adapters"])
-def test_three_buckets_are_those_of_the_engines_dtype(kind, tmp_path):
-    """The trainer has float32 and the engine bfloat16, as in TRL by default."""
-    bucket = 8 * MIB
-
-    def body(rank: int) -> float:
-        gather = ShardGather(2, CPU)
-        if kind == "merged adapters":
-            source: ModuleSource = PeftSource(Merged(rank, 2), torch.bfloat16, gather)
-        else:
-            source = ModuleSource(nn.Embedding(384, MIB // 4), torch.bfloat16, gather)
-        with serving(Reader(), folder=tmp_path / str(rank)) if rank == 0 else nullcontext() as engines:
-            sync = WeightSync(source, engines, bucket)
-            sync.run(WeightVersion(1, 1))  # the slots' pages
-            return peak_bytes(partial(sync.run, WeightVersion(2, 2))) / bucket
-
-    found = on_gloo_ranks(body, 2, tmp_path, free_at_once)
-    print(f"resident memory, in buckets of {bucket / MIB} MiB: {found}")
-    assert max(found) < 3.2  # 4.0 and 10.3 before buckets counted the trainer's dtype and merged weights
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["tensor", "merged"])
+def test_three_buckets_are_those_of_the_engines_dtype(name, measured):
+    # 4.0 and 10.3 before buckets counted the trainer's dtype and merged weights
+    assert max(resident for _, resident in measured[name]) < 3.2
 
 
 def test_buckets_on_a_gpu_leave_room_for_the_copy_that_pytorch_makes_on_the_way_to_host_memory(tmp_path):
@@ -257,23 +199,10 @@ def test_buckets_on_a_gpu_leave_room_for_the_copy_that_pytorch_makes_on_the_way_
     assert on_gloo_ranks(body, 4, tmp_path) == [[4.5, 5.5, 5.5, 6.5]] * 4
 
 
-def test_a_worker_needs_the_tensor_and_at_most_two_buckets(tmp_path):
-    bucket, rows = 4 * MIB, 96
-
-    def body(rank: int) -> float:
-        layouts = [slot_layout((meta,)) for meta in ranges_of((rows, MIB // 4), bucket, 4)]
-        slots = OpenedSlots([torch.ones(bucket, dtype=torch.uint8) for _ in range(2)], CPU)
-
-        def load() -> None:
-            for index, layout in enumerate(layouts):
-                tensors = slots.take(index % 2, layout)
-                assert bool(tensors) == (index == len(layouts) - 1)
-
-        return peak_bytes(load) / bucket
-
-    (found,) = on_gloo_ranks(body, 1, tmp_path, free_at_once)
-    print(f"buckets: {found}")
-    assert rows / 4 - 1 < found < rows / 4 + 2
+@pytest.mark.real
+def test_a_worker_needs_the_tensor_and_at_most_two_buckets(measured):
+    (found,) = measured["worker"]
+    assert 24 - 1 < found < 24 + 2
 
 
 @pytest.mark.engine
@@ -281,7 +210,7 @@ def test_a_worker_of_vllm_needs_a_layer_three_times_on_a_cpu(tmp_path):
     """Its tensors as they came, the new layer, and the packed copy, which a GPU does not make: docs/weight-sync.md."""
     model = tiny_qwen2(vocab_size=393_216)  # 96 MiB, also the head; of less, glibc keeps freed blocks
     layer = model.get_input_embeddings().weight.nbytes
-    with running_engines(model, tmp_path, FORKED) as engines:
+    with running_engines(model, tmp_path, TREE) as engines:
         driver = SyncDriver(model, engines, bucket_bytes=layer // 24)
         driver.send()
         worker = next(each for each in descendants(engines[0].ready.pid) if "Worker" in title_of(each))

@@ -1,5 +1,6 @@
 """Shared memory is reserved, not compared: a second run on the node gets an error, and never a SIGBUS."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.weights.buckets import WeightMeta, plan_buckets, slot_layout
 from trl_multinode.weights.transport import Transport
 
+pytestmark = pytest.mark.real  # it mounts a file system
 MIB = 1 << 20
 MODEL = [WeightMeta("embed", torch.float32, (3 * MIB // 8,)), WeightMeta("norm", torch.float32, (8,))]  # 1.5 MiB
 LAYOUTS = [slot_layout(bucket) for bucket in plan_buckets(MODEL, MIB)]
@@ -48,13 +50,13 @@ def test_two_runs_that_share_the_memory_do_not_share_its_last_bytes(tmp_path, fo
 
     with forked(body, 1, tmp_path) as (rank,):
         assert rank.wait() == 0, "SIGBUS is -7"
-        assert "has 1 MiB free of 4 MiB, two slots of 1 MiB for the weight sync need 2 MiB" in rank.result
+        assert re.search(r"1 MiB free of 4 MiB.* 1 MiB .* 2 MiB", rank.result), rank.result
 
 
 def test_memory_is_reserved_before_the_engines_start_and_nothing_is_left_if_they_do_not(four_mib):
     transport = Transport("host")
     transport.reserve(LAYOUTS)
-    with pytest.raises(WeightSyncError, match="has 1 MiB free"):
+    with pytest.raises(WeightSyncError, match=" 1 MiB free"):
         HostSlots(MIB, pin=False)
     assert list(four_mib.iterdir()) == []  # no name, so nothing is left by a rank that is killed
     transport.close()
@@ -77,14 +79,12 @@ def test_a_tensor_that_fills_a_slot_is_named_with_the_cures(four_mib):
     with pytest.raises(WeightSyncError) as error:
         Transport("host").reserve(LAYOUTS)
     text = str(error.value)
-    assert "two slots of 1.5 MiB for the weight sync need 3 MiB" in text
-    assert "embed alone has 1.5 MiB: lower `sync_bucket_mb` (no help if an adapter is merged" in text
-    assert "--shm-size" in text
+    assert re.search(r"two slots of 1\.5 MiB .* 3 MiB.* embed .* 1\.5 MiB.*`sync_bucket_mb`.*--shm-size", text), text
 
 
 def test_a_large_bucket_can_be_made_smaller(four_mib):
     many = [WeightMeta(f"layers.{i}.weight", torch.float32, (MIB // 8,)) for i in range(6)]  # 0.5 MiB each
-    with pytest.raises(WeightSyncError, match=r"Lower `sync_bucket_mb`, or"):
+    with pytest.raises(WeightSyncError, match=r" `sync_bucket_mb`"):
         Transport("host").reserve([slot_layout(bucket) for bucket in plan_buckets(many, 8 * MIB)])
 
 
@@ -97,7 +97,7 @@ def test_other_transports_reserve_nothing(four_mib):
 def test_a_run_finds_a_full_memory_before_it_starts_an_engine(four_mib, tmp_path):
     held = HostSlots(3 * MIB // 2, pin=False)  # of another run
     host = NodeHost(MultiNodeGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False, engine_dtype="float32"))
-    with pytest.raises(WeightSyncError, match=r"has 1 MiB free of 4 MiB.*Lower `sync_bucket_mb`"):
+    with pytest.raises(WeightSyncError, match=r"1 MiB free of 4 MiB.*`sync_bucket_mb`"):
         host.start_engines(tiny_qwen2(), tiny_tokenizer(), {"max_num_seqs": 8})
     assert host._fleet._processes == []
     host.close()

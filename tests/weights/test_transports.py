@@ -31,7 +31,9 @@ BUCKET = (WeightMeta("w", torch.bfloat16, (2, 3)), WeightMeta("b", torch.float32
 @pytest.fixture(params=["host", "nccl"])
 def slots(request, tmp_path):
     """`nccl` on a machine without GPUs is the same code over gloo."""
-    made = HostSlots(256, False) if request.param == "host" else BroadcastSlots(256, CPU, tmp_path / "store", [1], 5.0)
+    made = (
+        HostSlots(256, False) if request.param == "host" else BroadcastSlots(256, CPU, tmp_path / "store", [1], 60.0)
+    )
     yield made
     made.close()
 
@@ -53,12 +55,12 @@ def test_a_slot_holds_every_tensor_in_its_own_dtype_and_the_receiver_has_copies(
 
 
 def test_a_tensor_of_another_shape_is_never_written(slots):
-    with pytest.raises(WeightSyncError, match=r"w was gathered with shape \(3, 2\), expected \(2, 3\)"):
+    with pytest.raises(WeightSyncError, match=r"^w .*\(3, 2\).*\(2, 3\)"):
         slots.write(0, slot_layout(BUCKET[:1]), [Pieces.whole(torch.zeros(3, 2))])
 
 
 def test_a_full_shared_memory_is_named_with_the_cure():
-    with pytest.raises(WeightSyncError, match="Lower `sync_bucket_mb`.*--shm-size"):
+    with pytest.raises(WeightSyncError, match="`sync_bucket_mb`.*--shm-size"):
         HostSlots(1 << 60, pin=False)
 
 
@@ -68,8 +70,8 @@ def test_a_full_shared_memory_is_named_with_the_cure():
 @pytest.mark.parametrize(
     ("machine", "reason"),
     [
-        (Machine(None), "on the CPU"),
-        (Machine("NVIDIA", peer_access=True), "NVIDIA GPUs, peer access.*never ran on a GPU"),
+        (Machine(None), "CPU"),
+        (Machine("NVIDIA", peer_access=True), "NVIDIA GPUs, peer access"),
         (Machine("NVIDIA"), "NVIDIA GPUs, no peer access"),
         (Machine("AMD", shared=True, peer_access=True), "AMD GPUs"),
     ],
@@ -97,9 +99,9 @@ def test_the_machine_is_read_by_the_place_of_a_gpu_among_the_visible_ones(engine
 @pytest.mark.parametrize(
     ("wanted", "machine", "cure"),
     [
-        ("ipc", Machine(None), "Use 'host'"),
+        ("ipc", Machine(None), "'host'"),
         ("ipc", Machine("NVIDIA"), "nvidia-smi topo"),
-        ("nccl", Machine("NVIDIA", shared=True, peer_access=True), "Use 'ipc' or 'host'"),
+        ("nccl", Machine("NVIDIA", shared=True, peer_access=True), "'ipc'.*'host'"),
     ],
 )
 def test_one_that_cannot_work_here_is_refused_with_the_way_out(wanted, machine, cure):
@@ -115,14 +117,14 @@ def test_what_was_asked_for_is_taken_and_said_to_be_experimental():
 
 
 def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
-    slots = BroadcastSlots(64, CPU, tmp_path / "store", [2, 2], 5.0)
+    slots = BroadcastSlots(64, CPU, tmp_path / "store", [2, 2], 60.0)
     told = [slots.open_for(engine) for engine in range(2)]
-    assert told == [Broadcast("gloo", str(tmp_path / "store"), 5, first, 5.0) for first in (1, 3)]
+    assert told == [Broadcast("gloo", str(tmp_path / "store"), 5, first, 60.0) for first in (1, 3)]
 
 
 def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
     """Otherwise torch warns at exit that a process group was never destroyed. Its peers may have ended before."""
-    slots, ended = BroadcastSlots(16, CPU, tmp_path / "store", [1], 5.0), []
+    slots, ended = BroadcastSlots(16, CPU, tmp_path / "store", [1], 60.0), []
     slots._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
     opened = OpenedBroadcastSlots.open(slots.open_for(0), 16, CPU, 0)
     opened._group = SimpleNamespace(abort=lambda: ended.append("worker"))
@@ -189,8 +191,11 @@ class Silent(BroadcastSlots):
         raise RuntimeError("no communicator")
 
 
-@pytest.mark.parametrize(("broken", "said"), [(Garbling, "checksums"), (Silent, "no communicator")])
-def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, said, tmp_path, monkeypatch):
+# The worker of `Silent` waits for the whole limit
+@pytest.mark.parametrize(
+    ("broken", "limit_s", "said"), [(Garbling, 60.0, "checksums"), (Silent, 1.0, "no communicator")]
+)
+def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, limit_s, said, tmp_path):
     model = tiny_qwen2()
     warnings: list[str] = []
 
@@ -198,7 +203,7 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, sai
         def _make(self, kind, num_bytes):
             if kind != "nccl":
                 return super()._make(kind, num_bytes)
-            return broken(num_bytes, CPU, tmp_path / "store", [1], 3.0)
+            return broken(num_bytes, CPU, tmp_path / "store", [1], limit_s)
 
     with running_engines(model, tmp_path, FAKE) as engines:
         trainer = SyncDriver(model, engines, transport=Failing("nccl", report=warnings.append))
@@ -206,7 +211,7 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, sai
         trainer.send()
         assert trainer.sync._slots.kind == "host" and distance(trainer) < 1e-3
     (warning,) = warnings
-    assert said in warning and "through host memory instead" in warning
+    assert said in warning and "host memory" in warning
 
 
 def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcast_again_when_it_is_back(tmp_path):
@@ -214,7 +219,7 @@ def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcas
     model, backends = tiny_qwen2(), [Keeper(), Keeper()]
     with serving(*backends, folder=tmp_path / "node") as engines:
         engines.tolerant = True
-        transport = Transport("nccl", workers=[1, 1], folder=tmp_path, timeout_s=10.0, report=pytest.fail)
+        transport = Transport("nccl", workers=[1, 1], folder=tmp_path, timeout_s=60.0, report=pytest.fail)
         trainer = SyncDriver(model, engines, transport=transport)
         trainer.send()
         assert trainer.sync._slots.kind == "nccl"
@@ -242,6 +247,6 @@ def test_a_call_that_hangs_is_left_behind():
     with pytest.raises(TimeoutError):
         call_with_timeout(0.05, forever.wait)
     forever.set()
-    assert call_with_timeout(5.0, lambda: 3) == 3
+    assert call_with_timeout(60.0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        call_with_timeout(5.0, lambda: 1 / 0)
+        call_with_timeout(60.0, lambda: 1 / 0)

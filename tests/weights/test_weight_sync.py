@@ -34,7 +34,7 @@ SHARDED = [
     ("cube", (2, 3, 7), torch.float32),
     ("large", (129, 31), torch.float32),
 ]
-LIMITS = [1, 100, 700, 5000, 1 << 20]  # bytes: from a tensor a bucket to everything in one
+LIMITS = [100, 700, 5000, 1 << 20]  # bytes: from ranges of a few elements to everything in one bucket
 
 
 def full_tensors(update: int) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ def as_sent(update: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def test_every_bit_arrives_in_every_engine_of_every_node_whatever_the_buckets(
     transport, nodes, per_node, dtype, tmp_path
 ):
-    """Two updates each with five sizes of buckets; the engines are slow, each at other buckets."""
+    """Two updates each with four sizes of buckets; the engines are slow, each at other buckets."""
 
     def body(rank: int) -> list[bool]:
         node, local_rank = divmod(rank, per_node)
@@ -188,7 +188,7 @@ def test_a_bucket_that_does_not_load_is_the_error_of_the_sync_and_leaves_nothing
         with pytest.raises(EngineError, match=r"Rank 0 \(node 0\): engine 1 of node 0: .*no kernel for this shape"):
             sync.run(WeightVersion(2, 1))
         assert (source.open, source.released) == (0, 2) and sender_threads() == []
-        with pytest.raises(WeightSyncError, match="mixed weights, because .*no kernel for this shape"):
+        with pytest.raises(WeightSyncError, match="engine 1 of node 0.*mixed .*no kernel for this shape"):
             engines[1].score([1, 2])
     assert torch.is_grad_enabled()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
@@ -21,6 +22,7 @@ from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import WeightVersion
 
+pytestmark = pytest.mark.zero3
 WORLD, PER_NODE = 4, 2
 CPU = torch.device("cpu")
 HEAD = "lm_head.weight"
