@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -28,8 +27,8 @@ def raised_in(*modules: str, error: BaseException | None = None, functions: tupl
     scope: dict = {"error": error or ValueError("bad")}
     for module, name in reversed(list(zip(modules, functions or modules, strict=True))):
         name = name.replace(".", "_")
-        path = "/home/me/train.py" if module in ("mine", "__main__") else f"{sys.prefix}/lib/site-packages/x.py"
-        path = path if module in ("mine", "__main__") else str(Path(os.__file__).parent / "site-packages/x.py")
+        is_mine = module in ("mine", "__main__")
+        path = "/home/me/train.py" if is_mine else str(Path(os.__file__).parent / "site-packages/x.py")
         scope = {"__name__": module, **{k: v for k, v in scope.items() if not k.startswith("__")}}
         exec(compile(f"def {name}():\n    {call}", path, "exec"), scope)  # noqa: S102
         call = f"{name}()"

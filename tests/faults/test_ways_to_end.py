@@ -16,6 +16,7 @@ from store_host import RANKS, StoreHost, enter, enter_early, topology_of
 from waiting import HANG_S, until
 
 from trl_multinode.errors import EngineDiedError
+from trl_multinode.run import reporter
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE
 from trl_multinode.run.topology import Topology
@@ -131,7 +132,7 @@ def output_of_one_blocks(here: Here) -> None:
             here.wait()
         here.until_now()
         watch.cleanups.clear()  # it prints
-        leaving.PRINTING_S = 1.0
+        leaving.PRINTING_S = reporter.BLOCKED_S = 0.5
         for stream in (1, 2):
             os.dup2(full_pipe(), stream)
         raise ValueError("the reward failed")
@@ -255,7 +256,7 @@ def one_has_no_trainer(here: Here) -> None:
     until(lambda: watch.arrivals._signs._told, "the sign that this rank has a trainer")
     here.up()
     here.until_now()
-    trainer.limit_start(3.0)
+    trainer.limit_start(2.0)
     here.wait()
 
 
@@ -301,6 +302,7 @@ def between_two_trainers(here: Here) -> None:
         watch.close()
     assert signal.getsignal(signal.SIGTERM) is before and not first._watch.stopped.is_set()
     here.up()
+    here.until_now()
     if here.rank == 2:
         early._early._on_uncaught(OSError("the third trainer"))
     here.wait()
@@ -435,7 +437,8 @@ class Ending:
     code: int
     silent: dict[int, int | None] = field(default_factory=dict)  # ranks that do not print it, with their exit codes
     ranks: int = RANKS
-    never: str = "-"  # text that no rank prints
+    log: tuple[int, str] | None = None  # a rank, and text that only its own log has
+    never: str | None = None  # text that no rank prints
 
 
 ENDINGS = [
@@ -443,6 +446,7 @@ ENDINGS = [
         Ending(
             one_raises(2, ValueError("no reward\nfor row 3")), nothing,
             ("node 1, rank 2, phase reward: ValueError: no reward for row 3",), USER_CODE,
+            log=(2, "    raise error"),
         ),
         id="a reward raises",
         marks=pytest.mark.fault("17"),
@@ -588,7 +592,7 @@ ENDINGS = [
     pytest.param(
         Ending(
             one_has_no_trainer, signal_rank(3, signal.SIGSTOP),
-            ("rank 3 (node 1)", "`engine_start_timeout` 3 s"), PEER_LOST, silent={3: RUNS},
+            ("rank 3 (node 1)", "`engine_start_timeout` 2 s"), PEER_LOST, silent={3: RUNS},
         ),
         id="a rank is stopped before its trainer",
         marks=pytest.mark.fault("frozen_early"),
@@ -659,7 +663,11 @@ def test_all_ranks_end_with_one_line_and_one_code(ending, tmp_path, store, monke
         pids = [rank.process.pid for rank in ranks]
         for identifier in ending.line:
             assert identifier.format(pids=pids, port=store.port) in line
-        assert not any(ending.never in rank.text for rank in ranks) or ending.never == "-"
+        if ending.log is not None:
+            rank, text = ending.log
+            assert [text in other.text for other in ranks] == [number == rank for number in range(ending.ranks)]
+        if ending.never is not None:
+            assert not any(ending.never in rank.text for rank in ranks)
         for rank in speaking:
             assert rank.text.count("closed by the watch") == rank.text.count("to be closed")
         for number, status in ending.silent.items():
