@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from forks import forked
-from store_host import PER_NODE, RANKS, begin_early, enter, enter_early
+from store_host import FAILED, PER_NODE, RANKS, begin_early, enter, enter_early, num_finished
 from torch.distributed import HashStore
 from waiting import HANG_S, until
 
@@ -18,9 +18,6 @@ from trl_multinode.run import store as run_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import arrivals, early, leaving, watch_thread, watchdog
 from trl_multinode.run.watch.watch_thread import WatchThread
-from trl_multinode.run.watch.watchdog import Watchdog
-
-FAILED = "[trl_multinode] the run failed: "
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +26,6 @@ def limits(monkeypatch):
     monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 60.0)
     monkeypatch.setattr(run_store, "GRACE_S", HANG_S)
     monkeypatch.setattr(leaving, "PRINTING_S", HANG_S)
-
-
-def num_finished(watch: Watchdog) -> int:
-    """Return the number of ranks that have closed this trainer."""
-    found: list[int] = []
-    watch._store.lend(lambda store: found.append(store.add("done", 0)))
-    return found[0]
 
 
 def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceback(tmp_path, store, monkeypatch):

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from forks import forked
-from store_host import RANKS, StoreHost, enter_early, launched_variables
+from store_host import FAILED, RANKS, StoreHost, enter_early, launched_variables
 from waiting import HANG_S
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
 
 pytestmark = pytest.mark.real  # each starts an ordinary Python
-FAILED = "[trl_multinode] the run failed: "
 
 
 @pytest.fixture(autouse=True)
@@ -26,37 +25,13 @@ def limits(monkeypatch):
     monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 60.0)
 
 
-class Script:
-    """A script in the process of one rank, as a launcher starts it."""
-
-    def __init__(self, text: str, folder: Path, store: StoreHost, rank: int):
-        path, self._log = folder / f"script{rank}.py", folder / f"script{rank}.log"
-        path.write_text("import os, sys, time\n" + textwrap.dedent(text))
-        with open(self._log, "w") as file:
-            environment = {**os.environ, **launched_variables(rank, store)}
-            command = [sys.executable, "-u", str(path)]
-            self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
-
-    def wait(self) -> int:
-        return self.process.wait(HANG_S)
-
-    @property
-    def text(self) -> str:
-        return self._log.read_text()
-
-
-@pytest.fixture
-def run_script(tmp_path, store):
-    scripts = []
-
-    def run(text: str, rank: int) -> Script:
-        scripts.append(Script(text, tmp_path, store, rank))
-        return scripts[-1]
-
-    yield run
-    for script in scripts:
-        script.process.kill()
-        script.process.wait()
+def run_script(text: str, folder: Path, store: StoreHost, rank: int) -> subprocess.CompletedProcess:
+    """Run a script as one rank, as a launcher starts it."""
+    path = folder / "script.py"
+    path.write_text("import os, sys\n" + textwrap.dedent(text))
+    environment = {**os.environ, **launched_variables(rank, store)}
+    command = [sys.executable, "-u", str(path)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
 
 
 LATE_HOOK = "sys.excepthook = lambda *error: print('mine')"
@@ -68,7 +43,7 @@ SCRIPT_ERRORS = {
 
 
 @pytest.mark.parametrize("error", SCRIPT_ERRORS)
-def test_row_script_error_before_the_trainer_ends_all_nodes(tmp_path, store, run_script, error):
+def test_row_script_error_before_the_trainer_ends_all_nodes(tmp_path, store, error):
     """The import loads nothing and does not wait. The thread has to load torch, which may take a while here."""
     code, cause = SCRIPT_ERRORS[error]
 
@@ -84,15 +59,17 @@ import trl_multinode
 assert not {{"torch", "transformers", "trl", "numpy"}} & set(sys.modules)
 {code}
 """,
+            tmp_path,
+            store,
             rank=3,
         )
-        assert [script.wait(), *(rank.wait() for rank in ranks[:3])] == [exit_codes.USER_CODE] * RANKS
-        lines = {text.splitlines()[-1] for text in (script.text, *(rank.text for rank in ranks[:3]))}
+        assert [script.returncode, *(rank.wait() for rank in ranks[:3])] == [exit_codes.USER_CODE] * RANKS
+        lines = {text.splitlines()[-1] for text in (script.stderr, *(rank.text for rank in ranks[:3]))}
         assert len(lines) == 1, lines
         assert lines.pop().startswith(f"{FAILED}node 1, rank 3, phase before the trainer: {cause}")
 
 
-def test_no_child_of_a_rank_is_watched(run_script):
+def test_no_child_of_a_rank_is_watched(tmp_path, store):
     script = run_script(
         """
         import multiprocessing, subprocess
@@ -115,10 +92,12 @@ def test_no_child_of_a_rank_is_watched(run_script):
                 raise OSError("a child's own")
             assert os.waitpid(child, 0)[1] == 256
         """,
+        tmp_path,
+        store,
         rank=0,
     )
-    assert script.wait() == 0, script.text
-    assert FAILED not in script.text
+    assert script.returncode == 0, script.stderr
+    assert FAILED not in script.stdout + script.stderr
 
 
 def test_a_wrapper_between_launcher_and_rank_is_no_rank_of_its_own(store):

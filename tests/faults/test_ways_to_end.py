@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 from forks import Rank, forked
-from store_host import RANKS, StoreHost, enter, enter_early, topology_of
+from store_host import FAILED, RANKS, StoreHost, enter, enter_early, num_finished, topology_of
 from waiting import HANG_S, until
 
 from trl_multinode.errors import EngineDiedError
@@ -24,8 +25,7 @@ from trl_multinode.run.watch import arrivals, early, leaving, watch_thread
 from trl_multinode.run.watch.watch_thread import WatchThread
 from trl_multinode.run.watch.watchdog import Watchdog
 
-FAILED = "[trl_multinode] the run failed: "
-KILLED = -signal.SIGKILL
+KILLED = -SIGKILL
 RUNS = None  # a rank that is stopped, or knows nothing of the run
 
 
@@ -117,13 +117,6 @@ def one_raises_when_the_others_are_through(here: Here) -> None:
         watch.close()
 
 
-def num_finished(watch: Watchdog) -> int:
-    """Return the number of ranks that have closed this trainer."""
-    found: list[int] = []
-    watch._store.lend(lambda store: found.append(store.add("done", 0)))
-    return found[0]
-
-
 def output_of_one_blocks(here: Here) -> None:
     """As after Ctrl-S, or with a pager that was stopped."""
     watch = here.trainer()
@@ -185,8 +178,8 @@ def wait_for_a_signal(here: Here) -> None:
 
 def default_signals() -> None:
     """A suite in the background ignores SIGINT, and so would its forks."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(SIGINT, signal.default_int_handler)
+    signal.signal(SIGTERM, signal.SIG_DFL)
 
 
 def sys_exit_inside(here: Here) -> None:
@@ -280,7 +273,7 @@ def exits_before_the_trainer(here: Here) -> None:
     here.wait()
 
 
-def one_ends_well_without_the_trainer_of_the_others(here: Here) -> None:
+def ends_well_without_a_trainer(here: Here) -> None:
     here.imported()
     if here.rank != 1:
         Watchdog(Topology.from_environment())
@@ -294,13 +287,13 @@ def one_ends_well_without_the_trainer_of_the_others(here: Here) -> None:
 def between_two_trainers(here: Here) -> None:
     """Trainers attach to the thread of the import, which goes on without them."""
     here.imported()
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(SIGTERM)
     first, second = (Watchdog(Topology.from_environment()) for _ in range(2))
     assert first._watch is second._watch is early.early_watch()
-    assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(SIGTERM) is not before
     for watch in (first, second):
         watch.close()
-    assert signal.getsignal(signal.SIGTERM) is before and not first._watch.stopped.is_set()
+    assert signal.getsignal(SIGTERM) is before and not first._watch.stopped.is_set()
     here.up()
     here.until_now()
     if here.rank == 2:
@@ -315,14 +308,14 @@ def all_but_one_signal_are_the_scripts(here: Here) -> None:
     """A time limit of a reward, a loader's workers, SLURM's warning: each comes by the same pipe, before SIGINT."""
     default_signals()
     seen = []
-    own = (signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM)
+    own = (signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD, SIGTERM)
     for number in own:
         signal.signal(number, lambda number, _: seen.append(number))
     here.alone(launched=True)
     for number in own:
         os.kill(os.getpid(), number)
     assert sorted(seen) == sorted(own)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), SIGINT)
     here.wait()
 
 
@@ -330,10 +323,10 @@ def one_signal_becomes_the_scripts(here: Here) -> None:
     default_signals()
     seen = []
     here.alone(launched=True)
-    signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    os.kill(os.getpid(), signal.SIGINT)
-    assert seen == [signal.SIGINT]
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(SIGINT, lambda number, _: seen.append(number))
+    os.kill(os.getpid(), SIGINT)
+    assert seen == [SIGINT]
+    os.kill(os.getpid(), SIGTERM)
     here.wait()
 
 
@@ -344,7 +337,7 @@ def a_pool_ends_before_the_run(here: Here) -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:
         assert pool.apply(os.getpid) != os.getpid()
         pool.apply_async(until, (lambda: False,))
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), SIGINT)
     here.wait()
 
 
@@ -398,8 +391,8 @@ def nothing(ranks: list[Rank], store: StoreHost) -> None:
     """The ranks do all."""
 
 
-def signal_rank(rank: int, number: signal.Signals) -> Callable[[list[Rank], StoreHost], None]:
-    return lambda ranks, store: os.kill(ranks[rank].process.pid, number)
+def send(number: signal.Signals, to: int) -> Callable[[list[Rank], StoreHost], None]:
+    return lambda ranks, store: os.kill(ranks[to].process.pid, number)
 
 
 def end_the_store(ranks: list[Rank], store: StoreHost) -> None:
@@ -407,7 +400,7 @@ def end_the_store(ranks: list[Rank], store: StoreHost) -> None:
 
 
 def stop_the_store(ranks: list[Rank], store: StoreHost) -> None:
-    os.kill(store.process.pid, signal.SIGSTOP)
+    os.kill(store.process.pid, SIGSTOP)
 
 
 def rank_1_reports_a_symptom(ranks: list[Rank], store: StoreHost) -> None:
@@ -431,10 +424,11 @@ def both_sides_name_rank_3(ranks: list[Rank], store: StoreHost) -> None:
 class Ending:
     """A way to end: what the ranks do, what happens, and what is seen."""
 
+    name: str
     body: Callable[[Here], None]
-    fault: Callable[[list[Rank], StoreHost], None]
     line: tuple[str, ...]  # identifiers in the line of all ranks
     code: int
+    fault: Callable[[list[Rank], StoreHost], None] = nothing
     silent: dict[int, int | None] = field(default_factory=dict)  # ranks that do not print it, with their exit codes
     ranks: int = RANKS
     log: tuple[int, str] | None = None  # a rank, and text that only its own log has
@@ -442,204 +436,82 @@ class Ending:
 
 
 ENDINGS = [
-    pytest.param(
-        Ending(
-            one_raises(2, ValueError("no reward\nfor row 3")), nothing,
-            ("node 1, rank 2, phase reward: ValueError: no reward for row 3",), USER_CODE,
-            log=(2, "    raise error"),
-        ),
-        id="a reward raises",
-        marks=pytest.mark.fault("17"),
-    ),
-    pytest.param(Ending(all_raise, nothing, ("phase reward: ValueError: row of rank",), USER_CODE), id="all raise"),
-    pytest.param(
-        Ending(
-            one_raises_when_the_others_are_through, nothing,
-            ("node 0, rank 1, phase reward: OSError: disk full",), USER_CODE,
-        ),
-        id="one raises while the others close",
-    ),
-    pytest.param(
-        Ending(
-            output_of_one_blocks, nothing, ("node 1, rank 3", "ValueError: the reward failed"), USER_CODE,
-            silent={3: USER_CODE},
-        ),
-        id="output blocks",
-        marks=pytest.mark.fault("output_blocks"),
-    ),
-    pytest.param(
-        Ending(
-            wait_in_a_trainer, signal_rank(2, signal.SIGKILL),
-            ("node 1, rank 3, phase reward", "rank 2 (local main process)", "(pid {pids[2]})"), PEER_LOST,
-            silent={2: KILLED},
-        ),
-        id="a rank is killed",
-        marks=pytest.mark.fault("10"),
-    ),
-    pytest.param(
-        Ending(
-            one_raises(0, ValueError("engine gone")), signal_rank(3, signal.SIGSTOP),
-            ("node 0, rank 0", "ValueError: engine gone"), USER_CODE, silent={3: RUNS},
-        ),
-        id="one raises while another is stopped",
-    ),
-    pytest.param(
-        Ending(
-            wait_in_a_trainer, end_the_store,
-            ("PeerFailureError", "launcher of node 0", "127.0.0.1:{port}"), PEER_LOST,
-        ),
-        id="the store is closed",
-    ),
-    pytest.param(
-        Ending(
-            wait_with_a_limit_of_the_store, stop_the_store,
-            ("PeerFailureError", "launcher of node 0", "127.0.0.1:{port}"), PEER_LOST,
-        ),
-        id="the store is stopped",
-        marks=pytest.mark.fault("launcher_frozen"),
-    ),
-    pytest.param(
-        Ending(
-            a_symptom_before_its_cause, rank_1_reports_a_symptom,
-            ("node 0, rank 0, phase reward: engine 0 of node 0 was killed by SIGKILL",), ENGINE,
-        ),
-        id="an engine is killed",
-    ),
-    pytest.param(
-        Ending(
-            wait_for_a_signal, signal_rank(1, signal.SIGTERM),
-            ("node 0, rank 1, phase reward", "SIGTERM"), PREEMPTED,
-        ),
-        id="SIGTERM",
-    ),
-    pytest.param(
-        Ending(
-            wait_for_a_signal, signal_rank(1, signal.SIGINT),
-            ("node 0, rank 1, phase reward", "SIGINT"), OTHER,
-        ),
-        id="SIGINT",
-    ),
-    pytest.param(
-        Ending(sys_exit_inside, nothing, ("node 0, rank 1, phase reward", "3"), USER_CODE),
-        id="sys.exit in the trainer",
-    ),
-    pytest.param(
-        Ending(system_exit_outside, nothing, ("node 0, rank 1, phase reward: SystemExit", "code 3"), USER_CODE),
-        id="a trainer is closed by an exit",
-    ),
-    pytest.param(
-        Ending(script_ends_with(3), nothing, ("node 0, rank 1, phase reward: SystemExit", "code 3"), USER_CODE),
-        id="a script ends with 3",
-    ),
-    pytest.param(
-        Ending(script_ends_with(True), nothing, ("node 0, rank 1, phase reward: SystemExit", "code 1"), USER_CODE),
-        id="a script ends with True",
-    ),
-    pytest.param(
-        Ending(
-            script_ends_with("no data"), nothing,
-            ("node 0, rank 1, phase reward: SystemExit", "'no data'"), USER_CODE,
-        ),
-        id="a script ends with a message",
-    ),
-    pytest.param(
-        Ending(
-            wait_before_the_trainer, signal_rank(3, signal.SIGKILL),
-            ("node 1, rank 2, phase before the trainer", "rank 3", "(pid {pids[3]})"), PEER_LOST,
-            silent={3: KILLED},
-        ),
-        id="a rank is killed before the trainer",
-        marks=pytest.mark.fault("script_error"),
-    ),
-    pytest.param(
-        Ending(
-            one_does_not_import, both_sides_name_rank_3,
-            ("rank 3 (node 1)", "trl_multinode", " 1 s", "`engine_start_timeout`"), PEER_LOST, silent={3: RUNS},
-        ),
-        id="a rank does not import",
-        marks=pytest.mark.fault("script_error"),
-    ),
-    pytest.param(
-        Ending(
-            uncaught_before_the_trainer, nothing,
-            ("node 1, rank 3, phase before the trainer: ValueError: no data",), USER_CODE,
-        ),
-        id="a script raises before the trainer",
-        marks=pytest.mark.fault("script_error"),
-    ),
-    pytest.param(
-        Ending(
-            exits_before_the_trainer, nothing,
-            ("node 1, rank 3, phase before the trainer: SystemExit", "code 3"), USER_CODE,
-        ),
-        id="a script exits before the trainer",
-        marks=pytest.mark.fault("script_error"),
-    ),
-    pytest.param(
-        Ending(
-            one_ends_well_without_the_trainer_of_the_others, nothing,
-            ("node 0, rank 1, phase before the trainer",), USER_CODE,
-        ),
-        id="a script ends well without the others' trainer",
-        marks=pytest.mark.fault("script_error"),
-    ),
-    pytest.param(
-        Ending(
-            between_two_trainers, nothing, ("node 1, rank 2, phase script: OSError: the third trainer",), USER_CODE,
-        ),
-        id="a script raises between two trainers",
-    ),
-    pytest.param(
-        Ending(
-            one_has_no_trainer, signal_rank(3, signal.SIGSTOP),
-            ("rank 3 (node 1)", "`engine_start_timeout` 2 s"), PEER_LOST, silent={3: RUNS},
-        ),
-        id="a rank is stopped before its trainer",
-        marks=pytest.mark.fault("frozen_early"),
-    ),
-    pytest.param(
-        Ending(all_but_one_signal_are_the_scripts, nothing, ("node 0, rank 0", "SIGINT"), OTHER, ranks=1),
-        id="SIGINT after signals of the script",
-    ),
-    pytest.param(
-        Ending(one_signal_becomes_the_scripts, nothing, ("node 0, rank 0", "SIGTERM"), PREEMPTED, ranks=1),
-        id="SIGTERM after a SIGINT of the script",
-    ),
-    pytest.param(
-        Ending(a_pool_ends_before_the_run, nothing, ("node 0, rank 0", "SIGINT"), OTHER, ranks=1),
-        id="SIGINT after the end of a pool",
-    ),
-    pytest.param(
-        Ending(
-            a_process_is_gone_already, nothing, ("node 0, rank 0, phase set-up: engine 0 was gone",), ENGINE, ranks=1
-        ),
-        id="an engine is gone already",
-    ),
-    pytest.param(
-        Ending(
-            a_forgotten_process_ends_first, nothing, ("node 0, rank 0, phase set-up: engine 1 ended",), ENGINE,
-            ranks=1,
-        ),
-        id="an engine ends after a forgotten one",
-    ),
-    pytest.param(
-        Ending(
-            fails_with_a_note, nothing, ("phase set-up: engine 0 ended. Lower `max_num_seqs`.",), ENGINE, ranks=1
-        ),
-        id="an engine ends inside a note",
-    ),
-    pytest.param(
-        Ending(fails_after_a_note, nothing, ("engine 0 ended",), OTHER, ranks=1, never="max_num_seqs"),
-        id="an engine ends after a note",
-    ),
-    pytest.param(
-        Ending(the_watch_itself_fails, nothing, ("node 0, rank 0", "OSError: log folder is gone"), OTHER, ranks=1),
-        id="the watch fails",
-    ),
+    pytest.param(Ending("a reward raises", one_raises(2, ValueError("no reward\nfor row 3")),
+        line=("node 1, rank 2, phase reward: ValueError: no reward for row 3",), code=USER_CODE,
+        log=(2, "    raise error")),
+        marks=pytest.mark.fault("17")),
+    Ending("all raise", all_raise, ("phase reward: ValueError: row of rank",), USER_CODE),
+    Ending("one raises while the others close", one_raises_when_the_others_are_through,
+        line=("node 0, rank 1, phase reward: OSError: disk full",), code=USER_CODE),
+    pytest.param(Ending("output blocks", output_of_one_blocks,
+        line=("node 1, rank 3", "ValueError: the reward failed"), code=USER_CODE, silent={3: USER_CODE}),
+        marks=pytest.mark.fault("output_blocks")),
+    pytest.param(Ending("a rank is killed", wait_in_a_trainer, fault=send(SIGKILL, to=2),
+        line=("node 1, rank 3, phase reward", "rank 2 (local main process)", "(pid {pids[2]})"), code=PEER_LOST,
+        silent={2: KILLED}),
+        marks=pytest.mark.fault("10")),
+    Ending("one raises while another is stopped", one_raises(0, ValueError("engine gone")), fault=send(SIGSTOP, to=3),
+        line=("node 0, rank 0", "ValueError: engine gone"), code=USER_CODE, silent={3: RUNS}),
+    Ending("the store is closed", wait_in_a_trainer, fault=end_the_store,
+        line=("PeerFailureError", "launcher of node 0", "127.0.0.1:{port}"), code=PEER_LOST),
+    pytest.param(Ending("the store is stopped", wait_with_a_limit_of_the_store, fault=stop_the_store,
+        line=("PeerFailureError", "launcher of node 0", "127.0.0.1:{port}"), code=PEER_LOST),
+        marks=pytest.mark.fault("launcher_frozen")),
+    Ending("an engine is killed", a_symptom_before_its_cause, fault=rank_1_reports_a_symptom,
+        line=("node 0, rank 0, phase reward: engine 0 of node 0 was killed by SIGKILL",), code=ENGINE),
+    Ending("SIGTERM", wait_for_a_signal, fault=send(SIGTERM, to=1),
+        line=("node 0, rank 1, phase reward", "SIGTERM"), code=PREEMPTED),
+    Ending("SIGINT", wait_for_a_signal, fault=send(SIGINT, to=1),
+        line=("node 0, rank 1, phase reward", "SIGINT"), code=OTHER),
+    Ending("sys.exit in the trainer", sys_exit_inside, ("node 0, rank 1, phase reward", "3"), USER_CODE),
+    Ending("a trainer is closed by an exit", system_exit_outside,
+        line=("node 0, rank 1, phase reward: SystemExit", "code 3"), code=USER_CODE),
+    Ending("a script ends with 3", script_ends_with(3),
+        line=("node 0, rank 1, phase reward: SystemExit", "code 3"), code=USER_CODE),
+    Ending("a script ends with True", script_ends_with(True),
+        line=("node 0, rank 1, phase reward: SystemExit", "code 1"), code=USER_CODE),
+    Ending("a script ends with a message", script_ends_with("no data"),
+        line=("node 0, rank 1, phase reward: SystemExit", "'no data'"), code=USER_CODE),
+    pytest.param(Ending("a rank is killed before the trainer", wait_before_the_trainer, fault=send(SIGKILL, to=3),
+        line=("node 1, rank 2, phase before the trainer", "rank 3", "(pid {pids[3]})"), code=PEER_LOST,
+        silent={3: KILLED}),
+        marks=pytest.mark.fault("script_error")),
+    pytest.param(Ending("a rank does not import", one_does_not_import, fault=both_sides_name_rank_3,
+        line=("rank 3 (node 1)", "trl_multinode", " 1 s", "`engine_start_timeout`"), code=PEER_LOST, silent={3: RUNS}),
+        marks=pytest.mark.fault("script_error")),
+    pytest.param(Ending("a script raises before the trainer", uncaught_before_the_trainer,
+        line=("node 1, rank 3, phase before the trainer: ValueError: no data",), code=USER_CODE),
+        marks=pytest.mark.fault("script_error")),
+    pytest.param(Ending("a script exits before the trainer", exits_before_the_trainer,
+        line=("node 1, rank 3, phase before the trainer: SystemExit", "code 3"), code=USER_CODE),
+        marks=pytest.mark.fault("script_error")),
+    pytest.param(Ending("a script ends well without the others' trainer", ends_well_without_a_trainer,
+        line=("node 0, rank 1, phase before the trainer",), code=USER_CODE),
+        marks=pytest.mark.fault("script_error")),
+    Ending("a script raises between two trainers", between_two_trainers,
+        line=("node 1, rank 2, phase script: OSError: the third trainer",), code=USER_CODE),
+    pytest.param(Ending("a rank is stopped before its trainer", one_has_no_trainer, fault=send(SIGSTOP, to=3),
+        line=("rank 3 (node 1)", "`engine_start_timeout` 2 s"), code=PEER_LOST, silent={3: RUNS}),
+        marks=pytest.mark.fault("frozen_early")),
+    Ending("SIGINT after signals of the script", all_but_one_signal_are_the_scripts,
+        line=("node 0, rank 0", "SIGINT"), code=OTHER, ranks=1),
+    Ending("SIGTERM after the script's SIGINT", one_signal_becomes_the_scripts,
+        line=("node 0, rank 0", "SIGTERM"), code=PREEMPTED, ranks=1),
+    Ending("SIGINT after the end of a pool", a_pool_ends_before_the_run, ("node 0, rank 0", "SIGINT"), OTHER, ranks=1),
+    Ending("an engine is gone already", a_process_is_gone_already,
+        line=("node 0, rank 0, phase set-up: engine 0 was gone",), code=ENGINE, ranks=1),
+    Ending("an engine ends after a forgotten one", a_forgotten_process_ends_first,
+        line=("node 0, rank 0, phase set-up: engine 1 ended",), code=ENGINE, ranks=1),
+    Ending("an engine ends inside a note", fails_with_a_note,
+        line=("phase set-up: engine 0 ended. Lower `max_num_seqs`.",), code=ENGINE, ranks=1),
+    Ending("an engine ends after a note", fails_after_a_note,
+        line=("engine 0 ended",), code=OTHER, ranks=1, never="max_num_seqs"),
+    Ending("the watch fails", the_watch_itself_fails,
+        line=("node 0, rank 0", "OSError: log folder is gone"), code=OTHER, ranks=1),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.name)
 def test_all_ranks_end_with_one_line_and_one_code(ending, tmp_path, store, monkeypatch):
     monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 60.0)
     monkeypatch.setattr(leaving, "PRINTING_S", HANG_S)
