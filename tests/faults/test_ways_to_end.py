@@ -250,7 +250,7 @@ def one_has_no_trainer(here: Here) -> None:
     until(lambda: watch.arrivals._signs._told, "the sign that this rank has a trainer")
     here.up()
     here.until_now()
-    trainer.limit_start(2.0)
+    trainer.limit_start(1.0)
     here.wait()
 
 
@@ -492,7 +492,7 @@ ENDINGS = [
     Ending("a script raises between two trainers", between_two_trainers,
         line=("node 1, rank 2, phase script: OSError: the third trainer",), code=USER_CODE),
     pytest.param(Ending("a rank is stopped before its trainer", one_has_no_trainer, fault=send(SIGSTOP, to=3),
-        line=("rank 3 (node 1)", "`engine_start_timeout` 2 s"), code=PEER_LOST, silent={3: RUNS}),
+        line=("rank 3 (node 1)", "`engine_start_timeout` 1 s"), code=PEER_LOST, silent={3: RUNS}),
         marks=pytest.mark.fault("frozen_early")),
     Ending("SIGINT after signals of the script", all_but_one_signal_are_the_scripts,
         line=("node 0, rank 0", "SIGINT"), code=OTHER, ranks=1),
@@ -518,7 +518,7 @@ def test_all_ranks_end_with_one_line_and_one_code(ending, tmp_path, store, monke
     monkeypatch.setattr(leaving, "PRINTING_S", HANG_S)
     # All wait until all have read the line: a killed rank must be counted, and only one that runs on may be given up
     given_up = RUNS in ending.silent.values()
-    monkeypatch.setattr(run_store, "GRACE_S", 1.5 if given_up else 2 * HANG_S)
+    monkeypatch.setattr(run_store, "GRACE_S", 0.5 if given_up else 2 * HANG_S)
 
     with forked(lambda rank: ending.body(Here(rank, store, tmp_path)), ending.ranks, tmp_path) as ranks:
         for rank in ranks:
