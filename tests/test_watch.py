@@ -61,16 +61,22 @@ def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(tmp_path,
     """Node 0 lingers until the others have read that all are through; here for as long as they need."""
     monkeypatch.setattr(watchdog, "POLL_S", 77.0)
 
-    def linger(seconds: float) -> None:
+    def sleep_on_node_0(seconds: float) -> None:
         if seconds == 2 * 77.0:
+            (tmp_path / f"lingers{os.getpid()}").touch()
             until(lambda: all((tmp_path / f"closed{rank}").exists() for rank in (2, 3)), "ranks of node 1 to close")
         else:
             time.sleep(seconds)
 
+    def sleep_on_node_1(seconds: float) -> None:
+        """Look only when node 0 lingers, or has gone without that."""
+        ended = tmp_path / "store ended"
+        until(lambda: len(list(tmp_path.glob("lingers*"))) == PER_NODE or ended.exists(), "node 0 to be through")
+
     def body(rank: int) -> tuple[float, float]:
         watch = enter(rank, store)
-        if rank < PER_NODE:
-            run_store.time = SimpleNamespace(sleep=linger, monotonic=time.monotonic)
+        sleep = sleep_on_node_0 if rank < PER_NODE else sleep_on_node_1
+        run_store.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
         with watch.guard():
             until(lambda: num_finished(watch) == rank, "the ranks before this one to be through")
             through = time.monotonic()  # on one computer: one clock

@@ -336,10 +336,15 @@ def a_pool_ends_before_the_run(here: Here) -> None:
     default_signals()
     here.alone(launched=True)
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        assert pool.apply(os.getpid) != os.getpid()
-        pool.apply_async(time.sleep, (2 * HANG_S,))
+        pool.apply_async(work_for_long, (here.folder / "works",))
+        until((here.folder / "works").exists, "the pool to work")
     os.kill(os.getpid(), SIGINT)
     here.wait()
+
+
+def work_for_long(begun: Path) -> None:
+    begun.touch()
+    time.sleep(2 * HANG_S)
 
 
 def a_process_is_gone_already(here: Here) -> None:
