@@ -15,6 +15,7 @@ from trl_multinode.run.watch import early
 from trl_multinode.run.watch.watchdog import Watchdog
 
 RANKS, PER_NODE = 4, 2
+FAILED = "[trl_multinode] the run failed: "  # begin of the last line of a rank whose run failed
 
 
 class StoreHost:
@@ -80,3 +81,10 @@ def begin_early(rank: int, store: StoreHost, output_dir: Path) -> Watchdog:
         begin_run(watch, output_dir / "_multinode", lambda: 7, HANG_S)
     print("begun", flush=True)
     return watch
+
+
+def num_finished(watch: Watchdog) -> int:
+    """Return the number of ranks that have closed this trainer."""
+    found: list[int] = []
+    watch._store.lend(lambda client: found.append(client.add("done", 0)))
+    return found[0]

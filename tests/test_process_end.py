@@ -71,7 +71,7 @@ def test_the_end_of_a_process_is_seen_before_its_parent_has_waited_for_it(kernel
 def test_a_process_that_does_not_exist_is_an_error(kernel, child):
     child.kill()
     child.wait()
-    with pytest.raises(ProcessLookupError):
+    with pytest.raises(ProcessLookupError, match=os.strerror(errno.ESRCH)):
         open_end(child.pid)
     ProcessReference(child.pid).kill()  # does nothing
 

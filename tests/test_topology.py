@@ -61,9 +61,8 @@ def test_a_launcher_that_does_not_say_how_many_ranks_a_node_has_is_refused():
 @pytest.mark.fault("26")
 def test_nodes_with_different_numbers_of_processes_are_refused_with_the_numbers_and_the_cure():
     environ = environment(0, 2, 3) | {"WORLD_SIZE": "5"}
-    with pytest.raises(ConfigurationError, match="Node 0 has 3 processes, but 5 on 2 nodes need 2.5 on") as error:
+    with pytest.raises(ConfigurationError, match="Node 0 has 3 .* 5 on 2 nodes .* 2.5 .*`num_processes`") as error:
         Topology.from_environment(environ).check()
-    assert "same `num_processes` (the total) on every node" in str(error.value)
     assert "trl-multinode check" in str(error.value)
 
 
@@ -118,36 +117,30 @@ def refusal(**choice) -> str:
     return str(error.value)
 
 
-def test_no_gpu_left_says_what_is_seen_and_how_many_processes_would_leave_one():
-    message = refusal(gpus=8, ranks=8)
-    assert "No GPU is left for the engine: node 1 sees 8 GPUs and trains on 8" in message
-    assert "(now 32; 28 leaves one per node)" in message and "`vllm_devices`" in message
+@pytest.mark.parametrize(
+    ("choice", "identifiers"),
+    [
+        ({"gpus": 8, "ranks": 8}, ("node 1", "8 GPUs", "now 32", "28", "`vllm_devices`")),
+        ({"devices": [8, 7, -1]}, ("[8, -1]", "node 1", "8 GPUs", "0 to 7")),
+        ({"devices": [7, 7]}, ("[7, 7]",)),
+        (
+            {"gpus": 8, "ranks": 5, "tensor_parallel": 2},
+            ("3 GPUs", "[5, 6, 7]", "`vllm_tensor_parallel_size` 2", "`num_processes`"),
+        ),
+        (
+            {"gpus": 8, "ranks": 6, "engines": 3},
+            ("3 engines", "`vllm_tensor_parallel_size` 1", "3 GPUs", "node 1 has 2", "`num_engines`"),
+        ),
+    ],
+)
+def test_devices_that_cannot_be_given_are_refused_with_the_numbers_and_the_setting(choice, identifiers):
+    message = refusal(**choice)
+    assert [identifier for identifier in identifiers if identifier not in message] == [], message
 
 
 @pytest.mark.fault("29")
-def test_a_hidden_gpu_is_blamed_on_the_setting_that_hid_it():
+@pytest.mark.parametrize("choice", [{}, {"devices": [7]}])
+def test_a_hidden_gpu_is_blamed_on_the_setting_that_hid_it(choice):
     hidden = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6"}
-    for choice in ({}, {"devices": [7]}):
-        message = refusal(gpus=7, ranks=7, environ=hidden, **choice)
-        assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6, set by you or by `gpu_ids` in the YAML" in message
-        assert "`gpu_ids: all`" in message
-
-
-def test_a_device_that_does_not_exist_is_named_with_the_range_that_does():
-    assert "names GPU [8, -1], but node 1 sees 8 GPUs, so 0 to 7 can be named" in refusal(devices=[8, 7, -1])
-
-
-def test_a_device_that_is_named_twice_is_refused():
-    assert "7" in refusal(devices=[7, 7])
-
-
-def test_tensor_parallel_size_must_divide_the_engines_gpus():
-    message = refusal(gpus=8, ranks=5, tensor_parallel=2)
-    assert "3 GPUs for engines ([5, 6, 7]), not divisible by `vllm_tensor_parallel_size` 2" in message
-    assert "`num_processes`" in message
-
-
-def test_more_engines_than_gpus_are_refused_with_both_numbers():
-    message = refusal(gpus=8, ranks=6, engines=3)
-    assert "3 engines with `vllm_tensor_parallel_size` 1 need 3 GPUs, node 1 has 2" in message
-    assert "Lower `num_engines`" in message
+    message = refusal(gpus=7, ranks=7, environ=hidden, **choice)
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6" in message and "`gpu_ids: all`" in message
