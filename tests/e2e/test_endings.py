@@ -18,7 +18,7 @@ from left_behind import left_in
 from waiting import HANG_S, until
 
 from trl_multinode.saving.newest import newest_whole
-from trl_multinode.testing.faults import FORKED, HOOK
+from trl_multinode.testing.faults import HOOK, TREE
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
 from trl_multinode.wire.supervisor import descendants, title_of
@@ -110,7 +110,7 @@ def marks(name: str) -> list:
 def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path, fault_seconds):
     end, expected, silent = ENDINGS[name]
     failing = 3 if name.startswith("reward") else -1
-    env = ENVIRONMENT | ({} if name in VLLMS_OWN_TREE else {HOOK: FORKED})
+    env = ENVIRONMENT | ({} if name in VLLMS_OWN_TREE else {HOOK: TREE})
     with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=name != ORDINARY, env=env) as nodes:
         start_training(nodes, failing)
         end(nodes)
@@ -128,7 +128,7 @@ def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path, fault_second
 @pytest.mark.nightly
 def test_row_15_a_preempted_run_saves_a_checkpoint_and_leaves_nothing(tmp_path):
     """SIGTERM to the launcher of node 1 and, as a scheduler sends it, to vLLM's processes."""
-    with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=True, env=ENVIRONMENT | {HOOK: FORKED}) as nodes:
+    with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=True, env=ENVIRONMENT | {HOOK: TREE}) as nodes:
         start_training(nodes)
         engine = psutil.Process(engine_pid(nodes, 1))
         for process in [engine, *engine.children(recursive=True)]:

@@ -32,7 +32,7 @@ def launches(tmp_path_factory):
     jobs = [
         [{"name": "whole", "output": "whole"},
          {"name": "first", "signals": [[3, 2, "SIGTERM", "launcher"], [2, 2, "SIGTERM", "itself"]], "slow": 1.0}],
-        [{"name": "second", "resume": True, "signals": [[1, 4, "SIGUSR1", "itself"]]}],
+        [{"name": "second", "resume": True, "signals": [[1, 4, "SIGUSR1", "itself"]], "slow": 1.0}],
         [{"name": "third", "resume": True}, LATE | {"signals": [[3, 2, "SIGTERM", "itself"]], "slow": 60.0}],
     ]  # fmt: skip
     with Nodes(2, 2, folder=folder / "nodes", env=ENVIRONMENT, forked=True) as nodes:

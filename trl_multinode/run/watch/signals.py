@@ -47,7 +47,7 @@ class StopSignals:
         SIGTERM after Ctrl-C must not pre-empt the run.
         """
         numbers = os.read(self.read_end, 4096)  # 0 is a plain wake-up, any other byte a signal's number
-        if not set(numbers).isdisjoint(self._numbers):
+        if signal.SIGINT not in numbers and not set(numbers).isdisjoint(self._numbers):
             time.sleep(TOGETHER_S)
             if select.select([self.read_end], [], [], 0.0)[0]:
                 numbers += os.read(self.read_end, 4096)
