@@ -123,6 +123,12 @@ def what_stays(left: Callable[[], set]) -> set:
     return found
 
 
+def processes_of_tests() -> set[tuple[int, str]]:
+    """Return id and title of this process's descendants. The templates live as long as the session."""
+    children = [p for p in descendants() if p.pid not in template_pids() and not is_resource_tracker(p)]
+    return {(p.pid, title) for p in children if (title := title_of(p))}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_behind():
     """Per module, because a module may share one engine among its tests."""
@@ -130,9 +136,8 @@ def leaves_nothing_behind():
     yield
     left = what_stays(lambda: our_threads() - threads)
     assert not left, f"threads left, which later tests in this process would count as theirs: {left}"
-    children = [p for p in descendants() if p.pid not in template_pids()]  # they live as long as the session
-    names = {p.pid: title for p in children if not is_resource_tracker(p) and (title := title_of(p))}
-    assert not names, f"processes left: {names}"
+    left = what_stays(processes_of_tests)
+    assert not left, f"processes left: {left}"
     left = what_stays(lambda: unused_segments() - files)
     assert not left, f"shared memory left: {left}"
     changed = {k for k in environment.keys() | os.environ.keys() if environment.get(k) != os.environ.get(k)}

@@ -174,7 +174,8 @@ def fork_launcher(
         RuntimeError: `environment` has other values of variables that libraries read when they are imported.
     """
     template = _template_of(RANKS_KIND, environment)
-    environment = {**environment, HOOK: from_template(environment.get(HOOK, ""), environment)}
+    if HOOK in environment:
+        environment = {**environment, HOOK: from_template(environment[HOOK], environment)}
     return ForkedProcess(template.socket_path, LAUNCHER_PROGRAM, arguments, environment, log.fileno(), node)
 
 
@@ -200,7 +201,7 @@ def from_template(engine: str, environment: Mapping[str, str] | None = None) -> 
     """
     if environment is None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    module, *words = engine.split() or [""]
+    module, *words = engine.split()
     if module == FAKE:
         template, program = _template_of(RANKS_KIND, environment), FAKE_PROGRAM
     elif module == FORKED and not has_template(engine):
