@@ -106,6 +106,7 @@ def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens(engines):
         assert places(rank.generate([long, *short], 4, SAMPLING, 1)) == [0, 1, 1, 1, 1, 1, 0]
 
 
+@pytest.mark.nightly  # as `the_fewest_tokens_win`, through a rank
 def test_what_another_rank_has_outstanding_counts(engines):
     neighbour = EngineLoad(board(engines), 2)
     neighbour.take(1000, [0])
@@ -158,6 +159,7 @@ def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken
         assert [len(rows[0].tokens) for rows in again] == [7] * 6
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("5")
 def test_a_long_generation_that_makes_tokens_is_no_stall(engines, monkeypatch):
     """Each report of tokens begins the limit anew."""
@@ -221,6 +223,7 @@ def test_a_stream_keeps_a_window_per_engine_and_the_rows_of_a_group_on_one_engin
         stream.close()
 
 
+@pytest.mark.nightly
 def test_a_thread_that_polls_is_woken_by_new_rows(engines, monkeypatch):
     poll = RowStream.poll
     polls: list[float] = []
@@ -242,6 +245,7 @@ def test_a_thread_that_polls_is_woken_by_new_rows(engines, monkeypatch):
 # ---- the end
 
 
+@pytest.mark.nightly
 def test_a_stream_that_is_closed_writes_into_no_file_that_has_its_numbers_now(tmp_path):
     message = Generate(prompt=b"", num_completions=1, max_tokens=4, sampling={})
     stream = RowStream([], SimpleNamespace(), 4, message)

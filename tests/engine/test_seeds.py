@@ -2,9 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from trl_multinode.vllm_worker.seeds import RewindingGenerators, keep_seeds
+
+pytestmark = pytest.mark.nightly  # test_conformance.py has a seeded prompt of several steps on vLLM
 
 
 def draw(generators: RewindingGenerators) -> dict[int, float]:

@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import time
 from pathlib import Path
 
 import pydantic
@@ -66,6 +65,7 @@ def test_the_cause_of_a_failed_start_is_the_exception_that_the_others_refer_to(t
     assert log.last_lines() == [f"line {number}" for number in range(15, 30)] + FAILED
 
 
+@pytest.mark.nightly  # the lock pins vLLM
 @pytest.mark.engine
 def test_the_installed_vllm_still_writes_the_phrases_that_begin_a_stage():
     files = {
@@ -87,6 +87,7 @@ def test_the_installed_vllm_still_writes_the_phrases_that_begin_a_stage():
     assert not moved, "reworded in this vLLM: correct `STAGES` in engine/start_log.py"
 
 
+@pytest.mark.nightly  # test_engines.py has one of vLLM's
 def test_an_error_of_pydantic_gives_its_heart_and_not_only_a_count():
     @dataclass
     class ModelConfig:
@@ -141,6 +142,7 @@ sys.exit(1)
     assert note.splitlines() == [f"Last 20 lines of {engine.log_path}:", *written.splitlines()[-20:]]
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 @pytest.mark.fault("7")
 def test_progress_names_the_stage_of_each_engine_and_the_time_that_is_left(starting, monkeypatch):
@@ -151,18 +153,3 @@ def test_progress_names_the_stage_of_each_engine_and_the_time_that_is_left(start
     with pytest.raises(EngineStartError, match=r"engine 0 .* 2 s \(imports \d+ s, weights \d+ s\)"):
         wait_until_ready([slow], 2.0, lines.append)
     assert any(re.fullmatch(r"1 engine.* \d of 2 s: engine 0 weights", line) for line in lines)
-
-
-@pytest.mark.real
-def test_an_engine_that_is_ready_gives_the_seconds_of_its_stages(starting):
-    engine = starting("""
-import json, pathlib, sys, time
-print("Resolved architecture: X", flush=True)
-pathlib.Path(json.loads(pathlib.Path(sys.argv[-1]).read_text())["socket_path"]).touch()
-time.sleep(600)
-""")
-    lines: list[str] = []
-    start = time.monotonic()
-    wait_until_ready([engine], HANG_S, lines.append)
-    assert lines[-1].startswith("1 engine(s) ready after ") and "config 0 s)" in lines[-1]
-    assert engine.start_log.last_change > start
