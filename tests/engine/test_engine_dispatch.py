@@ -159,7 +159,6 @@ def test_a_stopped_engine_is_a_stall_in_time_and_what_it_says_later_is_not_taken
         assert [len(rows[0].tokens) for rows in again] == [7] * 6
 
 
-@pytest.mark.nightly
 @pytest.mark.fault("5")
 def test_a_long_generation_that_makes_tokens_is_no_stall(engines, monkeypatch):
     """Each report of tokens begins the limit anew."""
@@ -245,7 +244,6 @@ def test_a_thread_that_polls_is_woken_by_new_rows(engines, monkeypatch):
 # ---- the end
 
 
-@pytest.mark.nightly
 def test_a_stream_that_is_closed_writes_into_no_file_that_has_its_numbers_now(tmp_path):
     message = Generate(prompt=b"", num_completions=1, max_tokens=4, sampling={})
     stream = RowStream([], SimpleNamespace(), 4, message)

@@ -2,18 +2,13 @@
 
 import os
 import signal
-import tempfile
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-from forks import forked
 from waiting import HANG_S, until
 
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
-from trl_multinode.wire.supervisor import is_alive
 
 pytestmark = pytest.mark.nightly  # a kit that did less would fail the launches that stand on it
 MEET = """
@@ -89,29 +84,6 @@ def test_a_hung_run_hits_the_deadline_and_leaves_nothing_behind(tmp_path, script
     assert nodes.pids(0) == nodes.pids(1) == []
     assert nodes.rank_log(0) == "rank 0 hangs\n"  # logs stay
     nodes.close()
-
-
-@pytest.mark.real
-def test_a_launcher_ends_with_a_killed_caller(tmp_path, script, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def call(rank: int) -> None:
-        nodes = Nodes(1, 1, folder=tmp_path)
-        nodes.launch(script(HANG))
-        (tmp_path / "part").write_text(str(nodes.launcher_pid(0)))
-        (tmp_path / "part").rename(tmp_path / "pid")
-        time.sleep(600)
-
-    with forked(call, 1, tmp_path) as (caller,):
-        until((tmp_path / "pid").exists)
-        launcher = psutil.Process(int((tmp_path / "pid").read_text()))
-        assert is_alive(launcher)
-        os.kill(caller.process.pid, signal.SIGKILL)
-        try:
-            until(lambda: not is_alive(launcher), "the end of the launcher")
-        finally:
-            if is_alive(launcher):
-                launcher.kill()
 
 
 @pytest.mark.two_node

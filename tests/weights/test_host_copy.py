@@ -76,6 +76,7 @@ def test_a_copy_of_another_version_is_not_sent(tmp_path):
         sync.close()
 
 
+@pytest.mark.nightly
 def test_a_bucket_keeps_its_memory():
     """A copy of a large model must not be allocated anew in every sync."""
     copy = HostCopy(lambda text: None)
