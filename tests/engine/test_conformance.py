@@ -80,7 +80,7 @@ def driver_of(tmp_path_factory):
         @functools.cache
         def driver_of(module: str, tied: bool) -> SyncDriver:
             model = tiny_qwen2(VOCABULARY, tied)
-            faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lie_about_load(31, 59).lose_load(62)
+            faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lose_load(62)
             names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[module]
             custom = {"logits_processors": [f"{testing.__name__}.logits_processor:{name}" for name in names]}
             engine = faults.late_outputs(70, 79).engine(module)
@@ -455,14 +455,6 @@ def test_a_seeded_prompt_that_takes_several_steps_gives_the_same_row(trainer):
         for count in (1, 2)
     )
     assert {tuple(rows[0].tokens.tolist()) for rows in (*alone, *twice)} == {tuple(alone[0][0].tokens.tolist())}
-
-
-@pytest.mark.nightly  # a control: drained updates have one as well
-def test_a_swap_in_flight_that_lies_shows_in_log_probs(trainer):
-    send_as(trainer, 30)
-    found = generate_while_sending(trainer, recompute_kv=True)
-    assert found.mixed_share > 0.3
-    assert found.difference(recomputed=True) > 0.1
 
 
 def test_a_swap_in_flight_that_is_lost_ends_the_running_rows_and_the_next_update_heals(trainer):

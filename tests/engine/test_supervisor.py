@@ -42,18 +42,6 @@ def test_a_worker_that_ended_is_named_unless_its_core_ended_too(tree, core_ended
 
 
 @pytest.mark.nightly
-@pytest.mark.real
-def test_a_title_has_no_padding():
-    script = (
-        "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, "a" * 100], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        assert title_of(psutil.Process(process.pid)) == "VLLM::EngineCore"
-        process.kill()
-
-
-@pytest.mark.nightly
 def test_a_process_that_ended_after_it_was_listed_has_no_title():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         (listed,) = [child for child in descendants() if child.pid == process.pid]

@@ -110,7 +110,7 @@ def test_a_value_that_cannot_be_planned_is_named_with_its_cure(flags, capsys):
     assert REFUSED[flags] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"model_type": "none"}', '{"model_type": "mamba"}', "{}"])
+@pytest.mark.parametrize("content", [None, "{", '{"model_type": "none"}', '{"model_type": "clip"}', "{}"])
 def test_a_model_without_a_config_that_can_be_read_is_named(content, tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -119,6 +119,9 @@ def test_a_model_without_a_config_that_can_be_read_is_named(content, tmp_path, c
     assert plan(str(folder), *FLAGS) == 2
     error = capsys.readouterr().err
     assert str(folder) in error and len(error.splitlines()) == 1
+    (folder / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 2}')
+    assert plan(str(folder), *FLAGS) == 2
+    assert "got 'mamba'" in capsys.readouterr().err
 
 
 # ---- the page

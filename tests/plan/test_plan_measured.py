@@ -113,15 +113,12 @@ def test_the_seconds_of_a_run_decide_what_to_take(tmp_path, capsys, seconds, wor
     assert [word for word in words if word not in text] == []
 
 
-def test_a_run_whose_engines_share_gpus_is_refused(tmp_path):
-    write_run(tmp_path, generate=1.0, train=1.0, more={"perf/tokens_per_s_per_device": 8000.0 / 14})
-    with pytest.raises(PlanError, match="GPUs that only generate"):
-        read_run(str(tmp_path))
-
-
-def test_a_folder_without_phases_or_with_one_step_is_refused(tmp_path):
+def test_a_folder_without_phases_or_with_one_step_and_engines_that_share_gpus_are_refused(tmp_path):
     with pytest.raises(PlanError, match="`--run` .*`output_dir`"):
         read_run(str(tmp_path))
+    write_run(tmp_path / "shared", generate=1.0, train=1.0, more={"perf/tokens_per_s_per_device": 8000.0 / 14})
+    with pytest.raises(PlanError, match="GPUs that only generate"):
+        read_run(str(tmp_path / "shared"))
     phases = tmp_path / "_multinode" / "phases"
     phases.mkdir(parents=True)
     (phases / "rank0.jsonl").write_text(_line("train", 1.0, 0, 0) + "\n")

@@ -132,14 +132,6 @@ def test_the_lines_of_a_round_are_few_and_show_its_tail(tmp_path):
     assert {3, 2, 1} <= {rows for _, rows, _ in found[len(found) // 2 :]}
 
 
-@pytest.mark.nightly
-def test_an_engine_that_records_nothing_works(tmp_path):
-    states = EngineStates.of(EngineSpec(1, "", "", "", "", 0, {}))
-    states.enter("start")
-    states.count(1, 5)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_full_disk_costs_one_line_of_the_log_and_no_engine(capsys):
     spec = EngineSpec(1, "", "", "", "", 0, {}, state_path="/dev/full")
     states = EngineStates.of(spec)

@@ -97,21 +97,6 @@ def test_no_file_is_left_when_page_locking_raises(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.nightly  # test_transports.py overwrites a slot
-def test_a_bucket_is_copied_once_and_its_tensors_are_views_of_the_copy():
-    slots = HostSlots(1024, pin=False)
-    specs = slot_layout((WeightMeta("a", torch.bfloat16, (3,)), WeightMeta("b", torch.float32, (2, 2))))
-    opened = OpenedHostSlots.open(slots.open_for(0), 1024, torch.device("cpu"), worker=0)
-    slots.write(0, specs, [Pieces.whole(torch.arange(3.0)), Pieces.whole(torch.eye(2))])
-    taken = dict(opened.take(0, specs))
-    slots.write(0, specs, [Pieces.whole(torch.zeros(3)), Pieces.whole(torch.zeros(2, 2))])
-    assert taken["a"].untyped_storage().data_ptr() == taken["b"].untyped_storage().data_ptr()
-    assert torch.equal(taken["a"], torch.arange(3.0).bfloat16()) and torch.equal(taken["b"], torch.eye(2))
-    opened.close()
-    slots.close()
-    assert torch.equal(taken["b"], torch.eye(2)), "what was taken outlives the slots"
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_for_other_processes_is_no_expandable_segment(name, monkeypatch):
