@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights import even_pieces
 from trl_multinode.weights.even_pieces import Cut
 from trl_multinode.weights.gathering import ShardGather
@@ -173,14 +172,6 @@ def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_
         return [*found, shard_of(good) is not None, shard_of(hybrid.inner.weight) is not None]
 
     assert on_gloo_ranks(body, 2, tmp_path) == [[True, False, False, False, False, False]] * 2
-
-
-@pytest.mark.nightly
-def test_pieces_are_cast_while_they_are_copied_and_the_padding_is_left_out():
-    data = torch.arange(12.0).view(2, 2, 3)
-    target = torch.full((12,), -1, dtype=torch.bfloat16)
-    Pieces(data, (10,)).copy_to(target[:10])
-    assert target.tolist() == [*range(10), -1, -1]
 
 
 @pytest.mark.nightly

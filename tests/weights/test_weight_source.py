@@ -88,17 +88,6 @@ def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
     assert source.collectives(bucket) == (0, 0)
 
 
-@pytest.mark.nightly
-def test_overlapping_buckets_leave_autograd_as_it_was():
-    source = ModuleSource(Router(), torch.float32)
-    first, second = source.gathering(tuple(source.metadata()[:2])), source.gathering(tuple(source.metadata()[2:]))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert torch.is_grad_enabled()
-
-
 def test_a_parameter_that_a_wrapper_replaced_is_sent_as_it_is_now():
     """FSDP2 puts other parameters into the modules when training begins; the source was built before."""
     model = Router()
