@@ -7,7 +7,7 @@ import pytest
 from waiting import HANG_S
 
 from trl_multinode.engine_process import gate
-from trl_multinode.engine_process.backend import GROWING, CompletionBuffer, Growing, end_row
+from trl_multinode.engine_process.backend import CompletionBuffer
 from trl_multinode.engine_process.gate import BusyClock
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.messages import Await, Generate, WeightVersion, pack_ids
@@ -21,36 +21,19 @@ def clock(monkeypatch):
     return clock
 
 
-def test_requests_side_by_side_count_once(clock):
+def test_requests_side_by_side_count_once_up_to_now_and_to_their_end_even_if_one_fails(clock):
     busy = BusyClock()
     clock.now += 1
     with busy.request():
         clock.now += 2
-        with busy.request():
+        with pytest.raises(ValueError, match="refused"), busy.request():  # noqa: PT012
             clock.now += 4
+            raise ValueError("refused")
+        assert busy.read().busy_s == 6.0
         clock.now += 8
     clock.now += 16
     times = busy.read()
     assert (times.busy_s, times.clock_s) == (14.0, 31.0)
-
-
-def test_a_request_under_way_counts_up_to_now(clock):
-    busy = BusyClock()
-    with busy.request():
-        clock.now += 3
-        assert busy.read().busy_s == 3.0
-        clock.now += 1
-        assert busy.read().busy_s == 4.0
-    assert busy.read().busy_s == busy.read().clock_s == 4.0
-
-
-def test_a_request_that_fails_ends_the_busy_time(clock):
-    busy = BusyClock()
-    with pytest.raises(ValueError, match="refused"), busy.request():  # noqa: PT012
-        clock.now += 2
-        raise ValueError("refused")
-    clock.now += 5
-    assert (busy.read().busy_s, busy.read().clock_s) == (2.0, 7.0)
 
 
 def test_slot_seconds_are_row_seconds_over_slots_and_a_pause_is_not_busy(clock):
@@ -91,28 +74,6 @@ def test_a_tail_is_the_time_with_fewer_than_a_tenth_of_the_rows_that_ran_at_once
     times = busy.read()
     assert times.tail_s == 8.0 and times.busy_s == 46.0
     assert times.slot_s == (30 * 4 + 3 * 2 + 2 * 8 + 2 * 32) / 40
-
-
-def test_a_completion_that_ends_before_the_others_of_its_request_frees_its_slot(clock):
-    class Backend:
-        async def generate(self, *_):
-            clock.now += 3
-            end_row()
-            clock.now += 2
-            return [CompletionBuffer([1], [-0.5])] * 2
-
-    async def story():
-        server = EngineServer(SimpleNamespace(), Backend())
-        server._clock.slots = 2
-        GROWING.set(Growing())
-        await server._weights.begin(0)
-        await server._weights.end(1, WeightVersion(1, 0))
-        request = Generate(prompt=pack_ids([5]), num_completions=2, max_tokens=1, sampling={}, min_update=1)
-        await server._serve_one(request, clock.now)
-        return await server._serve_one(Await(min_update=1), clock.now)
-
-    done = asyncio.run(asyncio.wait_for(story(), HANG_S))
-    assert (done.busy_s, done.slot_s) == (5.0, 4.0)
 
 
 def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_is_not_work(clock):

@@ -106,6 +106,7 @@ def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens(engines):
         assert places(rank.generate([long, *short], 4, SAMPLING, 1)) == [0, 1, 1, 1, 1, 1, 0]
 
 
+@pytest.mark.nightly  # as `the_fewest_tokens_win`, through a rank
 def test_what_another_rank_has_outstanding_counts(engines):
     neighbour = EngineLoad(board(engines), 2)
     neighbour.take(1000, [0])
@@ -221,6 +222,7 @@ def test_a_stream_keeps_a_window_per_engine_and_the_rows_of_a_group_on_one_engin
         stream.close()
 
 
+@pytest.mark.nightly
 def test_a_thread_that_polls_is_woken_by_new_rows(engines, monkeypatch):
     poll = RowStream.poll
     polls: list[float] = []

@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
 from waiting import HANG_S
 
 from trl_multinode.engine_process.backend import CompletionBuffer, show
@@ -19,6 +20,7 @@ from trl_multinode.wire.messages import (
     unpack_ids,
 )
 
+pytestmark = pytest.mark.nightly  # test_conformance.py reads rows under way on both engines
 LAST = 1  # end-of-sequence token
 
 

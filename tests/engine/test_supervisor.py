@@ -41,17 +41,7 @@ def test_a_worker_that_ended_is_named_unless_its_core_ended_too(tree, core_ended
     assert first_ended(ended(worker), [core.pid, worker.pid]) == first.pid
 
 
-@pytest.mark.real
-def test_a_title_has_no_padding():
-    script = (
-        "import setproctitle, time; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", script, "a" * 100], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        assert title_of(psutil.Process(process.pid)) == "VLLM::EngineCore"
-        process.kill()
-
-
+@pytest.mark.nightly
 def test_a_process_that_ended_after_it_was_listed_has_no_title():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         (listed,) = [child for child in descendants() if child.pid == process.pid]
@@ -61,6 +51,7 @@ def test_a_process_that_ended_after_it_was_listed_has_no_title():
     assert title_of(listed) == "" and not is_resource_tracker(listed)
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_an_engine_that_ends_does_not_wait_for_the_tracker_of_its_shared_memory():
     """The tracker waits for this process, so it would end only when it is killed: after half of the deadline."""

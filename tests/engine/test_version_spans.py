@@ -7,7 +7,7 @@ import pytest
 from trl_multinode.engine.client import EngineClient, wrong_spans
 from trl_multinode.engine_process.backend import CompletionBuffer
 from trl_multinode.errors import WeightVersionError
-from trl_multinode.wire.messages import Completions, VersionSpan, WeightVersion, pack_ids, pack_spans, unpack_spans
+from trl_multinode.wire.messages import Completions, VersionSpan, WeightVersion, pack_ids, pack_spans
 
 FIRST, SECOND, THIRD = WeightVersion(3, 30), WeightVersion(4, 40), WeightVersion(5, 50)
 SENT = {3: 30, 4: 40, 5: 50}
@@ -26,7 +26,7 @@ def spans(*ends: tuple[int, int]) -> tuple[VersionSpan, ...]:
         pytest.param([(2, SECOND), (2, THIRD)], 4, [(3, 2), (5, 4)], id="no-token-between"),
         pytest.param([(0, SECOND)], 4, [(4, 4)], id="before-the-first-token"),
         pytest.param([(4, SECOND)], 4, [(3, 4)], id="after-the-last-token"),
-        pytest.param([(5, SECOND)], 4, [(3, 4)], id="among-tokens-that-a-stop-string-cut-off"),
+        pytest.param([(5, SECOND)], 4, [(3, 4)], id="beyond-a-stop-string"),
         pytest.param([], 0, [(3, 0)], id="no-token"),
     ],
 )
@@ -57,10 +57,7 @@ def test_a_swap_divides_a_row_where_it_was_frozen(swaps, num_tokens, expected):
 def test_only_spans_that_cover_the_tokens_with_rising_sent_versions_are_accepted(found, num_tokens, wrong):
     reason = wrong_spans(spans(*found), num_tokens, SENT)
     assert (reason is None) if wrong is None else wrong in reason
-
-
-def test_a_span_with_another_step_than_the_one_sent_is_wrong():
-    assert "no update 3" in wrong_spans((VersionSpan(3, 31, 4),), 4, SENT)
+    assert "no update 3" in wrong_spans((VersionSpan(3, 31, 4),), 4, SENT)  # another step than the one sent
 
 
 def completions(*rows: tuple[VersionSpan, ...], lengths: list[int]) -> Completions:
@@ -84,8 +81,3 @@ def test_a_rank_gets_every_rows_spans_and_refuses_wrong_ones():
     assert (first.version, first.versions, second.version, second.versions) == (FIRST, good[0], SECOND, good[1])
     with pytest.raises(WeightVersionError, match=r"Rank 2 \(node 0\): engine 1 of node 0 .* 3 tokens "):
         client().rows(completions(spans((3, 2)), lengths=[3]))
-
-
-def test_spans_survive_packing():
-    rows = [spans((3, 1), (4, 3)), (), spans((5, 9))]
-    assert unpack_spans(*pack_spans(rows)) == rows

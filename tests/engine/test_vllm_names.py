@@ -18,7 +18,7 @@ from packaging.version import Version
 from trl_multinode.engine_keys import FOREIGN_GENERATION_KEYS, REFUSED_GENERATION_KEYS, sampling_keys
 from trl_multinode.libraries import installed
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]  # the lock pins what it looks at
 
 PACKAGE = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 RUNNERS = {"v1": "v1/worker/gpu_model_runner.py", "v2": "v1/worker/gpu/model_runner.py"}

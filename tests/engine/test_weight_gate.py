@@ -1,4 +1,4 @@
-"""Updates and running requests: an update waits for them unless the backend freezes them, and no old cache serves."""
+"""What an engine does not serve: requests across an update, an old cache, workers that differ, truncated log-probs."""
 
 import asyncio
 from types import SimpleNamespace
@@ -8,8 +8,10 @@ from waiting import HANG_S
 
 from trl_multinode.engine_process import vllm_backend
 from trl_multinode.engine_process.gate import WeightGate
+from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.engine_process.vllm_backend import VllmBackend
-from trl_multinode.wire.messages import WeightVersion
+from trl_multinode.wire.connection import LENGTH, _reply_decoder
+from trl_multinode.wire.messages import BeginUpdate, CommitUpdate, Failure, WeightVersion
 
 
 @pytest.mark.parametrize(("in_flight", "scores"), [(False, False), (True, False), (False, True), (True, True)])
@@ -50,3 +52,43 @@ def test_a_prefix_cache_that_vllm_keeps_is_an_error(was_reset, monkeypatch):
     else:
         with pytest.raises(RuntimeError, match="prefix cache"):
             asyncio.run(backend.resume(WeightVersion(3, 7)))
+
+
+class Divided:
+    """A backend with a worker that missed the update."""
+
+    async def begin_update(self, update): ...
+
+    async def commit_update(self):
+        return [WeightVersion(2, 20), WeightVersion(1, 10)]
+
+
+def test_workers_that_committed_different_versions_fail_the_update():
+    sent: list[bytes] = []
+    rank = SimpleNamespace(write=sent.append, drain=lambda: asyncio.sleep(0))
+
+    async def update() -> None:
+        server = EngineServer(SimpleNamespace(), Divided())
+        for request in (BeginUpdate(version=WeightVersion(2, 20)), CommitUpdate()):
+            await asyncio.wait_for(server._answer(request, rank), HANG_S)
+
+    asyncio.run(update())
+    *_, reply = (_reply_decoder.decode(data[LENGTH.size :]) for data in sent)
+    assert isinstance(reply, Failure) and "step=10" in reply.message
+
+
+@pytest.mark.parametrize(("logprob", "reason"), [(-5.7, ""), (0.0, "log-prob 0.0"), (float("nan"), "log-prob nan")])
+def test_the_engines_start_proves_with_a_row_that_the_sampler_is_extended(logprob, reason):
+    backend = VllmBackend(SimpleNamespace())
+    row = SimpleNamespace(outputs=[SimpleNamespace(logprobs=SimpleNamespace(logprobs=[logprob]))])
+
+    async def collective_rpc(name):
+        return {"extend_logprobs": ["", ""]}[name]
+
+    async def outputs(prompt, params):
+        assert params.allowed_token_ids == [1] and params.logprobs == 0
+        yield row
+
+    backend._llm, backend._params_cls = SimpleNamespace(collective_rpc=collective_rpc), SimpleNamespace
+    backend._outputs = outputs
+    assert asyncio.run(backend._why_truncated()).endswith(reason)

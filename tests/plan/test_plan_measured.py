@@ -54,14 +54,13 @@ def test_a_run_gives_the_seconds_of_its_slowest_rank_after_the_warm_up(tmp_path)
     assert run.times.tail_s == pytest.approx(30.0) and run.sync_s == pytest.approx(1.0)
     assert (run.training, run.reserved, run.nodes, run.steps) == (7, 1, 2, 8)
     assert run.mean_length == pytest.approx(700.0) and not run.overlapped
-
-
-def test_an_evaluation_is_no_generation_of_a_step(tmp_path):
-    write_run(tmp_path, generate=40.0, train=10.0)
     with open(tmp_path / "_multinode" / "phases" / "rank0.jsonl", "a") as file:
         line = json.loads(_line("generate", 300.0, 5, 0)) | {"evaluation": True}
         file.write("\n" + json.dumps(line) + "\n")
-    assert read_run(str(tmp_path)).times.generate_s == pytest.approx(40.0)
+    assert read_run(str(tmp_path)).times.generate_s == pytest.approx(40.0)  # an evaluation is of no step
+    write_run(tmp_path / "overlapped", generate=4.0, train=10.0, hidden=9.0)
+    run = read_run(str(tmp_path / "overlapped"))
+    assert run.times.generate_s == pytest.approx(13.0) and run.overlapped
 
 
 def test_a_node_whose_files_are_elsewhere_is_named(tmp_path):
@@ -74,12 +73,7 @@ def test_a_node_whose_files_are_elsewhere_is_named(tmp_path):
         read_run(str(tmp_path))
 
 
-def test_generation_that_is_hidden_behind_training_counts(tmp_path):
-    write_run(tmp_path, generate=4.0, train=10.0, hidden=9.0)
-    run = read_run(str(tmp_path))
-    assert run.times.generate_s == pytest.approx(13.0) and run.overlapped
-
-
+@pytest.mark.nightly  # `the_seconds_of_a_run_decide` prints them
 def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
     # g = 40 s on 1 GPU of which 30 are a tail, t = 10 s on 7: 4+4 needs 30 + 10/4 and 70/4; in flight (10 + 3)/4
     write_run(tmp_path, generate=40.0, train=10.0, tail=30.0)
@@ -119,15 +113,12 @@ def test_the_seconds_of_a_run_decide_what_to_take(tmp_path, capsys, seconds, wor
     assert [word for word in words if word not in text] == []
 
 
-def test_a_run_whose_engines_share_gpus_is_refused(tmp_path):
-    write_run(tmp_path, generate=1.0, train=1.0, more={"perf/tokens_per_s_per_device": 8000.0 / 14})
-    with pytest.raises(PlanError, match="GPUs that only generate"):
-        read_run(str(tmp_path))
-
-
-def test_a_folder_without_phases_or_with_one_step_is_refused(tmp_path):
+def test_a_folder_without_phases_or_with_one_step_and_engines_that_share_gpus_are_refused(tmp_path):
     with pytest.raises(PlanError, match="`--run` .*`output_dir`"):
         read_run(str(tmp_path))
+    write_run(tmp_path / "shared", generate=1.0, train=1.0, more={"perf/tokens_per_s_per_device": 8000.0 / 14})
+    with pytest.raises(PlanError, match="GPUs that only generate"):
+        read_run(str(tmp_path / "shared"))
     phases = tmp_path / "_multinode" / "phases"
     phases.mkdir(parents=True)
     (phases / "rank0.jsonl").write_text(_line("train", 1.0, 0, 0) + "\n")

@@ -1,19 +1,13 @@
 """`trl_multinode.testing.nodes`: the machines that every test of a real launch stands on."""
 
 import os
-import signal
-import tempfile
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-from forks import forked
-from waiting import HANG_S, until
+from waiting import HANG_S
 
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
-from trl_multinode.wire.supervisor import is_alive
 
 pytestmark = pytest.mark.nightly  # a kit that did less would fail the launches that stand on it
 MEET = """
@@ -35,20 +29,6 @@ os.remove(shared)
 os._exit(0)
 """
 
-# Rank 3 ends at once and leaves an orphan with another title; torchrun ends its node, node 0 hangs
-HANG = """
-import os, subprocess, sys, time
-rank = os.environ["RANK"]
-if rank == "3":
-    code = "import setproctitle, time; setproctitle.setproctitle('x'); print('there', flush=True); time.sleep(600)"
-    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
-    child.stdout.readline()
-    print("orphan", child.pid)
-    sys.exit(7)
-print("rank", rank, "hangs")
-time.sleep(600)
-"""
-
 
 @pytest.fixture
 def script(tmp_path: Path):
@@ -58,60 +38,6 @@ def script(tmp_path: Path):
         return path
 
     return write
-
-
-@pytest.mark.two_node
-def test_a_hung_run_hits_the_deadline_and_leaves_nothing_behind(tmp_path, script, capfd, monkeypatch):
-    monkeypatch.setattr("trl_multinode.testing.nodes.PROGRESS_EVERY_S", 0.5)
-    nodes = Nodes(folder=tmp_path)
-    with nodes:
-        nodes.launch(script(HANG))
-        orphan = int(nodes.wait_for(3, "orphan", timeout_s=HANG_S).split()[1])
-        nodes.wait_for(0, "hangs", timeout_s=HANG_S)
-        assert nodes.rank_pid(0) in nodes.pids(0)
-        assert nodes.launcher_pid(0) in nodes.pids(0)
-        with pytest.raises(RuntimeError, match=r"node 0 still runs processes"):
-            nodes.launch(script(HANG))
-        with pytest.raises(TimeoutError) as late:
-            nodes.wait(timeout_s=3)
-        message = str(late.value)
-        assert "still running on nodes [0" in message
-        assert "rank 0 hangs" in message and f"orphan {orphan}" in message and "node1.log" in message
-        assert "rank 0: rank 0 hangs" in capfd.readouterr().out
-        codes = nodes.wait(timeout_s=HANG_S, grace_s=1.0, progress=lambda seconds: f"after {seconds:.0f} s")
-        assert codes == [None, 1], "node 0 still runs when node 1 has failed"
-        assert "after 1 s" in capfd.readouterr().out
-        until(lambda: nodes.launcher_pid(1) not in nodes.pids(1), "the end of node 1's launcher")
-        assert nodes.pids(1) == [orphan]  # its parents ended; it has another title and a session of its own
-        os.kill(nodes.launcher_pid(0), signal.SIGKILL)
-        assert nodes.wait(timeout_s=HANG_S) == [-signal.SIGKILL, 1]
-        assert nodes.rank_pid(0) in nodes.pids(0)  # an orphan now too
-    assert nodes.pids(0) == nodes.pids(1) == []
-    assert nodes.rank_log(0) == "rank 0 hangs\n"  # logs stay
-    nodes.close()
-
-
-@pytest.mark.real
-def test_a_launcher_ends_with_a_killed_caller(tmp_path, script, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def call(rank: int) -> None:
-        nodes = Nodes(1, 1, folder=tmp_path)
-        nodes.launch(script(HANG))
-        (tmp_path / "part").write_text(str(nodes.launcher_pid(0)))
-        (tmp_path / "part").rename(tmp_path / "pid")
-        time.sleep(600)
-
-    with forked(call, 1, tmp_path) as (caller,):
-        until((tmp_path / "pid").exists)
-        launcher = psutil.Process(int((tmp_path / "pid").read_text()))
-        assert is_alive(launcher)
-        os.kill(caller.process.pid, signal.SIGKILL)
-        try:
-            until(lambda: not is_alive(launcher), "the end of the launcher")
-        finally:
-            if is_alive(launcher):
-                launcher.kill()
 
 
 @pytest.mark.two_node

@@ -122,6 +122,7 @@ def test_an_update_that_fails_ends_its_state(tmp_path):
     assert recorded(tmp_path / "states.jsonl") == [("sync", 0, 1), ("idle", 0, 1)]
 
 
+@pytest.mark.nightly
 def test_the_lines_of_a_round_are_few_and_show_its_tail(tmp_path):
     states = states_in(tmp_path)
     for rows in [*range(1, 1025), *range(1023, -1, -1)]:
@@ -129,13 +130,6 @@ def test_the_lines_of_a_round_are_few_and_show_its_tail(tmp_path):
     found = recorded(tmp_path / "states.jsonl")
     assert 40 < len(found) < 70 and found[-1] == ("idle", 0, 0)
     assert {3, 2, 1} <= {rows for _, rows, _ in found[len(found) // 2 :]}
-
-
-def test_an_engine_that_records_nothing_works(tmp_path):
-    states = EngineStates.of(EngineSpec(1, "", "", "", "", 0, {}))
-    states.enter("start")
-    states.count(1, 5)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_costs_one_line_of_the_log_and_no_engine(capsys):
@@ -146,6 +140,7 @@ def test_a_full_disk_costs_one_line_of_the_log_and_no_engine(capsys):
     assert capsys.readouterr().out.count("engine 1: ") == 1
 
 
+@pytest.mark.nightly
 def test_the_owner_records_the_loss_of_a_process_that_cannot(tmp_path):
     process = object.__new__(EngineProcess)
     process._state_path, process._place = (

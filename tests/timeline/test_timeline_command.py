@@ -28,6 +28,8 @@ def test_the_table_has_the_seconds_of_a_step_by_node(folder, capsys):
     assert rows[0] == ["0", "1.00", "0.00", "2.00", "5.00", "1.00", "51 %", "0", "0"]
     assert rows[1][:6] == ["1", "1.00", "0.00", "2.00", "6.00", "0.00"] and rows[1][-1] == "1"
     assert (folder / "_multinode" / "timeline" / "timeline.json").exists()
+    assert main(["timeline", str(folder), "--steps", "-2:"]) == 0  # no flag
+    assert "steps 3 to 4" in capsys.readouterr().out
 
 
 # ---- the trace
@@ -51,6 +53,7 @@ def test_spans_of_a_trace_nest_and_never_overlap(tmp_path, in_flight):
     """Perfetto drops a span that begins inside another one and ends after it."""
     threads = by_thread(events(write_run(tmp_path, in_flight=in_flight)))
     assert len(threads) == 4 + 2 + 1
+    assert sum(event["dur"] for event in threads[1, 2] if event["name"] == "train") == STEPS * 9_000_000
     for spans in threads.values():
         ends: list[int] = []
         for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
@@ -58,14 +61,6 @@ def test_spans_of_a_trace_nest_and_never_overlap(tmp_path, in_flight):
                 ends.pop()
             assert not ends or span["ts"] + span["dur"] <= ends[-1]
             ends.append(span["ts"] + span["dur"])
-
-
-def test_a_trace_has_the_sums_of_the_files(folder):
-    threads = by_thread(events(folder))
-    total = sum(event["dur"] for event in threads[1, 2] if event["name"] == "train")
-    assert total == STEPS * 9_000_000 and [event["name"] for event in threads[1_000_000, 0]] == [
-        "step 1", "step 2", "step 3", "step 4",
-    ]  # fmt: skip
 
 
 def test_a_trace_names_lanes_and_marks_and_counts_rows(folder):
@@ -109,11 +104,6 @@ def test_steps_that_are_no_range_or_not_there_are_refused(text):
         chosen_steps(text, range(5, 21))
 
 
-def test_a_negative_first_step_is_no_flag(folder, capsys):
-    assert main(["timeline", str(folder), "--steps", "-2:"]) == 0
-    assert "steps 3 to 4" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -133,6 +123,7 @@ def test_errors_are_one_line_with_what_was_expected(folder, capsys, arguments, m
 # ---- the picture
 
 
+@pytest.mark.nightly
 def test_a_picture_has_every_piece_in_its_lane_at_its_time(folder, tmp_path, monkeypatch):
     """Bars of a lane do not overlap, and their widths are the seconds of the phases."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -148,6 +139,7 @@ def test_a_picture_has_every_piece_in_its_lane_at_its_time(folder, tmp_path, mon
     assert sum(end - start for start, end in rank) == pytest.approx(sum(run.lanes[0].seconds().values()))
 
 
+@pytest.mark.nightly
 def test_a_picture_of_many_ranks_has_the_slowest_one_of_each_node():
     lanes = [
         Lane(node, "rank", node * 7 + rank, [Span("wait", 0, 1 if rank == node % 7 else 2), Span("train", 2, 3)])
@@ -160,6 +152,7 @@ def test_a_picture_of_many_ranks_has_the_slowest_one_of_each_node():
     assert len(notes) == 1
 
 
+@pytest.mark.nightly
 def test_a_picture_without_matplotlib_says_how_to_get_it(folder, monkeypatch, capsys):
     real = builtins.__import__
 

@@ -1,4 +1,4 @@
-"""Script of `test_ranges.py`: peaks of memory during a weight sync, in a process whose allocators are fresh.
+"""Script of `test_sync_memory.py`: peaks of memory during a weight sync, in a process whose allocators are fresh.
 
 Argument: a folder. It prints JSON, and only its forks measure. `MALLOC_MMAP_THRESHOLD_` has blocks of 1 MiB or more
 go back to the system when they are freed; a process that ran other tests has free blocks that it would use instead.

@@ -64,16 +64,7 @@ def test_a_b_and_base_as_they_are_sent_make_the_merged_weights(settings):
     assert len(sent) == len(expected) + 2 * 2 * len(TARGETS)  # A and B in two layers
 
 
-def test_frozen_weights_share_no_bucket_with_the_adapter_and_padding_is_small():
-    model = adapted()
-    buckets = plan_buckets(AdapterSource(model.get_base_model(), torch.float32).metadata(), 1 << 30)
-    assert [{meta.frozen for meta in bucket} for bucket in buckets] == [{True}, {False}]
-    adapter = sum(p.numel() * 4 for name, p in model.named_parameters() if "lora_" in name)
-    last = slot_layout(buckets[1])[-1]
-    assert (last.offset + last.num_bytes) / adapter <= 1.05
-
-
-def test_an_adapter_that_was_merged_or_changed_after_the_start_is_told():
+def test_an_adapter_or_a_base_that_was_merged_or_changed_after_the_start_is_told():
     model = adapted()
     source = AdapterSource(model.get_base_model(), torch.float32)
     (bucket,) = plan_buckets(source.metadata()[-2:], 1 << 30)
@@ -84,19 +75,12 @@ def test_an_adapter_that_was_merged_or_changed_after_the_start_is_told():
     with model.disable_adapter(), source.gathering(bucket) as finish:
         a, b = finish()
         assert a.data.abs().max() > 0 and b.data.abs().max() == 0
-
-
-def unfreeze(model) -> None:
-    model.get_base_model().model.norm.weight.requires_grad_(True)
-
-
-@pytest.mark.parametrize("change", [unfreeze, lambda model: model.unload()], ids=["unfrozen", "unloaded"])
-def test_a_base_that_no_longer_is_what_the_engines_hold_is_told(change):
-    model = adapted()
-    source = AdapterSource(model.get_base_model(), torch.float32)
-    change(model)
-    with pytest.raises(WeightSyncError, match="lora_sync='merged'"), source.gathering(tuple(source.metadata()[-2:])):
-        pass
+    for change in (lambda model: model.model.model.norm.weight.requires_grad_(True), lambda model: model.unload()):
+        model = adapted()
+        source = AdapterSource(model.get_base_model(), torch.float32)
+        change(model)
+        with pytest.raises(WeightSyncError, match="lora_sync='merged'"), source.gathering(bucket):
+            pass
 
 
 # ---- what vLLM cannot serve
@@ -143,15 +127,12 @@ def test_which_adapters_vllm_serves_and_why_not(make, reason):
     assert found is None if reason is None else re.search(reason, found or "")
 
 
-def test_a_bias_of_the_adapter_which_no_sync_would_send_is_refused():
-    with pytest.raises(ConfigurationError, match="q_proj has lora_bias"):
-        adapter_obstacle(adapted(targets=["q_proj"], lora_bias=True).get_base_model(), torch.float32, on_gpu=False)
-
-
-def test_float32_is_not_served_on_a_gpu_and_bfloat16_is():
+def test_float32_is_not_served_on_a_gpu_and_a_bias_that_no_sync_would_send_is_refused():
     model = adapted().get_base_model()
     assert "float32" in (adapter_obstacle(model, torch.float32, on_gpu=True) or "")
     assert adapter_obstacle(model, torch.bfloat16, on_gpu=True) is None
+    with pytest.raises(ConfigurationError, match="q_proj has lora_bias"):
+        adapter_obstacle(adapted(targets=["q_proj"], lora_bias=True).get_base_model(), torch.float32, on_gpu=False)
 
 
 def test_ranks_are_rounded_up_to_what_vllm_takes():
@@ -178,6 +159,7 @@ def test_auto_falls_back_with_a_reason_and_adapter_refuses(tmp_path):
         MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, lora_sync="always")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("other_node_serves", [True, False])
 def test_engines_without_lora_on_any_node_merge_on_all(other_node_serves):
     base = adapted().get_base_model()
@@ -268,6 +250,7 @@ def test_after_the_first_sync_only_the_adapter_travels_and_the_weights_stay_bit_
     assert run.digest() == before and all(before)
 
 
+@pytest.mark.nightly  # controls of the tests above
 def test_a_disabled_adapter_is_the_base(run):
     run.send_until(21)
     with run.model.disable_adapter():
@@ -293,6 +276,7 @@ def move_all(model: PeftModel) -> None:
         parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
+@pytest.mark.nightly  # as of whole weights in test_conformance.py
 def test_running_rows_continue_with_new_weights_below_the_adapter(run, monkeypatch):
     """All weights travel, to every worker."""
     send = run.trainer.send
@@ -312,6 +296,7 @@ def test_running_rows_continue_with_new_weights_below_the_adapter(run, monkeypat
     run.trainer.send()
 
 
+@pytest.mark.nightly  # as of whole weights in test_conformance.py
 def test_a_request_after_a_swap_in_flight_reads_no_cache_of_an_older_adapter(run):
     run.trainer.send()
     assert max(differences_with_a_cached_prefix(run.trainer, lambda: move_adapter(run.model))) < 1e-3
@@ -329,6 +314,7 @@ def test_a_lost_load_is_a_wrong_version_and_a_lie_shows_in_log_probs(run):
     assert run.difference() < 1e-3
 
 
+@pytest.mark.nightly  # controls of the tests above
 def test_a_digest_sees_one_bit_of_one_weight_and_a_whole_update_leaves_it_alone(run):
     run.send_until(LIED + 1)
     before = run.digest()
@@ -354,6 +340,7 @@ def test_half_an_adapter_makes_the_engine_refuse(run):
         run.trainer.send()
 
 
+@pytest.mark.nightly  # one more engine of vLLM
 @pytest.mark.engine
 def test_an_architecture_without_lora_in_vllm_is_said_and_served_merged(tmp_path):
     config = GPT2Config(

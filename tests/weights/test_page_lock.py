@@ -1,8 +1,6 @@
 """CUDA-only lines around the slots, with a stand-in for the CUDA runtime; `make gpu` runs them on a real one."""
 
 import logging
-import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +76,7 @@ def test_slots_that_cannot_be_page_locked_are_slower_and_the_user_is_told(cudart
         slots.close()
 
 
+@pytest.mark.nightly
 def test_a_worker_that_cannot_page_lock_says_so_in_its_log(cudart, caplog):
     cudart(fails_at=1)
     slots = HostSlots(256, pin=False)
@@ -98,20 +97,7 @@ def test_no_file_is_left_when_page_locking_raises(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bucket_is_copied_once_and_its_tensors_are_views_of_the_copy():
-    slots = HostSlots(1024, pin=False)
-    specs = slot_layout((WeightMeta("a", torch.bfloat16, (3,)), WeightMeta("b", torch.float32, (2, 2))))
-    opened = OpenedHostSlots.open(slots.open_for(0), 1024, torch.device("cpu"), worker=0)
-    slots.write(0, specs, [Pieces.whole(torch.arange(3.0)), Pieces.whole(torch.eye(2))])
-    taken = dict(opened.take(0, specs))
-    slots.write(0, specs, [Pieces.whole(torch.zeros(3)), Pieces.whole(torch.zeros(2, 2))])
-    assert taken["a"].untyped_storage().data_ptr() == taken["b"].untyped_storage().data_ptr()
-    assert torch.equal(taken["a"], torch.arange(3.0).bfloat16()) and torch.equal(taken["b"], torch.eye(2))
-    opened.close()
-    slots.close()
-    assert torch.equal(taken["b"], torch.eye(2)), "what was taken outlives the slots"
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_for_other_processes_is_no_expandable_segment(name, monkeypatch):
     changes: list[str] = []
@@ -120,9 +106,5 @@ def test_memory_for_other_processes_is_no_expandable_segment(name, monkeypatch):
     with without_expandable_segments({name: asked}):
         assert changes == ["max_split_size_mb:64,expandable_segments:False"]
     assert changes[1:] == [asked], "a setting that is left out would fall back to its default"
-
-
-def test_without_expandable_segments_nothing_is_set(monkeypatch):
-    monkeypatch.setattr(torch, "_C", SimpleNamespace())
-    with without_expandable_segments(dict(os.environ)):
-        pass
+    with without_expandable_segments({}):
+        assert len(changes) == 2

@@ -61,8 +61,18 @@ def test_other_adapters_are_refused_with_the_way_out(record_property):
     model = get_peft_model(tiny_qwen2(), IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(ConfigurationError, match="ia3.*colocate"):
         PeftSource(model.get_base_model(), torch.float32)
+    with pytest.raises(ConfigurationError, match="TrainableTokens.*colocate"):
+        PeftSource(adapted(trainable_token_indices=[1, 2]).get_base_model(), torch.float32)
+    bare = torch.nn.Module()  # as experts of transformers: a parameter that is no layer's
+    bare.gate_up = torch.nn.Parameter(torch.randn(3, 8, 6))
+    experts = get_peft_model(
+        torch.nn.Sequential(bare), LoraConfig(r=2, target_modules=[], target_parameters=["0.gate_up"])
+    )
+    with pytest.raises(ConfigurationError, match="adapter of 0 "):
+        PeftSource(experts.get_base_model(), torch.float32)
 
 
+@pytest.mark.nightly
 def test_two_adapters_at_once_are_merged_but_not_if_one_is_dora():
     two = adapted()
     two.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
@@ -73,19 +83,6 @@ def test_two_adapters_at_once_are_merged_but_not_if_one_is_dora():
     with_dora.base_model.set_adapter(["default", "second"])
     with pytest.raises(ConfigurationError, match="DoRA"):
         PeftSource(with_dora.get_base_model(), torch.float32)
-
-
-def test_trainable_tokens_are_refused():
-    with pytest.raises(ConfigurationError, match="TrainableTokens.*colocate"):
-        PeftSource(adapted(trainable_token_indices=[1, 2]).get_base_model(), torch.float32)
-
-
-def test_a_reference_adapter_beside_modules_to_save_is_not_sent():
-    """TRL adds "ref" with beta > 0; it has a copy of the head too."""
-    model = adapted(modules_to_save=["lm_head"])
-    model.add_adapter("ref", model.peft_config["default"])
-    names = {meta.name for meta in PeftSource(model.get_base_model(), torch.float32).metadata()}
-    assert "lm_head.weight" in names and not [name for name in names if "modules_to_save" in name]
 
 
 # ---- embedding and head
@@ -145,6 +142,7 @@ def test_an_engine_with_what_is_sent_of_embedding_and_head_agrees_with_the_train
     assert torch.allclose(log_probs(engine_of(model, tied)), log_probs(model), atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_tied_weights_that_a_wrapper_separates_are_an_error_of_the_next_sync():
     model = tiny_qwen2(tied=True)
     source = ModuleSource(model, torch.float32)
@@ -157,24 +155,7 @@ def test_tied_weights_that_a_wrapper_separates_are_an_error_of_the_next_sync():
 # ---- other layers
 
 
-class Experts(torch.nn.Module):
-    """Mixture-of-experts layers of transformers hold their weights so: parameters, no linear layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_up = torch.nn.Parameter(torch.randn(3, 8, 6))
-
-    def forward(self, x):
-        return torch.einsum("bi,eio->bo", x, self.gate_up)
-
-
-def test_an_adapter_on_a_bare_parameter_is_refused_instead_of_left_out():
-    config = LoraConfig(r=2, target_modules=[], target_parameters=["0.gate_up"])
-    model = get_peft_model(torch.nn.Sequential(Experts()), config)
-    with pytest.raises(ConfigurationError, match="adapter of 0 "):
-        PeftSource(model.get_base_model(), torch.float32)
-
-
+@pytest.mark.nightly  # what is sent is compared above; a launch merges too
 @pytest.mark.parametrize(
     ("module", "settings"),
     [
@@ -199,6 +180,7 @@ def test_the_engine_agrees_with_the_adapted_model_and_not_with_the_base(module, 
             assert not torch.allclose(scored, trainer.logprobs([5], [6, 7, 290, 299]), atol=0.1)
 
 
+@pytest.mark.nightly  # test_weight_source.py has the names without one
 def test_layers_with_an_adapter_have_the_checkpoints_names_too(tmp_path):
     base, names = renamed_llava(tmp_path)
     targets = r".*language_model\.layers\.\d+\.self_attn\.q_proj"

@@ -1,34 +1,23 @@
-"""Tensors above the limit of a bucket are sent in ranges: bit for bit, in little memory, and never half a tensor."""
+"""Tensors above the limit of a bucket are sent in ranges: bit for bit, and never half a tensor."""
 
-import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from forks import on_gloo_ranks
-from memory import MIB, status
+from memory import MIB
 from received import received
-from served import Keeper, digest, serving
-from sync_memory import Large
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from trl_multinode.errors import WeightSyncError
-from trl_multinode.testing.engines import TREE, SyncDriver, running_engines
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.transports.pieces import GrowingTensor
 from trl_multinode.weights.buckets import WeightMeta, cut_into_ranges, plan_buckets, slot_layout
 from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.source import ModuleSource
-from trl_multinode.weights.sync import WeightSync
-from trl_multinode.wire.messages import TensorSpec, WeightVersion
-from trl_multinode.wire.supervisor import descendants, title_of
+from trl_multinode.wire.messages import TensorSpec
 
 CPU = torch.device("cpu")
 
@@ -54,6 +43,7 @@ def test_ranges_hold_every_element_once_and_are_below_the_limit():
         assert [meta.range.is_last for meta in metas] == [False] * (len(metas) - 1) + [True]
 
 
+@pytest.mark.nightly
 def test_the_ranges_of_a_large_tensor_are_about_equal_and_aligned():
     metas = ranges_of((151936, 4096), 512 * MIB, 448, torch.bfloat16)  # Qwen3's embedding on 64 nodes of 7 ranks
     assert len(metas) == 3 and min(meta.num_bytes for meta in metas) > 0.98 * max(meta.num_bytes for meta in metas)
@@ -109,6 +99,7 @@ def test_fsdp2_whose_rows_do_not_divide_and_plain_modules_send_the_same_bits(lim
     assert all(all(found) for found in on_gloo_ranks(body, 6, tmp_path))
 
 
+@pytest.mark.nightly  # FSDP2 over two dimensions
 def test_a_tensor_that_its_own_library_gathers_is_gathered_once_for_all_ranges(tmp_path):
     def body(rank: int) -> list:
         model, gathers = Model(40), []
@@ -157,84 +148,10 @@ def test_half_a_tensor_of_a_failed_update_does_not_survive_and_gaps_are_errors()
         add(second, whole)
 
 
-# ---- memory
-
-
-SCRIPT = Path(__file__).parent / "sync_memory.py"
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict[str, list]:
-    """Peaks that the script measures, in buckets, in ranks that are forks of a process of its own."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(MIB), "PYTHONPATH": str(SCRIPT.parents[1])}
-    command = [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("ranks"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    print(done.stdout)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.real
-@pytest.mark.parametrize(("name", "per_node"), [("large 2 x 2", 2), ("large 3 x 1", 1), ("large 1 x 4", 4)])
-def test_the_sender_needs_at_most_three_buckets_however_large_the_tensor_is(name, per_node, measured):
-    found = measured[name]
-    assert max(ours for rank in found for ours, _ in rank) <= 2.7  # gloo has the rest
-    for (_, of_six), (_, of_24) in found[::per_node]:
-        # 2.94 on a quiet machine; half a bucket more if buckets leave room for one copy of gloo instead of two
-        assert of_24 < 3.3 and of_24 < of_six + 1
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("name", ["tensor", "merged"])
-def test_three_buckets_are_those_of_the_engines_dtype(name, measured):
-    # 4.0 and 10.3 before buckets counted the trainer's dtype and merged weights
-    assert max(resident for _, resident in measured[name]) < 3.2
-
-
+@pytest.mark.nightly
 def test_buckets_on_a_gpu_leave_room_for_the_copy_that_pytorch_makes_on_the_way_to_host_memory(tmp_path):
     def body(rank: int) -> list[float]:
         devices = [torch.device(device) for device in ("cpu", "cuda")]
         return [ShardGather(ranks, device).buckets_at_peak for ranks in (2, 1) for device in devices]
 
     assert on_gloo_ranks(body, 4, tmp_path) == [[4.5, 5.5, 5.5, 6.5]] * 4
-
-
-@pytest.mark.real
-def test_a_worker_needs_the_tensor_and_at_most_two_buckets(measured):
-    (found,) = measured["worker"]
-    assert 24 - 1 < found < 24 + 2
-
-
-@pytest.mark.engine
-def test_a_worker_of_vllm_needs_a_layer_three_times_on_a_cpu(tmp_path):
-    """Its tensors as they came, the new layer, and the packed copy, which a GPU does not make: docs/weight-sync.md."""
-    model = tiny_qwen2(vocab_size=393_216)  # 96 MiB, also the head; of less, glibc keeps freed blocks
-    layer = model.get_input_embeddings().weight.nbytes
-    with running_engines(model, tmp_path, TREE) as engines:
-        driver = SyncDriver(model, engines, bucket_bytes=layer // 24)
-        driver.send()
-        worker = next(each for each in descendants(engines[0].ready.pid) if "Worker" in title_of(each))
-        found = []
-        for _ in range(2):
-            Path(f"/proc/{worker.pid}/clear_refs").write_text("5")
-            before = status("VmRSS", worker.pid)
-            driver.send()
-            found.append((status("VmHWM", worker.pid) - before) / layer)
-    print(f"layers of {layer / MIB:.0f} MiB: {found}")
-    assert 2.5 < min(found) < 3.2  # 3.0 in four of four syncs
-
-
-def test_an_engine_gets_the_large_tensor_whole(tmp_path):
-    def body(rank: int) -> bool:
-        model = Large(rank, 2, 8)
-        source = ModuleSource(model, torch.float32, ShardGather(2, CPU))
-        if rank:
-            WeightSync(source, None, MIB).run(WeightVersion(1, 1))
-            return True
-        engine = Keeper()
-        with serving(engine, folder=tmp_path) as engines:
-            timings = WeightSync(source, engines, MIB).run(WeightVersion(1, 1))
-        expected = {"embed": torch.arange(2.0).repeat_interleave(MIB).view(8, MIB // 4), "norm": torch.zeros(16)}
-        return timings.num_buckets > 8 and digest(engine.tensors) == digest(expected)
-
-    assert on_gloo_ranks(body, 2, tmp_path) == [True, True]

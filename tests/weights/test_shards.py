@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights import even_pieces
 from trl_multinode.weights.even_pieces import Cut
 from trl_multinode.weights.gathering import ShardGather
@@ -135,6 +134,7 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
         assert found == [counts + rest for counts, rest in zip(expected, right, strict=True)]
 
 
+@pytest.mark.nightly  # the arithmetic of the test above
 def test_two_cuts_of_a_tensor_share_each_element_once():
     for numel, elements, world in [(1, 1, 1), (10, 10, 4), (128 * 3, 3, 448), (61 * 7, 122, 6), (9, 4, 3)]:
         old = Cut(numel, elements, world)
@@ -145,6 +145,7 @@ def test_two_cuts_of_a_tensor_share_each_element_once():
         assert new.padding < world
 
 
+@pytest.mark.nightly
 def test_only_much_padding_is_worth_a_collective():
     """At 448 ranks: 128 experts of 24 MiB in bfloat16, a matrix of 2048 rows, and a small one of 128."""
     experts, matrix = Cut(128 * 12 << 20, 12 << 20, 448), Cut(2048 * 8192, 5 * 8192, 448)
@@ -173,27 +174,7 @@ def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_
     assert on_gloo_ranks(body, 2, tmp_path) == [[True, False, False, False, False, False]] * 2
 
 
-def test_hybrid_sharding_still_gives_the_whole_tensor(tmp_path):
-    def body(rank: int) -> bool:
-        model, reference = Small(), Small()
-        fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
-        source = ModuleSource(model, torch.float32, ShardGather(2, torch.device("cpu")))
-        bucket = tuple(source.metadata())
-        with source.gathering(bucket) as finish:
-            pieces = finish()
-            assert source.collectives(bucket) == (4, 0)
-            return all(torch.equal(p.full(), t) for p, t in zip(pieces, reference.parameters(), strict=True))
-
-    assert on_gloo_ranks(body, 2, tmp_path) == [True, True]
-
-
-def test_pieces_are_cast_while_they_are_copied_and_the_padding_is_left_out():
-    data = torch.arange(12.0).view(2, 2, 3)
-    target = torch.full((12,), -1, dtype=torch.bfloat16)
-    Pieces(data, (10,)).copy_to(target[:10])
-    assert target.tolist() == [*range(10), -1, -1]
-
-
+@pytest.mark.nightly
 def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
     def body(rank: int) -> bool:
         gather = ShardGather(2, torch.device("cpu"))

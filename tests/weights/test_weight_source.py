@@ -46,14 +46,13 @@ def test_parameters_and_persistent_buffers_are_sent_a_tied_one_once():
     assert set(metadata) == {"embed.weight", "inner.weight", "inner.bias", "score_bias", "steps", "inner.scale"}
     assert metadata["embed.weight"] == WeightMeta("embed.weight", torch.bfloat16, (6, 4), divisible=True)
     assert metadata["embed.weight"].num_bytes == 48
-
-
-def test_buffers_keep_their_dtype_and_parameters_take_the_engines():
-    dtypes = {meta.name: meta.dtype for meta in ModuleSource(Router(), torch.float16).metadata()}
-    assert dtypes.pop("score_bias") == torch.float32
-    assert dtypes.pop("inner.scale") == torch.float64
-    assert dtypes.pop("steps") == torch.int64
-    assert set(dtypes.values()) == {torch.float16}
+    kept = {"score_bias": torch.float32, "steps": torch.int64, "inner.scale": torch.float64}  # dtypes of buffers
+    assert {name: meta.dtype for name, meta in metadata.items()} == dict.fromkeys(metadata, torch.bfloat16) | kept
+    module = nn.Linear(1, 1, bias=False)
+    module.weight.data = torch.empty(0)
+    module.weight.ds_shape = torch.Size([8, 4])  # sharded
+    (meta,) = ModuleSource(module, torch.bfloat16).metadata()
+    assert meta == WeightMeta("weight", torch.bfloat16, (8, 4), divisible=True)
 
 
 def test_names_and_shapes_are_those_of_the_checkpoint():
@@ -65,6 +64,8 @@ def test_names_and_shapes_are_those_of_the_checkpoint():
         metadata = ModuleSource(model, torch.float32).metadata()
         assert {meta.name: meta.shape for meta in metadata} == state
         assert len(metadata) == len(state)
+    wrapped = "model.layers.0._checkpoint_wrapped_module.mlp.weight"  # of activation checkpointing
+    assert checkpoint_names(nn.Linear(1, 1), [wrapped]) == {wrapped: "model.layers.0.mlp.weight"}
 
 
 def test_names_are_those_of_the_checkpoint_where_transformers_renames_while_it_loads(tmp_path):
@@ -73,19 +74,6 @@ def test_names_are_those_of_the_checkpoint_where_transformers_renames_while_it_l
     assert {meta.name for meta in ModuleSource(model, torch.float32).metadata()} == names
     model._weight_conversions.append(WeightRenaming("never_seen", "lm_head"))  # ZeRO-3 leaves those in
     assert {meta.name for meta in ModuleSource(model, torch.float32).metadata()} == names
-
-
-def test_a_sharded_parameter_is_described_by_its_full_shape():
-    module = nn.Linear(1, 1, bias=False)
-    module.weight.data = torch.empty(0)
-    module.weight.ds_shape = torch.Size([8, 4])
-    (meta,) = ModuleSource(module, torch.bfloat16).metadata()
-    assert meta == WeightMeta("weight", torch.bfloat16, (8, 4), divisible=True)
-
-
-def test_wrappers_of_activation_checkpointing_do_not_show_in_names():
-    name = "model.layers.0._checkpoint_wrapped_module.mlp.weight"
-    assert checkpoint_names(nn.Linear(1, 1), [name]) == {name: "model.layers.0.mlp.weight"}
 
 
 def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
@@ -98,16 +86,6 @@ def test_gathered_gives_the_tensors_of_the_bucket_in_its_order():
         assert tensors[-1].data_ptr() == model.embed.weight.data_ptr()  # no copy where nothing is sharded
         assert tensors[-1].dtype == torch.float32 and not tensors[-1].requires_grad
     assert source.collectives(bucket) == (0, 0)
-
-
-def test_overlapping_buckets_leave_autograd_as_it_was():
-    source = ModuleSource(Router(), torch.float32)
-    first, second = source.gathering(tuple(source.metadata()[:2])), source.gathering(tuple(source.metadata()[2:]))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
-    assert torch.is_grad_enabled()
 
 
 def test_a_parameter_that_a_wrapper_replaced_is_sent_as_it_is_now():
@@ -136,21 +114,13 @@ def test_a_layer_is_named_by_its_outermost_index(name, key):
     assert layer_key(name) == key
 
 
-def test_small_layers_share_a_bucket_and_the_order_is_kept():
+def test_small_layers_share_a_bucket_large_ones_are_split_and_the_order_is_kept():
+    assert names(plan_buckets(TWO_LAYERS, LAYER_BYTES * 3 // 2)) == names([TWO_LAYERS[:2], TWO_LAYERS[2:]])
+    assert names(plan_buckets(TWO_LAYERS, LAYER_BYTES - 1)) == [[meta.name] for meta in TWO_LAYERS]
     metadata = [float_meta("embed", 8), *TWO_LAYERS, float_meta("norm", 8)]
     assert names(plan_buckets(metadata, 1 << 20)) == [[meta.name for meta in metadata]]
     for limit in range(64, 800, 64):
         assert [meta for bucket in plan_buckets(metadata, limit) for meta in bucket] == metadata
-
-
-def test_layers_stay_whole_where_the_limit_allows_it():
-    one_and_a_half = LAYER_BYTES * 3 // 2
-    assert names(plan_buckets(TWO_LAYERS, one_and_a_half)) == names([TWO_LAYERS[:2], TWO_LAYERS[2:]])
-
-
-def test_a_layer_above_the_limit_is_split_between_tensors():
-    buckets = plan_buckets(TWO_LAYERS, LAYER_BYTES - 1)
-    assert names(buckets) == [[meta.name] for meta in TWO_LAYERS]
 
 
 def test_no_bucket_is_above_the_limit_but_a_tensor_that_alone_is():
@@ -159,10 +129,7 @@ def test_no_bucket_is_above_the_limit_but_a_tensor_that_alone_is():
     assert names(buckets)[0] == ["embed"]
     assert all(slot_bytes([bucket]) <= 300 for bucket in buckets[1:])
     assert slot_bytes(buckets) == 4032  # 4000, aligned: a slot holds the largest bucket
-
-
-def test_the_padding_between_tensors_counts_against_the_limit():
-    crumbs = [float_meta(str(index), 1) for index in range(4)]  # 4 bytes each, 64 in a slot
+    crumbs = [float_meta(str(index), 1) for index in range(4)]  # 4 bytes each, 64 in a slot: padding counts
     assert [len(bucket) for bucket in plan_buckets(crumbs, 2 * ALIGNMENT)] == [2, 2]
 
 

@@ -155,6 +155,7 @@ class Counting(WeightSource):
         self.released += 1
 
 
+@pytest.mark.nightly  # an example of the documentation
 def test_a_new_source_is_one_file(tmp_path):
     state = {"embed": torch.randn(37, 5), "layers.0.w": torch.randn(6, 9).t(), "layers.0.steps": torch.tensor(3)}
     with serving(engine := Keeper(), folder=tmp_path) as engines:
@@ -226,10 +227,7 @@ def test_the_log_has_the_slowest_rank_of_every_stage_and_its_node():
     assert sync_metrics(sync, per_rank, ranks_per_node=1)["sync/slowest_node"] == 1
     assert metrics["sync/gb_per_s"] == 1.0 and metrics["sync/mib"] == pytest.approx(4e9 / 2**20)
     assert (metrics["sync/collectives"], metrics["sync/node_collectives"], metrics["sync/version"]) == (8, 5, 3)
-
-
-def test_a_run_without_a_sync_logs_no_rate():
-    assert sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * 2, 1)["sync/gb_per_s"] == 0.0
+    assert sync_metrics(SyncTimings(), [[0.0] * len(STAGES)] * 2, 1)["sync/gb_per_s"] == 0.0  # a run without a sync
 
 
 def test_a_refused_beginning_is_heard_by_the_ranks_that_wait_for_it(tmp_path):

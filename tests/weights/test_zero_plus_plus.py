@@ -22,7 +22,8 @@ from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import WeightVersion
 
-pytestmark = pytest.mark.zero3
+# e2e/test_sources.py has a secondary shard under launches, test_shards.py the shards that are refused
+pytestmark = [pytest.mark.zero3, pytest.mark.nightly]
 WORLD, PER_NODE = 4, 2
 CPU = torch.device("cpu")
 HEAD = "lm_head.weight"
