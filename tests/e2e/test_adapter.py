@@ -1,42 +1,45 @@
-"""LoRA through the real trainer under ZeRO-3: the base travels once, then the adapter alone. On the fake engine."""
+"""LoRA on two nodes under ZeRO-3 with rounds in flight, a reference model and both ways to send it. On the fake engine."""
 
-import json
+from pathlib import Path
 
 import pytest
-from waiting import HANG_S
+from in_flight_runs import SLOW, check_whole, end, results, start
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.faults import Faults
-from trl_multinode.testing.launch_files import ZERO3
+from trl_multinode.testing.faults import FAKE
+from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.testing.nodes import Nodes
 
+# `weights/test_adapter_sync.py` decides, and `test_features.py` that LoRA trains as TRL's
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 
-
-def test_an_adapter_that_did_not_arrive_stops_the_run(tmp_path, request):
-    script = request.path.parent / "scripts" / "adapter.py"
-    env = Faults().lie_about_load(3).environment(FAKE)
-    with Nodes(1, 2, folder=tmp_path, env=env, deepspeed=ZERO3, forked=True) as nodes:
-        nodes.launch(script, str(tmp_path), "adapter")
-        assert nodes.wait(timeout_s=HANG_S) != [0]
-        assert "LogprobDivergenceError" in nodes.rank_log(0)
+# Two ranks: six rounds of 4 prompts; the reference model is the base without its adapter
+ADAPTER = {
+    "name": "adapter", "output": "adapter", "prompts": 24, "num_train_epochs": 1, "compare": 3, "lora": True,
+    "lora_sync": "adapter", "learning_rate": 0.1, "beta": 0.05, "mean": 24,
+}  # fmt: skip
+MERGED = ADAPTER | {"name": "merged", "output": "merged", "lora_sync": "merged"}
 
 
-def test_adapter_and_merged_syncs_train_alike_and_the_adapters_bytes_are_small(tmp_path, request):
-    script = request.path.parent / "scripts" / "adapter.py"
-    found, env = {}, {"TRL_MULTINODE_ENGINE_MODULE": FAKE}
-    for lora_sync in ("auto", "merged"):
-        folder = tmp_path / lora_sync
-        with Nodes(1, 2, folder=folder, env=env, deepspeed=ZERO3, forked=True) as nodes:
-            nodes.launch(script, str(folder), lora_sync)
-            assert nodes.wait(timeout_s=HANG_S) == [0], nodes.rank_log(0)[-3000:]
-        found[lora_sync] = json.loads((folder / "result_rank0.json").read_text())
-    adapter, merged = found["auto"], found["merged"]
-    for run in (adapter, merged):
-        assert run["world"] == 2 and run["sharded"] and run["version"] == 3
-        assert run["difference"] < 1e-3  # the monitor's, of the last step
-    assert adapter["mib"][0] == pytest.approx(adapter["model_mib"] + adapter["adapter_mib"])
-    assert adapter["mib"][1:] == pytest.approx([adapter["adapter_mib"]] * 2)
-    assert merged["mib"] == pytest.approx([merged["model_mib"]] * 3)
-    assert adapter["grad_norms"] == pytest.approx(merged["grad_norms"], rel=1e-3)
-    assert adapter["grad_norms"][0] > 0
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_qwen2(seed=1).save_pretrained(folder / "reference")
+    with Nodes(2, 1, folder=folder, env=SLOW.environment(FAKE), forked=True) as nodes:
+        start(nodes, ADAPTER, MERGED)
+        end(nodes)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["adapter", "merged"])
+def test_an_adapter_beside_a_reference_model(pair, name):
+    runs = results(pair, name, world=2)
+    check_whole(runs, ADAPTER["prompts"])
+    for run in runs:
+        different, (expected, loss), names = run["compared"]
+        assert different == [] and expected == loss and names > 7  # with the reference's log-probs
+        assert run["spot_check"] < 1e-3
+    assert any(run["spot_check"] > 0.0 for run in runs)
+    log = [entry for entry in runs[0]["log"] if "loss" in entry]
+    assert [entry["kl"] > 0 for entry in log] == [False, *[True] * 5]
+    sent = [entry["sync/mib"] for entry in log]
+    assert (max(sent[1:]) < 0.1 * sent[0]) == (name == "adapter")

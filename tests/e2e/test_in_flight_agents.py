@@ -1,17 +1,16 @@
-"""Tools and environments with rounds in flight on two nodes under ZeRO-3: turns continue, and a tool may hang."""
+"""Tools and environments with rounds in flight on two nodes under ZeRO-3: turns continue."""
 
-import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from in_flight_runs import GROUP, SLOW, WORLD, end, losses_of, results, start, trained, versions
-from waiting import HANG_S
 
 from trl_multinode.testing.faults import FAKE
 from trl_multinode.testing.nodes import Nodes
 
-pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
+# `rollouts/test_agents.py` and `faults/test_tools.py` decide
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 # An eighth of the first turns calls a tool; then a turn goes on, because `min_tokens` keeps it from ending at once.
 # The fake engine computes the long prompt for every token, so there are few rows
@@ -25,29 +24,15 @@ AGENTS = TOOLS | {
     "name": "agents", "output": "agents", "tools": False, "environment": True, "weight_update": "drain",
     "open_rounds": 1, "max_staleness": 1, "prompts": 16, "mean": 1, "min_tokens": 0, "max_tool_calling_iterations": 3,
 }  # fmt: skip
-TOOL_TIMEOUT_S = 30.0
-HANGS = AGENTS | {"name": "hangs", "output": "hangs", "hangs": 3, "tool_timeout": TOOL_TIMEOUT_S}  # on rank 3
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory) -> tuple[Path, list[str]]:
-    """Folder of the results, and the logs of a run in which a tool hangs; both runs are side by side."""
-    folder, env = tmp_path_factory.mktemp("agents"), SLOW.environment(FAKE)
-    with (
-        Nodes(2, 2, folder=folder, env=env, forked=True) as nodes,
-        Nodes(2, 2, folder=tmp_path_factory.mktemp("hangs"), env=env, forked=True) as hanging,
-    ):
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("agents")
+    with Nodes(2, 2, folder=folder, env=SLOW.environment(FAKE), forked=True) as nodes:
         start(nodes, TOOLS, AGENTS)
-        start(hanging, HANGS)
         end(nodes)
-        assert all(hanging.wait(timeout_s=HANG_S)), "a tool hangs, and the run goes on"
-        logs = [hanging.rank_log(rank) for rank in range(WORLD)]
-    return folder, logs
-
-
-@pytest.fixture
-def folder(launched) -> Path:
-    return launched[0]
+    return folder
 
 
 def test_tools_continue_from_first_turns_that_saw_several_updates(folder):
@@ -73,14 +58,3 @@ def test_whole_rollouts_end_at_different_turns_on_every_rank(folder, job):
     turns = {count for run in runs for one in run["rounds"] for count in one["turns"]}
     assert turns >= ({1, 3, 5, 7} if job is AGENTS else {1, 3})
     assert max(one["lag"][0] for run in runs for one in run["rounds"]) > 0
-
-
-def test_a_tool_that_hangs_ends_all_ranks_with_its_place(launched):
-    logs = launched[1]
-    assert "HANGS" in logs[3]
-    lines = {log.rstrip().splitlines()[-1] for log in logs}
-    assert len(lines) == 1, lines
-    line = lines.pop()
-    for part in ("node 1, rank 3", "`add`", "(add)", "`tool_timeout`", f"{TOOL_TIMEOUT_S:.0f} s"):
-        assert part in line, line
-    assert re.search(r"row \d of this rank", line)

@@ -10,7 +10,7 @@ from in_flight_runs import check_whole, end, losses, results, start, versions
 from trl_multinode.testing.faults import FORKED, Faults
 from trl_multinode.testing.nodes import Nodes
 
-# Swaps under vLLM's rows decide in `engine/`, in-flight rounds of whole runs in `test_in_flight_rows.py`
+# Swaps under vLLM's rows decide in `engine/`, in-flight rounds of whole runs in `test_in_flight.py`
 pytestmark = [pytest.mark.engine, pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 # Six rounds of 4 prompts; vLLM makes thousands of tokens a second, so every row must be long to see a swap

@@ -11,6 +11,9 @@ import pytest
 from forks import forked
 
 SCRIPT = Path(__file__).parent / "scripts" / "overlapped.py"
+# Rounds ahead decide in `rollouts/test_look_ahead.py`, `_generation_ahead.py` and `_agents.py`, and on two nodes in
+# `test_continued.py`
+pytestmark = pytest.mark.nightly
 
 # 4 rows a rank and micro-step; a round has `steps_per_generation` prompts, an epoch has `prompts`
 CASES = {
@@ -35,12 +38,9 @@ CASES = {
 }  # fmt: skip
 
 
-DECIDING = ("blocks of two", "a short last step", "eval at every step")
-
-
 @pytest.fixture(scope="module")
 def run_case(tmp_path_factory):
-    """Returns the run without staleness and the one with it. The deciding cases, or the others, are one fork's."""
+    """Returns the run without staleness and the one with it. All are one fork's."""
     folder = tmp_path_factory.mktemp("overlapped")
 
     def body(cases: dict) -> None:
@@ -50,19 +50,18 @@ def run_case(tmp_path_factory):
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
     @cache
-    def run_all(decide: bool) -> None:
-        cases = {name: case for name, case in CASES.items() if (name in DECIDING) == decide}
-        with forked(lambda rank: body(cases), 1, folder) as (process,):
+    def run_all() -> None:
+        with forked(lambda rank: body(CASES), 1, folder) as (process,):
             assert process.wait() == 0, process.text
 
     def run(name: str) -> list[dict]:
-        run_all(name in DECIDING)
+        run_all()
         return json.loads((folder / f"{name}_rank0.json").read_text())["runs"]
 
     return run
 
 
-@pytest.fixture(params=[name if name in DECIDING else pytest.param(name, marks=pytest.mark.nightly) for name in CASES])
+@pytest.fixture(params=CASES)
 def name(request) -> str:
     return request.param
 

@@ -1,6 +1,6 @@
-"""The deciding tests on the real stack: vLLM, ZeRO-3, several `accelerate launch`. Three launches check all of it.
+"""The deciding tests on the real stack: vLLM, ZeRO-3, several `accelerate launch`. Two launches decide.
 
-The launch of two nodes is an ordinary one with vLLM's own process tree. The other two fork their ranks and engines.
+The launch of two nodes is an ordinary one with vLLM's own process tree. The others fork their ranks and engines.
 """
 
 import json
@@ -144,6 +144,7 @@ def test_one_node_of_four_ranks_gives_the_same_completions_and_losses(two_by_two
     assert len({tuple(ids) for rank in one for _, ids in rank["rows"]}) > 8  # they were sampled, not constant
 
 
+@pytest.mark.nightly  # `rollouts/` has groups on several ranks and uneven calls
 def test_groups_straddle_ranks_and_nodes_and_ranks_call_as_they_like(tmp_path):
     with Nodes(2, 3, folder=tmp_path, env={HOOK: FORKED}, forked=True) as nodes:
         nodes.launch(SCRIPTS / "straddling.py", str(tmp_path))
