@@ -1,4 +1,4 @@
-"""LoRA on two nodes under ZeRO-3 with rounds in flight, a reference model and both ways to send it. On the fake engine."""
+"""LoRA on two nodes under ZeRO-3 with rounds in flight and a reference model, sent in both ways."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rounds in flight on two nodes under ZeRO-3: rows go on across weight updates and kills, and every id is trained once."""
+"""Rounds in flight on two nodes under ZeRO-3: rows go on across weight updates and kills, each id is trained once."""
 
 import re
 from collections import Counter
@@ -121,7 +121,7 @@ def test_iterations_blocks_balanced_batches_evaluation_and_the_end_of_the_run_in
     assert any(len(row) > 1 for row in versions(runs))
 
 
-@pytest.mark.nightly  # the loss of a round with mixed rows is TRL's above; all losses with whole rows in test_features.py
+@pytest.mark.nightly  # the loss of mixed rows is TRL's above, and all losses of whole rows in test_features.py
 def test_gradients_of_all_losses_are_trls_on_the_same_rows(tmp_path):
     """Of TRL's own trainer, which takes the rows, tokens and log-probs of ours; with balanced micro-batches too."""
     tiny_qwen2(seed=1).save_pretrained(tmp_path / "reference")
