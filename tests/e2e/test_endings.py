@@ -120,7 +120,7 @@ def test_row_15_a_preempted_run_saves_a_checkpoint_and_leaves_nothing(tmp_path):
 
 
 def start_training(nodes: Nodes) -> None:
-    nodes.launch(SCRIPT, str(nodes.folder), "-1")
+    nodes.launch(SCRIPT, str(nodes.folder))
     for rank in RANKS:
         nodes.wait_for(rank, "RUNNING", timeout_s=HANG_S)
 

@@ -68,7 +68,10 @@ ELSEWHERE = {  # how it is started -> what runs there
     },
 }  # fmt: skip
 LAUNCHES = {"zero2": {"deepspeed": ZERO2}, "ddp": {"accelerate": DDP}, "fsdp2": {"accelerate": FSDP2}}
-DECIDING = {"losses", "reference_model", "tools", "rollout_func", "schedule", "evaluation", "lora", "without_vllm"}
+DECIDING = {
+    "losses", "reference_model", "tools", "rollout_func", "schedule", "generation_batch_size", "evaluation", "lora",
+    "without_vllm",
+}  # fmt: skip
 PASSED_THROUGH = {"server_mode": "server", "colocate_mode": "colocate", "without_vllm": "none"}
 
 

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from metric_names import documented, mine
 from waiting import HANG_S, until
 
 from trl_multinode.testing.engines import FAKE
@@ -81,12 +80,6 @@ def test_a_token_is_in_no_file_of_a_run(launched):
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {"training_args.bin", "engine0.log", "logs.txt"} <= {path.name for path in files}
     assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
-
-
-def test_every_metric_of_balanced_micro_batches_is_documented(launched):
-    assert mine(launched("balanced")["metrics"]) <= documented()
-    balance = {name for name in documented() if name.startswith("balance/")}
-    assert balance == {name for name in launched("balanced")["metrics"] if name.startswith("balance/")}
 
 
 def test_the_alarms_limit_is_that_of_the_dtype_to_which_deepspeed_casts_the_model(launched):

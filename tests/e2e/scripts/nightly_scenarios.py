@@ -152,11 +152,6 @@ def environments(folder: Path) -> Scenario:
 
 
 @scenario
-def generation_batch_size(folder: Path) -> Scenario:
-    return Scenario({"generation_batch_size": 16, "max_steps": 4, "num_generations": 8})
-
-
-@scenario
 def iterable_dataset(folder: Path) -> Scenario:
     made = Scenario()
     made.dataset = made.dataset.to_iterable_dataset()

@@ -157,6 +157,12 @@ def schedule(folder: Path) -> Scenario:
 
 
 @scenario
+def generation_batch_size(folder: Path) -> Scenario:
+    """Groups straddle ranks and nodes."""
+    return Scenario({"generation_batch_size": 16, "max_steps": 4, "num_generations": 8})
+
+
+@scenario
 def evaluation(folder: Path) -> Scenario:
     """After every second step, with fewer completions per prompt than in training."""
     made = Scenario({
