@@ -184,12 +184,15 @@ def test_a_checkpoint_that_was_being_written_is_skipped_and_named(folder, killed
     same(results(folder, "third"), results(folder, "full1"), LAST - 2, LAST)
 
 
-def test_the_markers_of_finished_checkpoints_are_gone(folder, killed):
-    assert list((folder / "killed" / "_multinode" / "saving").iterdir()) == []
+@pytest.mark.feature("Resume", "nodes that share `output_dir`")
+def test_nodes_that_share_the_output_directory_go_on(folder, killed):
+    assert (folder / "killed" / f"checkpoint-{LAST}").is_dir()
+    assert list((folder / "killed" / "_multinode" / "saving").iterdir()) == []  # markers of finished checkpoints
 
 
 # ---- other layouts --------------------------------------------------------------------------------------------------
 
+# `saving/` decides who resumes from what, and what is refused
 APART = {"output": "apart/node{node}", "save_on_each_node": True, "max_staleness": 0, "save_total_limit": 1}
 
 
@@ -201,12 +204,7 @@ def apart(folder, whole):
         assert launch(nodes, folder, APART | {"name": "apart2", "resume": True}) == [0, 0], nodes.rank_log(0)[-3000:]
 
 
-@pytest.mark.feature("Resume", "nodes that share `output_dir`")
-def test_nodes_that_share_the_output_directory_go_on(folder, killed):
-    assert (folder / "killed" / f"checkpoint-{LAST}").is_dir()
-    same(results(folder, "third"), results(folder, "full1"), LAST - 2, LAST)
-
-
+@pytest.mark.nightly
 @pytest.mark.feature("Resume", "nodes that do not share `output_dir`")
 @pytest.mark.fault("39")
 def test_nodes_that_do_not_share_it_go_on_too(folder, apart):
@@ -217,6 +215,7 @@ def test_nodes_that_do_not_share_it_go_on_too(folder, apart):
     same(results(folder, "apart2"), results(folder, "full0"), INSIDE, LAST)
 
 
+@pytest.mark.nightly
 @pytest.mark.feature("Resume", "another number of nodes, ZeRO", refused=True)
 @pytest.mark.fault("40")
 def test_another_number_of_nodes_is_refused_in_plain_words(folder, apart, record_property):

@@ -1,7 +1,7 @@
 """Whatever ends a run, with vLLM's processes: nothing is left, and the last line of every rank is the same.
 
 Two ways decide, because only vLLM has them or only a launch with it: its core dies, and an engine dies while a rank of
-the other node is stopped. The other ways run on the fake engine in `faults/test_kills.py` and here every few nights.
+the other node is stopped. `faults/test_kills.py` has the other ways on the fake engine.
 """
 
 import os
@@ -51,12 +51,6 @@ def stop_a_rank_and_kill_the_other_nodes_engine(nodes: Nodes) -> None:
 
 # name: (what is done, what the line must contain, ranks that cannot print any more)
 ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
-    "reward raises on rank 3": (lambda nodes: None, r"node 1, rank 3, phase reward: ValueError", set()),
-    "engine killed": (
-        lambda nodes: os.kill(engine_pid(nodes, 1), signal.SIGKILL),
-        r"engine 0 of node 1 .*engine0\.log",
-        set(),
-    ),
     "vLLM's core killed": (
         lambda nodes: os.kill(vllm_process(nodes, 0, "EngineCore"), signal.SIGKILL),
         r"engine 0 of node 0 .*EngineCore \(pid \d+\).*engine0\.log",
@@ -67,19 +61,9 @@ ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
         r"engine 0 of node 0 .*engine0\.log",
         set(),
     ),
-    "Ctrl-C on node 0": (
-        lambda nodes: os.killpg(nodes.launcher_pid(0), signal.SIGINT),
-        r"SIGINT|SIGTERM|ended",
-        set(),
-    ),
     "SIGKILL of the launcher of node 1": (
         lambda nodes: os.kill(nodes.launcher_pid(1), signal.SIGKILL),
         r"launcher of node 1 \(pid \d+\)",
-        set(),
-    ),
-    "SIGKILL of the launcher of node 0": (
-        lambda nodes: os.kill(nodes.launcher_pid(0), signal.SIGKILL),
-        r"launcher of node 0",
         set(),
     ),
     "a rank stopped, then the other node's engine killed": (
@@ -88,31 +72,24 @@ ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
         {3},
     ),
 }
-# One launch forks nothing, and two have vLLM's own process tree below forked ranks. Elsewhere vLLM's processes are
-# forked, too; `test_forked.py` and `test_conformance.py` hold forks to be the same.
+# One launch forks nothing, and one has vLLM's own process tree below forked ranks. Elsewhere vLLM's processes are
+# forked, too; `test_conformance.py` holds forks to be the same.
 ORDINARY = "SIGKILL of the launcher of node 1"
-VLLMS_OWN_TREE = {ORDINARY, "engine killed", "vLLM's worker killed"}
-DECIDING = {"vLLM's core killed", "a rank stopped, then the other node's engine killed"}
-FAULTS = {
-    "reward raises on rank 3": [pytest.mark.fault("17")],
-    "Ctrl-C on node 0": [pytest.mark.fault("16")],
-    "SIGKILL of the launcher of node 1": [pytest.mark.fault("14")],
-    "SIGKILL of the launcher of node 0": [pytest.mark.fault("14")],
-}
+VLLMS_OWN_TREE = {ORDINARY, "vLLM's worker killed"}
+CASES = [
+    "vLLM's core killed",
+    "a rank stopped, then the other node's engine killed",
+    pytest.param("vLLM's worker killed", marks=pytest.mark.nightly),
+    pytest.param(ORDINARY, marks=[pytest.mark.nightly, pytest.mark.fault("14")]),
+]
 
 
-def marks(name: str) -> list:
-    nightly = [] if name in DECIDING else [pytest.mark.nightly]
-    return FAULTS.get(name, []) + nightly
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in ENDINGS])
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_is_left_and_all_ranks_say_the_same(name, tmp_path, fault_seconds):
     end, expected, silent = ENDINGS[name]
-    failing = 3 if name.startswith("reward") else -1
     env = ENVIRONMENT | ({} if name in VLLMS_OWN_TREE else {HOOK: TREE})
     with Nodes(2, 2, folder=tmp_path, namespaces=NAMESPACES, forked=name != ORDINARY, env=env) as nodes:
-        start_training(nodes, failing)
+        start_training(nodes)
         end(nodes)
         start = time.monotonic()
         lines = until(lambda: last_lines(nodes, RANKS - silent), lambda: what_they_do(nodes))
@@ -142,8 +119,8 @@ def test_row_15_a_preempted_run_saves_a_checkpoint_and_leaves_nothing(tmp_path):
         assert left_files(nodes) == []
 
 
-def start_training(nodes: Nodes, failing: int = -1) -> None:
-    nodes.launch(SCRIPT, str(nodes.folder), str(failing))
+def start_training(nodes: Nodes) -> None:
+    nodes.launch(SCRIPT, str(nodes.folder))
     for rank in RANKS:
         nodes.wait_for(rank, "RUNNING", timeout_s=HANG_S)
 

@@ -16,17 +16,22 @@ SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 
-def end_of_run(folder: Path, case: str, first_rank_says: str, code: int) -> tuple[set[str], list[str]]:
-    """The last lines of all ranks, and their logs. All ranks end with this code, and both nodes note it."""
-    with Nodes(2, 2, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
-        nodes.launch(SCRIPT, str(folder), case)
-        nodes.wait_for(2, first_rank_says, timeout_s=HANG_S)
+def end_of_run(folder: Path, case: str, says: str, code: int, per_node: int = 2) -> tuple[set[str], list[str]]:
+    """The last lines of all ranks, and their logs. All ranks end with this code, and both nodes note it.
+
+    The first rank of node 1 prints `says`.
+    """
+    files = [folder / f"ending{node}.json" for node in range(2)]
+    with Nodes(2, per_node, folder=folder, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
+        copy = {"env_of": lambda node: {"TRL_MULTINODE_ENDING_FILE": str(files[node])}}
+        nodes.launch(SCRIPT, str(folder), case, **copy)
+        nodes.wait_for(per_node, says, timeout_s=HANG_S)
         codes = nodes.wait(timeout_s=HANG_S)
         assert all(codes), codes
-        logs = [nodes.rank_log(rank) for rank in range(4)]
+        logs = [nodes.rank_log(rank) for rank in range(2 * per_node)]
         ended = {found for node in range(2) for found in re.findall(r"exitcode +: (-?\d+)", nodes.launcher_log(node))}
         assert ended == {str(code)}
-        endings = [json.loads((folder / f"_multinode/ending-node{node}.json").read_text()) for node in range(2)]
+        endings = [json.loads(file.read_text()) for file in files]
         assert [ending["code"] for ending in endings] == [code, code]
         assert all(ending["cause"] in logs[0] for ending in endings)
         return {log.splitlines()[-1] for log in logs}, logs
@@ -51,11 +56,12 @@ def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
     assert "vllm_max_model_length" in line
 
 
-def test_a_rank_whose_script_exits_outside_train_does_not_leave_the_others_waiting(tmp_path):
-    lines, _ = end_of_run(tmp_path, "exit", "the run failed", exit_codes.USER_CODE)
+@pytest.mark.fault("script_error")
+def test_a_script_that_fails_before_its_trainer_ends_all_nodes(tmp_path):
+    """The watch begins with the import."""
+    lines, _ = end_of_run(tmp_path, "early", "the run failed", exit_codes.USER_CODE, per_node=1)
     assert len(lines) == 1
-    line = lines.pop()
-    assert "node 1, rank 2, phase set-up: SystemExit" in line and "exit code 3" in line
+    assert "node 1, rank 1, phase before the trainer: ValueError: on purpose" in lines.pop()
 
 
 @pytest.mark.fault("9")

@@ -1,6 +1,7 @@
 """Features of TRL on two nodes under ZeRO-3: what our trainer does with them is what TRL's own does, number by number.
 
-One launch; `scripts/scenarios.py` has what is trained, `scripts/both_arms.py` how the two are compared.
+`scripts/scenarios.py` has what is trained, `scripts/both_arms.py` how the two are compared. One launch decides; the
+features that `scripts/nightly_scenarios.py` has, and the launches without ZeRO-3, run every few nights.
 """
 
 import json
@@ -67,14 +68,20 @@ ELSEWHERE = {  # how it is started -> what runs there
     },
 }  # fmt: skip
 LAUNCHES = {"zero2": {"deepspeed": ZERO2}, "ddp": {"accelerate": DDP}, "fsdp2": {"accelerate": FSDP2}}
+DECIDING = {
+    "losses", "reference_model", "tools", "rollout_func", "schedule", "generation_batch_size", "evaluation", "lora",
+    "without_vllm",
+}  # fmt: skip
 PASSED_THROUGH = {"server_mode": "server", "colocate_mode": "colocate", "without_vllm": "none"}
 
 
 def marked(rows: dict) -> list:
-    return [
-        pytest.param(name, marks=[pytest.mark.feature(*row, engine=engine_of(name)) for row in rows[name]])
-        for name in rows
-    ]
+    found = []
+    for name in rows:
+        marks = [pytest.mark.feature(*row, engine=engine_of(name)) for row in rows[name]]
+        nightly = [] if name in DECIDING else [pytest.mark.nightly]
+        found.append(pytest.param(name, marks=marks + nightly))
+    return found
 
 
 def engine_of(name: str) -> str:
@@ -92,8 +99,15 @@ def launched(folder: Path, names, **how) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return launched(tmp_path_factory.mktemp("features"), ROWS, deepspeed=ZERO3)
+def folder_of(tmp_path_factory):
+    """Function that returns the folder of a scenario's launch: that of the deciding ones, or that of the others."""
+
+    @cache
+    def launch(decide: bool) -> Path:
+        names = [name for name in ROWS if (name in DECIDING) == decide]
+        return launched(tmp_path_factory.mktemp("features"), names, deepspeed=ZERO3)
+
+    return lambda name: launch(name in DECIDING)
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +136,12 @@ def check(found: dict, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", marked(ROWS))
-def test_metrics_gradients_and_weights_are_trls(name, folder):
-    for found in results(folder, name):
+def test_metrics_gradients_and_weights_are_trls(name, folder_of):
+    for found in results(folder_of(name), name):
         check(found, name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "name"),
     [pytest.param(kind, *case.values, marks=case.marks) for kind in ELSEWHERE for case in marked(ELSEWHERE[kind])],
@@ -136,14 +151,15 @@ def test_and_without_zero_3(kind, name, elsewhere):
         check(found, name)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["conversations", "environments", "trackers"])
-def test_what_a_user_sees_is_trls(name, folder):
-    ours, trls = results(folder, name)[0]["observed"]
+def test_what_a_user_sees_is_trls(name, folder_of):
+    ours, trls = results(folder_of(name), name)[0]["observed"]
     assert ours == trls and ours
 
 
-def test_ranks_took_different_numbers_of_turns(folder):
-    for name in ("tools", "environments", "rollout_func"):
-        first, second = results(folder, name)
-        assert first["calls"] != second["calls"], name
-    assert results(folder, "tools")[0]["logs"][0]["tools/call_frequency"] > 0
+@pytest.mark.parametrize("name", ["tools", "rollout_func", pytest.param("environments", marks=pytest.mark.nightly)])
+def test_ranks_took_different_numbers_of_turns(name, folder_of):
+    first, second = results(folder_of(name), name)
+    assert first["calls"] != second["calls"]
+    assert first["logs"][0].get("tools/call_frequency", 1.0) > 0

@@ -170,3 +170,10 @@ def test_the_model_card_says_where_it_was_trained_and_how_fast(runs, kind):
     per_second, per_device = [float(part.split()[0]) for part in rows["Throughput"].split(", ")[:2]]
     assert per_second > 0 and per_device == pytest.approx(per_second / 4, rel=0.2, abs=0.1)
     assert card.index("## Machines and throughput") < card.index("## Citations")
+    assert str(runs["folder"]) not in card
+
+
+@both
+def test_nothing_of_this_machine_is_pushed(runs, kind):
+    files = runs["hub"].repos[f"tester/{kind}"]
+    assert not [path for path in files if path.startswith(("checkpoint-", "_multinode/", "logs/", "phases/"))]

@@ -13,7 +13,8 @@ from trl_multinode.testing.nodes import Nodes
 SCRIPT = Path(__file__).parent / "scripts" / "features.py"
 NAMES = ["structured_outputs", "stop_strings", "pictures"]
 STOPS = "aeiou"
-pytestmark = [pytest.mark.engine, pytest.mark.two_node, pytest.mark.zero3]
+# `engine/` shows that vLLM obeys the sampler and sees pictures, `test_features.py` that the training is TRL's
+pytestmark = [pytest.mark.engine, pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -42,9 +42,8 @@ def small_disk(mib: int) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        subprocess.run(
-            ["umount", "--lazy", folder], check=True
-        )  # an error that a test has caught may keep a file open
+        # An error that a test has caught may keep a file open
+        subprocess.run(["umount", "--lazy", folder], check=True)
         folder.rmdir()
 
 
@@ -164,6 +163,7 @@ def test_row_33_a_full_disk_under_the_log_ends_nothing(who):
 
 @pytest.mark.zero3
 @pytest.mark.two_node
+@pytest.mark.nightly
 def test_row_33_a_disk_that_fills_up_ends_a_save_and_nothing_else(tmp_path):
     """Two runs on one small disk, with their logs and timings: one without checkpoints, then one with them."""
     run = {

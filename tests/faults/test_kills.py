@@ -20,6 +20,7 @@ from trl_multinode.testing.nodes import Nodes
 SCRIPT = Path(__file__).parents[1] / "e2e" / "scripts" / "endless.py"
 RANKS = {0, 1, 2, 3}
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
+nightly = pytest.mark.nightly  # the same on the other node, and what `test_ways_to_end.py` decides
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +59,18 @@ def left_files(nodes: Nodes, of_nodes: set[int]) -> list[str]:
     return [path.name for node in of_nodes for path in nodes.tmpdir(node).glob("trl_multinode_*")]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=nightly), 2])
 def test_row_10_a_killed_local_main_process_ends_all_with_one_line(nodes, rank, fault_seconds):
-    launch(nodes, "-1")
+    launch(nodes)
     line, seconds = line_after(nodes, lambda: os.kill(nodes.rank_pid(rank), signal.SIGKILL), RANKS - {rank})
     assert f"rank {rank} (local main process)" in line
     fault_seconds(seconds)
 
 
+@nightly
 def test_row_11_a_segmentation_fault_of_a_rank_ends_all_with_one_line(nodes, fault_seconds):
     """The seconds count from its end: torch prints its C++ stack before that, for 4 to 5 s."""
-    launch(nodes, "-1")
+    launch(nodes)
     pid = nodes.rank_pid(3)
     os.kill(pid, signal.SIGSEGV)
     until(lambda: pid not in nodes.pids(1), "rank 3 to end")
@@ -78,22 +80,22 @@ def test_row_11_a_segmentation_fault_of_a_rank_ends_all_with_one_line(nodes, fau
 
 
 def test_row_3_an_engine_that_may_not_be_started_again_ends_all_with_its_log(nodes, fault_seconds):
-    launch(nodes, "-1")
+    launch(nodes)
     engine = int(re.search(r"RUNNING engine (\d+)", nodes.rank_log(2))[1])
     line, seconds = line_after(nodes, lambda: os.kill(engine, signal.SIGKILL), RANKS)
     assert re.search(r"engine 0 of node 1 .*engine0\.log", line), line
     fault_seconds(seconds)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=nightly), 1])
 def test_row_14_a_killed_launcher_ends_all_with_one_line(nodes, node, fault_seconds):
-    launch(nodes, "-1")
+    launch(nodes)
     line, seconds = line_after(nodes, lambda: os.kill(nodes.launcher_pid(node), signal.SIGKILL), RANKS)
     assert f"launcher of node {node}" in line
     fault_seconds(seconds)
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=nightly)])
 def test_row_16_ctrl_c_leaves_one_line_and_no_process(nodes, times, fault_seconds):
     def interrupt() -> None:
         for _ in range(times):
@@ -101,21 +103,21 @@ def test_row_16_ctrl_c_leaves_one_line_and_no_process(nodes, times, fault_second
                 os.killpg(nodes.launcher_pid(0), signal.SIGINT)
             time.sleep(0.5)  # between two presses; it decides nothing
 
-    launch(nodes, "-1")
+    launch(nodes)
     survivors = RANKS if times == 1 else {2, 3}  # torchrun kills its own ranks at the second one
     line, seconds = line_after(nodes, interrupt, survivors)
     assert re.search(r"SIGINT|SIGTERM|ended", line), line
     fault_seconds(seconds)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=nightly)])
 def test_row_node_killed_at_once_ends_the_other_node_with_one_line(nodes, node, fault_seconds):
     def kill_node() -> None:
         for pid in nodes.pids(node):
             with suppress(ProcessLookupError):  # an engine ends with its rank
                 os.kill(pid, signal.SIGKILL)
 
-    launch(nodes, "-1")
+    launch(nodes)
     line, seconds = line_after(nodes, kill_node, RANKS - {2 * node, 2 * node + 1})
     for folder in nodes.tmpdir(node).glob("trl_multinode_*"):  # nothing was left there that could remove it
         shutil.rmtree(folder)
@@ -130,14 +132,7 @@ def test_row_17_a_reward_that_raises_is_named_with_its_rank_on_all(nodes, fault_
     fault_seconds(seconds)
 
 
-def test_row_gpu_memory_that_is_too_small_is_named_with_the_rank_on_all(nodes, fault_seconds):
-    """A stand-in raises what torch raises; no GPU was used."""
-    launch(nodes, "3", "memory")
-    line, seconds = line_after(nodes, lambda: None, RANKS)  # it follows the second reward at once
-    assert "node 1, rank 3, phase train: OutOfMemoryError" in line and "2.00 GiB" in line
-    fault_seconds(seconds)
-
-
+@nightly  # `test_disk.py` has a full temporary folder
 def test_row_tmpdir_full_ends_all_ranks_before_step_1(nodes, fault_seconds):
     if reason := namespaces_available():
         pytest.skip(f"a small file system cannot be mounted: {reason}")
@@ -145,7 +140,7 @@ def test_row_tmpdir_full_ends_all_ranks_before_step_1(nodes, fault_seconds):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", small], check=True)
     try:
         start = time.monotonic()
-        nodes.launch(SCRIPT, str(nodes.folder), "-1")
+        nodes.launch(SCRIPT, str(nodes.folder))
         wait_until_all_ended(nodes)
         fault_seconds(time.monotonic() - start)
     finally:

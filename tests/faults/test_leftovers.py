@@ -14,7 +14,6 @@ import pytest
 from forks import forked
 from waiting import HANG_S, until
 
-from trl_multinode.check.command_run import run_command
 from trl_multinode.command import main
 from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
@@ -165,19 +164,6 @@ def test_row_38_clean_shows_removes_and_counts(places, tmp_path, capsys):
         memory.unlink(missing_ok=True)
 
 
-def test_row_38_the_folder_of_a_killed_roll_call_is_removed(places, tmp_path):
-    """`check --wait -- COMMAND` makes one for the ending of the run."""
-
-    def body(_: int) -> None:
-        run_command(["sh", "-c", "echo READY; exec sleep 600"])
-
-    with forked(body, 1, tmp_path) as (check,):
-        check.wait_for("READY")
-        assert [found.kept for found in leftovers(remove=True)] == ["its run lives"]
-        kill(check)
-    assert [found.kept for found in leftovers(remove=True)] == [None] and list(places.iterdir()) == []
-
-
 @pytest.mark.parametrize("case", ["other user", "no lock", "other machine", "open to others"])
 def test_row_38_a_folder_that_may_be_anothers_stays(case, places, tmp_path, monkeypatch):
     with owner(tmp_path) as rank:
@@ -206,6 +192,7 @@ def test_row_38_a_folder_is_young_until_its_lock_is_there(places):
     assert len(lines()) == 1 and not folder.exists()
 
 
+@pytest.mark.nightly
 def test_row_38_a_child_of_the_owner_does_not_hold_its_lock(places, tmp_path):
     """A loader's worker may outlive its rank."""
 
@@ -227,6 +214,7 @@ def test_row_38_a_child_of_the_owner_does_not_hold_its_lock(places, tmp_path):
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_a_temporary_folder_that_is_too_long_for_vllms_sockets_gives_way_to_tmp(places, monkeypatch):
     long = places / ("x" * 50)
     long.mkdir()
@@ -239,6 +227,7 @@ def test_a_temporary_folder_that_is_too_long_for_vllms_sockets_gives_way_to_tmp(
     assert not folder.path.exists()
 
 
+@pytest.mark.nightly
 def test_row_38_shared_memory_is_on_record_while_an_engine_starts(tmp_path, monkeypatch):
     """Owner and engine may be killed then; the process that has mapped it is a child, as vLLM's core is."""
     monkeypatch.setattr(supervisor, "RECORD_S", 0.05)
@@ -256,6 +245,7 @@ def test_row_38_shared_memory_is_on_record_while_an_engine_starts(tmp_path, monk
         memory.unlink()
 
 
+@pytest.mark.nightly
 def test_two_engines_of_a_killed_owner_may_remove_its_folder_at_the_same_time(places):
     """The slower one sees records and segments that are gone when it reads them; it must end all the same."""
     folder = RunFolder(0).path

@@ -1,6 +1,7 @@
-"""Faults that end nothing: a slow link, lost packets and clocks that differ. One run per fault, all in one launch.
+"""Faults that end nothing: a slow link, lost packets, clocks that differ, and an engine that is slow.
 
-All runs have the same seeds, and the first one has no fault, so the others must have its rows and losses.
+The runs of the first three are in one launch and have the same seeds. One before them has no fault, so the others must
+have its rows and losses.
 """
 
 import ast
@@ -10,12 +11,15 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.testing.faults import FAKE
+from trl_multinode.testing.faults import FAKE, HOOK, Faults
 from trl_multinode.testing.namespaces import namespaces_available
 from trl_multinode.testing.nodes import Nodes
 
+# What differs is only slower: the metrics and limits that see it have tests on made-up states
+pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "scripts" / "set_clock.py"
+CONTINUED = Path(__file__).parents[1] / "e2e" / "scripts" / "continued.py"
 STEPS = 3
 RUN = {
     "prompts": 16, "max_steps": STEPS, "save_steps": STEPS, "per_device_train_batch_size": 4,
@@ -60,9 +64,6 @@ def metric(runs: dict, name: str, key: str) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.zero3
-@pytest.mark.two_node
-@pytest.mark.nightly
 def test_row_31_a_slow_link_ends_nothing_and_the_metrics_of_the_sync_show_it(runs):
     slow, plain = ({key: metric(runs, name, f"sync/{key}") for key in ("gather_s", "gb_per_s", "load_s")}
                    for name in ("slow_link", "plain"))  # fmt: skip
@@ -72,22 +73,36 @@ def test_row_31_a_slow_link_ends_nothing_and_the_metrics_of_the_sync_show_it(run
     assert results(runs, "slow_link") == results(runs, "plain")
 
 
-@pytest.mark.zero3
-@pytest.mark.two_node
-@pytest.mark.nightly
 def test_row_32_lost_packets_end_nothing_and_change_nothing(runs):
     print(f"{100 * runs['lost']:.1f} % of the packets of node 1 were lost")
     assert runs["lost"] > 0.01
     assert results(runs, "lost_packets") == results(runs, "plain")
 
 
-@pytest.mark.zero3
-@pytest.mark.two_node
-@pytest.mark.nightly
 def test_row_clock_skew_of_hours_and_clocks_that_are_set_end_nothing(runs):
     """Node 1 is 7 hours ahead in the second run and 5 behind in the third."""
     assert results(runs, "slow_link")[0]["steps"].keys() == {str(step) for step in range(1, STEPS + 1)}
     assert not any("the run failed" in log for log in runs["logs"])
+
+
+STALL_S, TOKEN_S = 6.0, 1.0
+
+
+def test_row_5_a_round_longer_than_the_stall_limit_ends_nothing_and_the_metrics_name_the_node(tmp_path, fault_seconds):
+    job = {
+        "name": "slow", "output": "slow", "prompts": 8, "max_steps": 1, "save_steps": 1,
+        "per_device_train_batch_size": 4, "max_completion_length": 8, "engine_stall_timeout": STALL_S,
+    }  # fmt: skip
+    slow = Faults().slow_tokens(TOKEN_S).environment(FAKE)
+    with Nodes(2, 1, folder=tmp_path / "nodes", forked=True) as nodes:
+        nodes.launch(CONTINUED, str(tmp_path), json.dumps([job]), env_of=lambda node: slow if node else {HOOK: FAKE})
+        assert nodes.wait(HANG_S) == [0, 0], nodes.tails()
+    state = json.loads((tmp_path / "slow" / "checkpoint-1" / "trainer_state.json").read_text())
+    logs = [entry for entry in state["log_history"] if "perf/generate_s" in entry]
+    assert len(logs) == 1
+    for entry in logs:
+        assert entry["perf/generate_s/slowest_node"] == 1 and entry["perf/generate_s/max"] > STALL_S
+    fault_seconds(max(entry["perf/generate_s/max"] for entry in logs))
 
 
 # Files that may read the wall clock: for timelines, a time of day for people, a name that no earlier run used

@@ -1,8 +1,9 @@
-"""One run per `output_dir`, which every node can write."""
+"""Checks when a run begins: one run per `output_dir`, which every node can write; versions that agree."""
 
 import ctypes
 import errno
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from store_host import RANKS, begin_early
 from waiting import HANG_S, until
 
 from trl_multinode import errors
-from trl_multinode.run import owner
+from trl_multinode.run import node_versions, owner, versions
 from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import check_writable
 from trl_multinode.run.endings import exit_codes
@@ -57,6 +58,7 @@ def mount_read_only(folder: Path) -> None:
     assert libc.mount(b"tmpfs", bytes(folder), b"tmpfs", read_only, None) == 0, os.strerror(ctypes.get_errno())
 
 
+@pytest.mark.nightly
 def test_a_full_disk_at_the_start_ends_no_run_that_may_save_nothing(tmp_path, monkeypatch, caplog):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "no space")
@@ -133,6 +135,7 @@ def test_row_two_runs_on_two_hosts_a_live_one_refuses_and_a_dead_one_is_taken_ov
             owner.claim(tmp_path, print)
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_suspended_until_another_took_its_folder_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "REWRITE_EVERY_S", 0.2)
     lost: list[str] = []
@@ -149,6 +152,7 @@ def test_a_run_that_was_suspended_until_another_took_its_folder_ends(tmp_path, m
     assert json.loads((tmp_path / "owner.json").read_text())["token"] == "theirs"
 
 
+@pytest.mark.nightly
 def test_a_run_whose_disk_is_full_still_owns_its_folder(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space")
@@ -167,3 +171,44 @@ def test_a_run_whose_disk_is_full_still_owns_its_folder(tmp_path, monkeypatch):
     with forked(second, 1, tmp_path) as (other,):
         assert f"`output_dir` {tmp_path.parent}" in other.result
     claimed.release()
+
+
+# ---- versions of libraries
+
+
+@pytest.mark.parametrize(("package", "other", "ends"), [("vllm", "0.30.0", True), ("transformers", "4.0", False)])
+def test_row_28_versions_that_differ_between_nodes(tmp_path, store, monkeypatch, package, other, ends):
+    monkeypatch.setattr(node_versions, "LOOK_EVERY_S", 0.2)
+
+    def body(rank: int) -> None:
+        logging.getLogger("trl_multinode").addHandler(logging.StreamHandler())  # not pytest's
+        if rank // 2 == 1:
+            found = node_versions.local_versions()
+            monkeypatch.setattr(node_versions, "local_versions", lambda: {**found, package: other})
+        watch = begin_early(rank, store, tmp_path)
+        until((tmp_path / "seen").exists)
+        watch.close()
+
+    with forked(body, RANKS, tmp_path) as ranks:
+        code = exit_codes.CONFIGURATION if ends else 0
+        if not ends:
+            ranks[0].wait_for(f"{package}: ")
+            (tmp_path / "seen").touch()
+        assert [rank.wait() for rank in ranks] == [code] * RANKS, ranks[0].text
+        told = [rank.text for rank in ranks if f"{package}: " in rank.text]
+        assert len(told) == (RANKS if ends else 1)
+        assert all(f"{other} on node 1" in text and "on node 0" in text for text in told)
+        if ends:
+            assert "the run failed: node 0, rank 0, phase set-up: ConfigurationError: " in told[3]
+
+
+def test_row_28_versions_of_many_nodes_are_one_short_line():
+    here = versions.local_versions()
+    assert {"torch", "trl", "vllm", "deepspeed", "accelerate", "peft", "transformers", "python", "cuda"} <= set(here)
+    assert versions.differences([here, here, here]) == []
+    nodes = [{"trl": "1.16.0", "torch": "2.13.0+cpu"} for _ in range(64)]
+    nodes[7] = {"trl": "1.15.2", "torch": "2.13.0+cu130"}
+    trl, torch = versions.differences(nodes)
+    assert str(trl) == "trl: 1.16.0 on nodes 0, 1, 2, 3, 4, 5, 6, 8 and 55 more, 1.15.2 on node 7"
+    assert (trl.is_error, torch.is_error) == (True, False)
+    assert versions.differences(nodes[:7]) == []

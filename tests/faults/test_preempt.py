@@ -152,6 +152,7 @@ def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_
         assert rank.result == [True, False, True], rank.text
 
 
+@pytest.mark.nightly
 def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_path, monkeypatch):
     def launcher(rank: int) -> list:
         found = []
@@ -212,6 +213,7 @@ def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_no
         assert not any("the run failed" in rank.text for rank in ranks)
 
 
+@pytest.mark.nightly
 def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_outlive_the_store(tmp_path, store):
     """A rank of another node was so slow that it had not seen all ranks finished when the store ended."""
 
@@ -231,6 +233,7 @@ def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_ou
         assert json.loads((tmp_path / "ending2.json").read_text())["code"] == PREEMPTED
 
 
+@pytest.mark.nightly
 def test_row_15_a_rank_that_does_not_close_yet_may_not_outlive_the_store(tmp_path, store):
     """It may wait in a collective for ranks that are gone."""
 
@@ -313,20 +316,19 @@ def test_row_15_the_step_is_saved_and_its_evaluation_left_out():
     assert error.value.code == PREEMPTED
 
 
-def test_row_15_after_the_last_step_the_script_goes_on():
-    given, asked = control(should_training_stop=True), callback(True)
-    asked.on_step_end(None, SimpleNamespace(global_step=8), given)
-    assert vars(given) == {"should_save": True, "should_training_stop": True, "should_evaluate": True}
-    asked.on_epoch_end(None, SimpleNamespace(global_step=8), given)
+AFTER_THE_LAST = {"should_save": True, "should_training_stop": True, "should_evaluate": True}
+UNCHANGED = {"should_save": False, "should_training_stop": False, "should_evaluate": True}
 
 
-def test_row_15_without_a_signal_a_step_ends_as_ever():
-    given, not_asked = control(), callback(False)
-    not_asked.on_step_end(None, SimpleNamespace(global_step=8), given)
-    not_asked.on_epoch_end(None, SimpleNamespace(global_step=8), given)
-    assert vars(given) == vars(control())
+@pytest.mark.parametrize(("asked", "last", "expected"), [(True, True, AFTER_THE_LAST), (False, False, UNCHANGED)])
+def test_row_15_the_script_goes_on_after_the_last_step_and_without_a_signal(asked, last, expected):
+    state, given, saves = SimpleNamespace(global_step=8), control(should_training_stop=last), callback(asked)
+    saves.on_step_end(None, state, given)
+    saves.on_epoch_end(None, state, given)
+    assert vars(given) == expected
 
 
+@pytest.mark.nightly
 def test_row_15_a_decision_for_a_step_that_all_ranks_have_ended_does_not_count():
     """The watch thread's request may be late, and rank 0 deletes the keys of old steps, so it makes the key anew."""
     preemption = callback(True)._preemption

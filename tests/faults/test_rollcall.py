@@ -27,7 +27,6 @@ from trl_multinode.check.command_run import run_command
 from trl_multinode.check.meeting import Place
 from trl_multinode.check.rollcall import call
 from trl_multinode.run.endings.exit_codes import CONFIGURATION, PEER_LOST
-from trl_multinode.run.versions import differences, local_versions
 from trl_multinode.testing.launch_files import free_port
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.wire.supervisor import is_running
@@ -104,35 +103,7 @@ def test_the_launcher_has_the_port_as_soon_as_the_roll_call_is_over(tmp_path, pl
         assert lines[1] == "versions on all nodes: torch 2.13.0, trl 1.16.0, vllm 0.31.0, peft 0.21.2"
 
 
-LAUNCHED = """
-import json, os
-from pathlib import Path
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-print("rank", dist.get_rank(), "of", dist.get_world_size(), flush=True)
-Path(os.environ["TRL_MULTINODE_ENDING_FILE"]).write_text(json.dumps({"code": 5, "cause": "engine 0 of node 1 ended"}))
-raise SystemExit(5)
-"""
-
-
-@pytest.mark.two_node
-def test_accelerate_launch_runs_below_the_check_and_its_code_is_not_lost(tmp_path, config):
-    script = tmp_path / "script.py"
-    script.write_text(LAUNCHED)
-
-    def words(rank: int) -> list[str]:
-        flags = ["--machine_rank", str(rank), "--num_processes", "2"]
-        launch = ["accelerate", "launch", "--config_file", config, *flags, str(script)]
-        return [config, "--wait", "--timeout", str(HANG_S), *flags, "--", *launch]
-
-    with forked(lambda rank: main(words(rank)), 2, tmp_path) as nodes:
-        assert [one.result for one in nodes] == [5, 5]
-        for rank, node in enumerate(nodes):
-            assert f"rank {rank} of 2" in node.text
-            assert "the run ended with exit code 5: engine 0 of node 1 ended" in node.text
-
-
+@pytest.mark.nightly
 def test_a_roll_call_of_64_nodes_has_one_verdict(place):
     hellos = [changed(B, rank=rank, nodes=64, host=f"host{rank}", host_id=f"{rank}") for rank in range(64)]
     verdicts = meet(place, *hellos)
@@ -140,6 +111,7 @@ def test_a_roll_call_of_64_nodes_has_one_verdict(place):
     assert "64 of 64 nodes here after" in verdicts[0].lines[0] and "and 48 more" in verdicts[0].lines[0]
 
 
+@pytest.mark.nightly
 def test_a_strangers_bytes_do_not_disturb_it(place, capsys):
     """Random bytes, an endless line, a message of another kind, a silent connection, many connections."""
     noise = [secrets.token_bytes(3000), b"x" * 1_000_000, b'{"type":"Verdict","code":0,"lines":[]}\n', b""]
@@ -189,6 +161,7 @@ def test_row_25_a_node_whose_node_0_never_starts_ends_too(place, capsys):
     assert verdict.code == PEER_LOST and "machine_rank 0, 2" in verdict.lines[0]
 
 
+@pytest.mark.nightly
 def test_row_25_a_node_that_left_is_missing_again(place, capsys):
     async def nodes() -> list[Verdict]:
         first = asyncio.create_task(call(replace(place, timeout_s=4.0), changed(A, nodes=3)))
@@ -235,6 +208,7 @@ def test_rows_24_26_28_a_node_that_does_not_fit_is_named_on_every_node(place, mi
 
 
 @pytest.mark.real
+@pytest.mark.nightly
 def test_row_24_swapped_ranks_are_named_on_both_hosts(tmp_path):
     """Two hosts with addresses of their own: the one of rank 0 is not the one of main_process_ip."""
     if reason := namespaces_available():
@@ -270,15 +244,6 @@ def test_row_28_any_other_difference_is_a_warning(place):
     ]
 
 
-def test_row_28_versions_are_those_of_the_installed_libraries():
-    here = local_versions()
-    assert {"torch", "trl", "vllm", "deepspeed", "accelerate", "peft", "transformers", "python", "cuda"} <= set(here)
-    assert differences([here, here, here]) == []
-    found = differences([here] * 12 + [{**here, "trl": "0.1.0"}])
-    assert [one.is_error for one in found] == [True]
-    assert str(found[0]).endswith("6, 7 and 4 more, 0.1.0 on node 12")
-
-
 def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end(place, monkeypatch):
     for module in (rollcall, meeting):
         monkeypatch.setattr(module, "CONNECT_S", 0.5)
@@ -289,6 +254,7 @@ def test_row_27_the_owner_of_a_taken_port_is_named_on_its_node_and_all_nodes_end
     assert "pass another --main_process_port" in second.lines[0]
 
 
+@pytest.mark.nightly
 def test_row_27_a_port_taken_on_another_address_of_the_host_is_named(place):
     with socket.create_server(("127.0.0.2", place.port)):
         verdict = asyncio.run(call(place, A))
@@ -320,13 +286,6 @@ def test_a_limit_is_a_number_of_seconds(config, limit, capsys):
     assert stopped.value.code == 2 and f"got {limit}, expected seconds" in capsys.readouterr().err
 
 
-def test_the_help_has_the_roll_call(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
-    assert text.startswith("usage: trl-multinode check FILE ") and "check FILE --wait [--timeout S]" in text
-
-
 @pytest.fixture
 def config(tmp_path, place):
     path = tmp_path / "config.yaml"
@@ -349,14 +308,6 @@ def test_every_node_runs_its_command_after_the_roll_call_and_ends_with_the_code_
         assert [one.result for one in nodes] == [5, 6]
         assert all(one.text.index("2 of 2 nodes here") < one.text.index("started") for one in nodes)
         assert "the run ended with exit code 6: engine 0 of node 1 ended" in nodes[1].text
-
-
-@pytest.mark.parametrize(("ending", "own", "code"), [(0, 2, 2), (0, -11, 139), (0, 0, 0), (6, 0, 6), (6, 1, 6)])
-def test_a_command_that_failed_after_a_run_that_ended_well_has_failed(ending, own, code, tmp_path):
-    last = f"kill {own} $$" if own < 0 else f"exit {own}"
-    script = f"""echo '{{"code": {ending}, "cause": "a"}}' > $TRL_MULTINODE_ENDING_FILE; {last}"""
-    with forked(lambda rank: run_command(["sh", "-c", script]), 1, tmp_path) as (one,):
-        assert one.result == code
 
 
 def test_no_node_runs_its_command_after_a_failed_roll_call(tmp_path, config):
@@ -411,6 +362,7 @@ def test_a_signal_to_the_check_alone_reaches_the_command_once(started, number, c
     assert run.wait() == code and run.text.split("\n")[1:-1] == [f"got {number.name[3:]}"]
 
 
+@pytest.mark.nightly
 def test_a_signal_to_all_processes_of_a_job_is_not_forwarded_a_second_time(started):
     """A scheduler signals every process; torchrun takes a second SIGTERM as the order to stop waiting."""
     count = "n=0; trap 'n=$((n+1))' TERM; echo ready; for i in 1 2 3 4 5 6 7 8 9; do sleep 0.3; done; echo $n"
@@ -421,6 +373,7 @@ def test_a_signal_to_all_processes_of_a_job_is_not_forwarded_a_second_time(start
 
 
 @pytest.mark.real
+@pytest.mark.nightly
 def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handler(started):
     rank = "import signal, sys, time; stop = lambda *_: (print('rank', flush=True), sys.exit(0))"
     rank = f"{rank}; signal.signal(signal.SIGUSR1, stop); print('ready', flush=True); time.sleep(600)"
@@ -440,12 +393,24 @@ def test_no_command_outlives_a_check_that_is_killed(started):
     until(lambda: not is_running(pid), "the command to end")
 
 
+def ended(code: int) -> str:
+    """Return shell words that leave the ending file of a run."""
+    return f"""echo '{{"code": {code}, "cause": "a"}}' > $TRL_MULTINODE_ENDING_FILE; """
+
+
 @pytest.mark.parametrize(
-    ("text", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("echo x > $TRL_MULTINODE_ENDING_FILE", 0)]
-)
-def test_a_command_without_an_ending_has_its_own_code(started, text, code):
+    ("text", "code"),
+    [
+        ("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("echo x > $TRL_MULTINODE_ENDING_FILE", 0),
+        # a command that failed after a run that ended well has failed
+        (ended(0) + "exit 2", 2), (ended(0) + "kill -11 $$", 139), (ended(0) + "exit 0", 0),
+        (ended(6) + "exit 0", 6), (ended(6) + "exit 1", 6),
+    ],
+)  # fmt: skip
+def test_the_code_is_that_of_the_ending_or_of_the_command(started, text, code):
     assert started("sh", "-c", text).wait() == code
 
 
+@pytest.mark.nightly
 def test_a_command_that_does_not_exist_ends_with_127(started):
     assert started("no-such-command").wait() == 127

@@ -1,4 +1,4 @@
-"""Reward functions that hang, or give no reward: named with function, rank and row, and counted."""
+"""Reward functions that hang or give no reward, and tools that do not return: named with rank and row, and counted."""
 
 import asyncio
 import functools
@@ -16,7 +16,6 @@ from trl.trainer import grpo_trainer
 from waiting import HANG_S, until
 
 from trl_multinode.rollouts import rewards as rewards_module
-from trl_multinode.rollouts.reward_call import Rows
 from trl_multinode.rollouts.rewards import RewardCalls
 from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.run.endings.exit_codes import USER_CODE
@@ -29,6 +28,7 @@ LIMIT_S = 0.2
 
 @pytest.mark.zero3
 @pytest.mark.two_node
+@pytest.mark.nightly
 def test_rows_18_19_a_rank_without_rewards_is_counted_and_one_that_hangs_ends_the_run(tmp_path):
     with Nodes(2, 1, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
         nodes.launch(SCRIPT, str(tmp_path))
@@ -67,14 +67,19 @@ class Hung:
 
     def end(self, hold: threading.Event, **columns) -> tuple[str, int]:
         """The first report of a function that hangs until `hold` is set."""
-        thread = threading.Thread(target=self.score, kwargs=columns)
-        thread.start()
-        try:
-            until(lambda: self.calls.check() or self.reports, "a report")
-        finally:
-            hold.set()
-            thread.join()
-        return self.reports[0]
+        return first_report(self, lambda: self.score(**columns), hold)
+
+
+def first_report(rank, call, hold: threading.Event) -> tuple[str, int]:
+    """The first report while `call` runs in a thread; this thread does the watch thread's part."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        until(lambda: rank.calls.check() or rank.reports, "a report")
+    finally:
+        hold.set()
+        thread.join()
+    return rank.reports[0]
 
 
 @pytest.fixture
@@ -199,13 +204,6 @@ def test_row_18_without_the_setting_the_functions_are_the_users_own():
         assert hung.trainer.reward_funcs == [mine]
 
 
-def test_a_list_of_rows_is_where_its_loop_is():
-    rows = Rows("abc")
-    for number, _ in enumerate(rows):
-        assert rows.at == number
-    assert rows.at is None and rows == list("abc")
-
-
 def test_row_19_rows_without_a_reward_are_counted_and_their_rank_is_named_once(caplog):
     nan = float("nan")
     one_of_two = torch.tensor([[1.0, nan], [nan, 2.0]])
@@ -225,6 +223,80 @@ def test_row_19_only_rank_0_warns_and_rewards_that_differ_do_not(caplog):
     assert calls.count_all_nan(torch.full((8, 1), float("nan")), 1) == 8
     assert RewardCalls(topology_of(0), None, print).count_all_nan(torch.ones(8, 1), 1) == 0
     assert not caplog.records
+
+
+# ---- tools
+
+
+class Watched:
+    """Tools of a batch of four rows, the first of which is row 4 of its rank."""
+
+    def __init__(self, sync=None, later=None, timeout_s: float | None = LIMIT_S):
+        self.reports: list[tuple[str, int]] = []
+        self.calls = ToolCalls(topology_of(2), timeout_s, False, lambda text, code: self.reports.append((text, code)))
+        self.trainer = SimpleNamespace(
+            _sync_tool_dicts=[{"sync": sync} if sync else {} for _ in range(4)],
+            _async_tool_dicts=[{"later": later} if later else {} for _ in range(4)],
+        )
+        self.calls.watch(self.trainer, first_row=4)
+
+
+def test_a_tool_that_waits_is_named_with_its_row_and_its_line(hold):
+    def ask(number: int) -> None:
+        hold.wait()
+
+    watched = Watched(sync=ask)
+    text, code = first_report(watched, lambda: watched.trainer._sync_tool_dicts[2]["sync"](number=1), hold)
+    assert code == USER_CODE
+    assert re.search(r"the tool `sync` .* \d+ s, for row 6 of this rank; ", text)
+    assert f"{__file__}:" in text and "(ask)" in text and "`tool_timeout` (got 0.2 s)" in text
+
+
+def test_an_async_tool_is_named_with_the_place_where_it_waits(hold):
+    async def wait() -> None:
+        while not hold.is_set():
+            await asyncio.sleep(0.01)
+
+    async def ask(number: int) -> None:
+        await wait()
+
+    watched = Watched(later=ask)
+    text, _ = first_report(watched, lambda: asyncio.run(watched.trainer._async_tool_dicts[3]["later"](number=1)), hold)
+    assert re.search(r"the tool `later` .* \d+ s, for row 7 of this rank; ", text)
+    assert "(wait)" in text
+
+
+def test_a_reset_that_waits_is_named_with_its_row(hold):
+    class Game:
+        def reset(self, **row) -> None:
+            if row["number"] == 1:
+                hold.wait()
+
+    def reset_rows() -> None:
+        with watched.calls.naming(SimpleNamespace(rollout_func=None), 2):
+            for number in range(2):
+                game.reset(number=number)
+
+    watched = Watched()
+    game = watched.calls.watch_reset(Game())
+    text, _ = first_report(watched, reset_rows, hold)
+    assert re.search(r"`reset` of the environment Game .* \d+ s, for row 1 of this rank", text)
+
+
+def test_tools_that_return_are_never_named_and_without_a_limit_none_is(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(rewards_module.time, "monotonic", lambda: now[0])
+
+    def work() -> None:
+        now[0] += 0.9 * LIMIT_S
+        watched.calls.check()
+
+    for timeout_s, calls in ((LIMIT_S, 4), (LIMIT_S / 1000, 1), (None, 10_000)):
+        watched = Watched(sync=work, timeout_s=timeout_s)
+        for _ in range(calls):
+            watched.trainer._sync_tool_dicts[0]["sync"]()
+            watched.calls.check()
+        assert len(watched.reports) == (1 if timeout_s == LIMIT_S / 1000 else 0)
 
 
 # ---- TRL's own method, with the limit

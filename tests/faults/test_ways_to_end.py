@@ -13,6 +13,7 @@ from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
+import torch
 from forks import Rank, forked
 from store_host import FAILED, RANKS, StoreHost, enter, enter_early, num_finished, topology_of
 from waiting import HANG_S, until
@@ -449,6 +450,9 @@ ENDINGS = [
     Ending("all raise", all_raise, ("phase reward: ValueError: row of rank",), USER_CODE),
     Ending("one raises while the others close", one_raises_when_the_others_are_through,
         line=("node 0, rank 1, phase reward: OSError: disk full",), code=USER_CODE),
+    pytest.param(Ending("memory is too small", one_raises(3, torch.OutOfMemoryError("Tried to allocate 2.00 GiB")),
+        line=("node 1, rank 3, phase reward: OutOfMemoryError", "2.00 GiB"), code=USER_CODE),
+        marks=pytest.mark.fault("gpu_memory")),
     pytest.param(Ending("output blocks", output_of_one_blocks,
         line=("node 1, rank 3", "ValueError: the reward failed"), code=USER_CODE, silent={3: USER_CODE}),
         marks=pytest.mark.fault("output_blocks")),
@@ -474,8 +478,6 @@ ENDINGS = [
         line=("node 0, rank 1, phase reward: SystemExit", "code 3"), code=USER_CODE),
     Ending("a script ends with 3", script_ends_with(3),
         line=("node 0, rank 1, phase reward: SystemExit", "code 3"), code=USER_CODE),
-    Ending("a script ends with True", script_ends_with(True),
-        line=("node 0, rank 1, phase reward: SystemExit", "code 1"), code=USER_CODE),
     Ending("a script ends with a message", script_ends_with("no data"),
         line=("node 0, rank 1, phase reward: SystemExit", "'no data'"), code=USER_CODE),
     pytest.param(Ending("a rank is killed before the trainer", wait_before_the_trainer, fault=send(SIGKILL, to=3),

@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+import deepspeed
+import torch
 from datasets import Dataset
 
 from trl_multinode import GRPOConfig, GRPOTrainer
@@ -52,6 +54,16 @@ def make_trainer(
         eval_dataset=eval_prompts and Dataset.from_dict({"prompt": eval_prompts}), processing_class=tokenizer,
         peft_config=peft_config, **keywords,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def perturb(model) -> None:
+    """Every parameter moves by noise of 0.05, the same on all ranks."""
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        if RANK == 0:
+            for parameter in parameters:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
 def write_result(folder: str, name: str = "result", /, **values) -> None:

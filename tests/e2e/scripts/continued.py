@@ -154,7 +154,7 @@ def run(name: str, prompts: int, output: str, kill_at=None, kill_inside=None, ki
     unset_hf_deepspeed_config()  # the job before left it, and under it a model begins with other weights
     trainer = make_trainer(
         tiny_qwen2(tied=False), rounds, f"{folder}/{output}", [f"{i} + {i + 1} =" for i in range(prompts)],
-        rollout_seed=5, learning_rate=1e-2, **{"save_strategy": "steps"} | settings,
+        rollout_seed=5, **{"save_strategy": "steps", "learning_rate": 1e-2} | settings,
     )  # fmt: skip
     rounds.trainer = trainer
     trainer.add_callback(Record(name, rounds, kill_at))

@@ -1,20 +1,15 @@
-"""Trains until something ends it. Usage: endless.py FOLDER RANK_THAT_FAILS [memory].
-
-The rank's third reward fails, or with `memory` its first training forward pass after the second.
-"""
+"""Trains until something ends it. Usage: endless.py FOLDER [RANK_THAT_FAILS]. That rank's third reward fails."""
 
 import faulthandler
 import os
 import signal
 import sys
 
-import torch
 from common import RANK, make_trainer
 
 from trl_multinode.testing.models import tiny_qwen2
 
-folder, failing = sys.argv[1], int(sys.argv[2])
-out_of_memory = "memory" in sys.argv[3:]
+folder, failing = sys.argv[1], [int(rank) for rank in sys.argv[2:]]
 calls = 0
 
 
@@ -23,17 +18,9 @@ def reward(completions, **_):
     calls += 1
     if calls == 2:
         print(f"RUNNING engine {trainer.vllm_generation.engines[0].ready.pid}", flush=True)
-    if calls == 3 and failing == RANK and not out_of_memory:
+    if calls == 3 and RANK in failing:
         raise ValueError("this reward function fails on purpose")
     return [float(len(completion)) for completion in completions]
-
-
-def allocate_too_much(*_) -> None:
-    """Raise what torch raises on a GPU."""
-    if calls >= 2 and failing == RANK and out_of_memory:
-        raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB."
-        )
 
 
 os.environ["TQDM_DISABLE"] = "1"
@@ -45,5 +32,4 @@ trainer = make_trainer(
     save_steps=1_000_000, engine_restarts=0,
     heartbeat_timeout=float(os.environ.get("HEARTBEAT_TIMEOUT", 30.0)),
 )  # fmt: skip
-trainer.model.register_forward_pre_hook(allocate_too_much)
 trainer.train()

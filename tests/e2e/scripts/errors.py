@@ -1,6 +1,7 @@
-"""Runs into an error. Usage: errors.py FOLDER small_dataset|long_prompt|exit|nan."""
+"""Runs into an error. Usage: errors.py FOLDER early|small_dataset|long_prompt|nan."""
 
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -65,11 +66,10 @@ if case == "small_dataset":
     model = str(Path(folder) / "model")  # a config without weights: whoever opened a weights file would say that
     tiny_qwen2().config.save_pretrained(model)
     make_trainer(model, Recorder(), folder, prompts[:2], **settings)
-elif case == "exit":
-    trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings)
-    if RANK == 2:
-        sys.exit(3)
-    trainer.train()
+elif case == "early":
+    if RANK == 1:
+        raise ValueError("on purpose")
+    time.sleep(HANG_S)
 elif case == "nan":
     keep = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings, **keep)

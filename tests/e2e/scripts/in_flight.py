@@ -4,15 +4,14 @@ A job is a trainer; several run one after the other. Of its settings, `name` is 
 SIGKILL at an optimizer step: "take" before its round takes groups, "step" between its backward pass and its update,
 "saving" in the middle of its checkpoint; `resume` goes to `train()`; `compare` is a round whose tensors are compared
 with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`; `lora`, `tools` and
-`environment` (half of whose turns call a tool) are what they say; from the second step on, the tool of rank `hangs`
-does not return. The job "losses" trains twice, see in_flight_losses.py.
+`environment` (half of whose turns call a tool) are what they say. The job "losses" trains twice, see
+in_flight_losses.py.
 """
 
 import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("RANK", "0")
@@ -23,7 +22,6 @@ import trl
 from common import RANK, make_trainer, write_result
 from datasets import Dataset
 from deepspeed.runtime.engine import DeepSpeedEngine
-from in_flight_losses import compare as compare_losses
 from peft import LoraConfig
 from scenarios import Adder, add
 from transformers import TrainerCallback
@@ -77,28 +75,6 @@ class Rounds:
 
 def text_of(prompt) -> str:
     return prompt if isinstance(prompt, str) else prompt[0]["content"]
-
-
-class HangingAdder(Adder):
-    """An environment whose tool does not return on one rank, if the job says so."""
-
-    _hangs = staticmethod(lambda: False)  # public methods are tools
-
-    def add(self, a: int, b: int) -> str:
-        """
-        Adds two numbers.
-
-        Args:
-            a: The first number.
-            b: The second number.
-
-        Returns:
-            The sum so far.
-        """
-        if self._hangs():
-            print("HANGS", flush=True)
-            time.sleep(1000)
-        return super().add(a, b)
 
 
 class Replayed:
@@ -191,7 +167,6 @@ def run(
     lora=False,
     tools=False,
     environment=False,
-    hangs=None,
     **settings,
 ) -> None:
     rounds = Rounds()
@@ -203,7 +178,7 @@ def run(
         words = list(range(100, 99 + mean))
         sampling["allowed_token_ids"] = [*tokenizer.convert_tokens_to_ids([CALL, DONE, TURN_END]), *words]
         texts = [[{"role": "user", "content": text}] for text in texts]
-        agent = {"environment_factory": HangingAdder} if environment else {"tools": [add]}
+        agent = {"environment_factory": Adder} if environment else {"tools": [add]}
         settings |= agent | {"processing_class": tokenizer}
     if lora:
         targets = ["q_proj", "v_proj", "down_proj"]
@@ -216,7 +191,6 @@ def run(
         vllm_importance_sampling_clip_max=2.0, **{"learning_rate": 1e-2} | settings,
     )  # fmt: skip
     rounds.trainer, trainer.compares, trainer.found = trainer, False, None
-    HangingAdder._hangs = staticmethod(lambda: hangs == RANK and trainer.state.global_step > 0)
     rounds.record_losses()
     trainer.add_callback(Record(name, rounds))
     if kill_at is not None:
@@ -237,6 +211,8 @@ def run(
 
 for job in json.loads(jobs_json):
     if job["name"] == "losses":
+        from in_flight_losses import compare as compare_losses
+
         texts = [f"{i} + {i + 1} =" for i in range(job["prompts"])]
         write_result(folder, "losses", **compare_losses(Path(folder), Dataset.from_dict({"prompt": texts})))
     else:

@@ -1,14 +1,13 @@
 """Trains while engines die, one trainer after the other. Usage: restarted.py FOLDER JOBS_JSON
 
 A job has a `name`, `deaths`, settings of the trainer, and perhaps `slow_restart`: seconds by which a restart
-takes longer. A death has a `moment`, and kills engine 0 of node 1, or `engine`, with `signal` (default: SIGKILL):
+takes longer. A death has a `moment`, and kills engine 0 of node 1:
 
 - `idle@2`: in the reward of training round 2;
 - `generate@2`: when rows of round 2 are under way, or in the `call`-th generation of that round;
 - `sync@2`: when the sync of update 2 has gathered its second bucket;
 - `eval@0`: when rows of the evaluation after step `0` are under way;
 - `ahead@2`: in round 2, while the rows of round 3 are made;
-- `start@0`: as soon as the engine has been started again for the first time.
 """
 
 import json
@@ -66,13 +65,11 @@ class Rows:
 
 
 def kill(host: NodeHost, death: dict) -> None:
-    process = host._fleet._processes[death.get("engine", 0)]
-    pid = host.engines[process.index].ready.pid if death.get("signal") else process.pid
-    print(f"KILL {death} pid {pid}", flush=True)
-    os.kill(pid, getattr(signal, death.get("signal", "SIGKILL")))
-    if not death.get("signal"):
-        while process.is_alive():
-            time.sleep(0.01)
+    process = host._fleet._processes[0]
+    print(f"KILL {death} pid {process.pid}", flush=True)
+    os.kill(process.pid, signal.SIGKILL)
+    while process.is_alive():
+        time.sleep(0.01)
 
 
 def watch_rows(rows: Rows) -> None:
@@ -139,9 +136,7 @@ def watch_buckets(rows: Rows) -> None:
     sync._begin = begun
 
 
-def run(
-    name: str, deaths: list[dict], output: str = "run", eval_prompts: int = 0, slow_restart: float = 0.0, **settings
-) -> None:
+def run(name: str, deaths: list[dict], eval_prompts: int = 0, slow_restart: float = 0.0, **settings) -> None:
     engine = os.environ.get(HOOK, "")
     if slow_restart:  # a restart reads the variable
         os.environ[HOOK] = " ".join((engine, *Faults().slow_restart(slow_restart).words))
@@ -156,7 +151,7 @@ def run(
     if settings.pop("turns", False):
         common.GRPOTrainer = partial(GRPOTrainer, rollout_func=more_turns_on_even_ranks)
     trainer = make_trainer(
-        model, rows, f"{folder}/{output}-{name}", [f"{i} + {i + 1} =" for i in range(32)], more, **settings
+        model, rows, f"{folder}/run-{name}", [f"{i} + {i + 1} =" for i in range(32)], more, **settings
     )
     rows.trainer, common.GRPOTrainer = trainer, GRPOTrainer
     watch_rows(rows)

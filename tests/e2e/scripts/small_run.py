@@ -39,7 +39,6 @@ write_result(
     difference=trainer._monitor.last,
     limit=trainer._monitor.limit,
     nan_shares=[entry["logprobs/nan_share"] for entry in trainer.state.log_history if "loss" in entry],
-    metrics=sorted({key for entry in trainer.state.log_history if "loss" in entry for key in entry}),
     rows=len(recorder.rows),
     micro_steps=[
         entry["balance/micro_steps"] for entry in trainer.state.log_history if "balance/micro_steps" in entry

@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from common import RANK, WORLD, Recorder, make_trainer, write_result
+from common import RANK, WORLD, Recorder, make_trainer, perturb, write_result
 
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import MultiNodeError
@@ -57,15 +56,6 @@ def isolation(trainer) -> dict:
 
 def sockets(engines) -> list[str]:
     return [engine._connection._socket.getpeername() for engine in engines]
-
-
-def perturb(model) -> None:
-    """Every parameter moves by noise of 0.05, the same on all ranks."""
-    parameters = list(model.parameters())
-    with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
-        if RANK == 0:
-            for parameter in parameters:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
 def sync(trainer) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-import deepspeed
 import torch
 import trl
-from common import RANK, Recorder, write_result
+from common import Recorder, perturb, write_result
 from datasets import Dataset
 from transformers import AutoTokenizer, set_seed
 from trl.generation import vllm_generation
@@ -166,14 +165,6 @@ def difference(trainer) -> float:
     expected = scores.gather(1, ids[0, 1:, None])[:, 0]
     got = torch.from_numpy(trainer.vllm_generation.engines[0].score(SEQUENCE).logprobs.copy())
     return (got - expected).abs().max().item()
-
-
-def perturb(model) -> None:
-    parameters = list(model.parameters())
-    with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
-        if RANK == 0:
-            for parameter in parameters:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
 class Replay:
