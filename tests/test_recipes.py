@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.nightly  # examples
+
 import_module("trl.rewards.accuracy_rewards")  # sets a variable of the environment: let that be before the tests
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import trl  # noqa: F401 - sets VLLM_LOGGING_LEVEL, which the suite would report as a change of the environment
 
+pytestmark = pytest.mark.nightly  # a program that `make trl-tests` runs
+
 SUITE = Path(__file__).parents[1] / "evidence" / "trl_suite"
 TESTS = """
 import pytest
@@ -77,7 +79,6 @@ def checkout(tmp_path):
 
 
 @pytest.mark.real  # two processes of pytest
-@pytest.mark.nightly
 def test_only_a_failure_that_is_ours_and_has_no_reason_fails_the_run(run_suite, checkout, capfd):
     options = ["--mode", "plain", "--jobs", "1", "--suite", str(checkout.parent / "suite.toml")]
     assert run_suite.main([str(checkout), *options]) == 1

@@ -1,8 +1,13 @@
-"""A launch for the tests of the doctor, and its facts and findings."""
+"""A launch and a model for the tests of the doctor, and its facts and findings."""
 
 import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import numpy
+from safetensors.numpy import save_file
 
 from trl_multinode.check.launch import Engines, Launch, Script
 from trl_multinode.doctor.case import Case
@@ -47,3 +52,10 @@ def results(examination: Callable, of: Case) -> tuple[dict[str, str], list[Findi
     found = list(examination(of))
     facts = {one.name: one.value for one in found if isinstance(one, Fact)}
     return facts, [one for one in found if isinstance(one, Finding)]
+
+
+def model_in(folder: Path, megabytes: int = 1) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    save_file({"weight": numpy.zeros(megabytes << 20, numpy.uint8)}, folder / "model.safetensors")
+    return folder

@@ -21,7 +21,8 @@ from trl_multinode.doctor.exchange import Exchange
 from trl_multinode.doctor.report import main
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
 
-pytestmark = pytest.mark.real
+# One node in one process decides in test_doctor_report.py, and the links of a ring in test_doctor_links.py
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 PORT = 29512  # in the namespaces of a test
 NODES = 3
 SLOW = 1
