@@ -170,6 +170,7 @@ def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_
     check_generation_key(tmp_path, key, FOREIGN[key], record_property)
 
 
+@pytest.mark.nightly
 def test_without_vllms_source_only_known_slips_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_keys, "sampling_keys", frozenset)
     assert ours(tmp_path, generation_kwargs={"min_tokens": 1, "no_such_setting": 1})
@@ -356,6 +357,7 @@ BATCHING = "use_transformers_continuous_batching"
 OFF = "node mode is off"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("config", "fields", "words"),
     [
@@ -376,6 +378,7 @@ def test_a_choice_that_may_surprise_is_reported_by_the_main_process(tmp_path, ca
     assert choices(capsys, args, rank=1) == []
 
 
+@pytest.mark.nightly
 def test_every_other_choice_is_silent(tmp_path, capsys):
     for silent in ({}, {"use_vllm": False}, {"use_vllm": False, BATCHING: True}):
         assert choices(capsys, ours(tmp_path, **silent)) == []

@@ -132,6 +132,7 @@ def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(m
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not load our plugin
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_an_engine_logs_its_start_although_trl_has_asked_vllm_for_silence(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as `import trl` does

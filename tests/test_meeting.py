@@ -80,6 +80,7 @@ def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp
         assert re.search(r"node 1, rank 2: waiting \d+ s for", lines[2][0])
 
 
+@pytest.mark.nightly
 def test_many_late_ranks_are_counted_and_three_are_named():
     class Store:
         def check(self, keys) -> bool:
