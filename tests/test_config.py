@@ -10,7 +10,6 @@ from datasets import Dataset
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-import trl_multinode
 from trl_multinode import engine_keys
 from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_in_flight, check_recorded
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
@@ -40,10 +39,6 @@ def refusal(check, *args, **fields) -> str:
 
 def has_all(text: str, words: list[str]) -> bool:
     return all(word in text for word in words)
-
-
-def test_the_public_name_is_the_config():
-    assert trl_multinode.GRPOConfig is trl_multinode.MultiNodeGRPOConfig is MultiNodeGRPOConfig
 
 
 def test_exactly_three_of_trls_defaults_differ():

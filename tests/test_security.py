@@ -245,6 +245,3 @@ def test_no_line_of_the_package_is_exempt_from_the_rules_against_pickle():
     assert not [
         path for path, text in texts.items() if re.search(r"^\s*(import|from) (pickle|marshal|dill)", text, re.M)
     ]
-
-
-# ---- SECURITY.md
