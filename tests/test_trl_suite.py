@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import trl  # noqa: F401 - sets VLLM_LOGGING_LEVEL, which the suite would report as a change of the environment
 
-pytestmark = pytest.mark.nightly  # a program that `make trl-tests` runs
+# A program that `make trl-tests` runs, in two processes of pytest
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 
 SUITE = Path(__file__).parents[1] / "evidence" / "trl_suite"
 TESTS = """
@@ -60,14 +61,6 @@ ONLY_HERE = "fails only under trl_multinode (plain): tests/test_grpo_trainer.py:
 
 
 @pytest.fixture
-def run_suite(monkeypatch):
-    monkeypatch.syspath_prepend(str(SUITE))
-    import run_suite
-
-    return run_suite
-
-
-@pytest.fixture
 def checkout(tmp_path):
     tests = tmp_path / "trl" / "tests"
     tests.mkdir(parents=True)
@@ -78,8 +71,10 @@ def checkout(tmp_path):
     return tests.parent
 
 
-@pytest.mark.real  # two processes of pytest
-def test_only_a_failure_that_is_ours_and_has_no_reason_fails_the_run(run_suite, checkout, capfd):
+def test_only_a_failure_that_is_ours_and_has_no_reason_fails_the_run(checkout, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(str(SUITE))
+    import run_suite
+
     options = ["--mode", "plain", "--jobs", "1", "--suite", str(checkout.parent / "suite.toml")]
     assert run_suite.main([str(checkout), *options]) == 1
     shown = capfd.readouterr().out

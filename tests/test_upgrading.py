@@ -1,8 +1,8 @@
 """docs/upgrading.md lists every internal name of another library that this package uses, and the installed one has it.
 
-A scan of our sources finds these names; the page lists them, and no name that is not used. A failure after an upgrade
-gives the name that moved; its row on the page says what to do. The scan cannot find a private name on an object other
-than `self` if a class of ours has the same name.
+A scan of our sources finds these names, and the page lists them. A failure after an upgrade gives the name that moved;
+its row on the page says what to do. The scan cannot find a private name on an object other than `self` if a class of
+ours has the same name.
 """
 
 import ast

@@ -57,7 +57,6 @@ TABLE = {
     # ---- DeepSpeed's config
     "JSON is read": Row(**by_json(), shows=["ZeRO-3 of ds.json", "bf16"]),
     "JSON without a precision": Row(**by_json(bf16={"enabled": "auto"}), shows=["precision of the script"]),
-    "JSON with ZeRO-1": Row(**by_json(zero_optimization={"stage": 1}), shows=["DeepSpeed ZeRO-1 of ds.json"]),
     "JSON without ZeRO": Row("`zero_optimization`", '"stage": 3', **by_json(zero_optimization=None)),
     "JSON and keys of accelerate": Row(
         "zero_stage, mixed_precision",
@@ -73,17 +72,9 @@ TABLE = {
         flags=["--gradient_accumulation_steps", "4"],
     ),
     "ZeRO-0": Row(file=zero(zero_stage=0), shows=["DeepSpeed ZeRO-0,"]),
-    "JSON with a string": Row(
-        "stage3_gather_16bit_weights_on_model_save", "in `ds.json`", **by_json(zero_optimization={"stage": "3"})
-    ),
     "no init flag": Row(file=zero(zero3_init_flag=None), shows=["note: `zero3_init_flag`"]),
     "nvme without a path": Row(
         "`offload_param` to `nvme`", "`offload_param_nvme_path: /local_nvme`", file=zero(offload_param_device="nvme")
-    ),
-    "nvme for the optimizer": Row(
-        "`offload_optimizer` to `nvme`",
-        "`offload_optimizer_nvme_path: /local_nvme`",
-        file=zero(offload_optimizer_device="nvme"),
     ),
     # ---- numbers
     "a node's GPUs": Row("got 8, expected 28", "`num_engines`", {**FOUR, "num_processes": 8}),

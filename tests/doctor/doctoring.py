@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import yaml
 from safetensors.numpy import save_file
 
 from trl_multinode.check.launch import Engines, Launch, Script
@@ -59,3 +60,12 @@ def model_in(folder: Path, megabytes: int = 1) -> Path:
     (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
     save_file({"weight": numpy.zeros(megabytes << 20, numpy.uint8)}, folder / "model.safetensors")
     return folder
+
+
+def config_in(folder: Path, **changes) -> str:
+    """One node without a GPU, which has no problem."""
+    path = folder / "config.yaml"
+    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
+    keys = {"num_machines": 1, "num_processes": 1, "distributed_type": "DEEPSPEED", "use_cpu": True}
+    path.write_text(yaml.safe_dump(keys | {"mixed_precision": "no", "deepspeed_config": zero} | changes))
+    return str(path)

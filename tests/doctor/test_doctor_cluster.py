@@ -12,7 +12,7 @@ from functools import partialmethod
 from pathlib import Path
 
 import pytest
-import yaml
+from doctoring import config_in
 from forks import Rank, forked
 
 from trl_multinode.check.waiting import place_of
@@ -47,12 +47,13 @@ def _plain(monkeypatch):
 
 
 def config_of(folder: Path, hosts: Namespaces, nodes: int) -> str:
-    path = folder / "config.yaml"
-    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
-    keys = {"num_machines": nodes, "num_processes": nodes, "main_process_ip": hosts.address(0)}
-    keys |= {"main_process_port": PORT, "distributed_type": "DEEPSPEED", "use_cpu": True, "mixed_precision": "no"}
-    path.write_text(yaml.safe_dump(keys | {"deepspeed_config": zero}))
-    return str(path)
+    return config_in(
+        folder,
+        num_machines=nodes,
+        num_processes=nodes,
+        main_process_ip=hosts.address(0),
+        main_process_port=PORT,
+    )
 
 
 def run_doctors(folder: Path, hosts: Namespaces, nodes: int, *flags: str, env_of=lambda rank: {}) -> list[Rank]:

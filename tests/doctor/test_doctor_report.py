@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from doctoring import config_in
 
 from trl_multinode.command import main as command
 from trl_multinode.doctor.command_line import parse_line
@@ -22,15 +22,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 def _plain(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("PET_", "SLURM_", "GLOO_", "NCCL_"))]:
         monkeypatch.delenv(name)
-
-
-def config_in(folder: Path, **changes) -> str:
-    """One node without a GPU, which has no problem."""
-    path = folder / "config.yaml"
-    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
-    keys = {"num_machines": 1, "num_processes": 1, "distributed_type": "DEEPSPEED", "use_cpu": True}
-    path.write_text(yaml.safe_dump(keys | {"mixed_precision": "no", "deepspeed_config": zero} | changes))
-    return str(path)
 
 
 @pytest.mark.parametrize("level", ["static", "node", "cluster"])
