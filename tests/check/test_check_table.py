@@ -76,6 +76,11 @@ TABLE = {
     "nvme without a path": Row(
         "`offload_param` to `nvme`", "`offload_param_nvme_path: /local_nvme`", file=zero(offload_param_device="nvme")
     ),
+    "nvme for the optimizer": Row(
+        "`offload_optimizer` to `nvme`",
+        "`offload_optimizer_nvme_path: /local_nvme`",
+        file=zero(offload_optimizer_device="nvme"),
+    ),
     # ---- numbers
     "a node's GPUs": Row("got 8, expected 28", "`num_engines`", {**FOUR, "num_processes": 8}),
     "2 + 6 on purpose": Row(
