@@ -352,7 +352,6 @@ BATCHING = "use_transformers_continuous_batching"
 OFF = "node mode is off"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("config", "fields", "words"),
     [
@@ -373,7 +372,6 @@ def test_a_choice_that_may_surprise_is_reported_by_the_main_process(tmp_path, ca
     assert choices(capsys, args, rank=1) == []
 
 
-@pytest.mark.nightly
 def test_every_other_choice_is_silent(tmp_path, capsys):
     for silent in ({}, {"use_vllm": False}, {"use_vllm": False, BATCHING: True}):
         assert choices(capsys, ours(tmp_path, **silent)) == []

@@ -86,7 +86,6 @@ def test_a_closed_descriptor_ends_its_thread(monkeypatch, child):
     assert not thread.is_alive() and child.poll() is None
 
 
-@pytest.mark.nightly
 def test_other_errors_are_not_taken_for_a_missing_pidfd(monkeypatch, child):
     monkeypatch.setattr(os, "pidfd_open", refuse(errno.EMFILE))
     with pytest.raises(OSError, match="Too many open files"):

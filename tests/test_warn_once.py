@@ -104,7 +104,6 @@ def test_a_store_that_is_gone_hides_nothing(plain, monkeypatch):
     assert plain == ["old name"]
 
 
-@pytest.mark.nightly
 def test_a_forked_child_never_uses_the_connection_of_its_rank(once):
     asked: list[str] = []
     once._is_first = lambda digest: bool(asked.append(digest)) or True
