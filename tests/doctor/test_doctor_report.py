@@ -132,6 +132,16 @@ def test_names_are_replaced_each_always_by_the_same(monkeypatch):
 
 
 @pytest.mark.nightly
+def test_a_user_without_a_name_and_a_home_of_the_root_folder_change_nothing(monkeypatch):
+    def nobody() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setattr("getpass.getuser", nobody)
+    assert hide_names("/data/run on gpu-1", ["gpu-1"]) == "/data/run on host0"
+
+
+@pytest.mark.nightly
 def test_a_long_name_is_hidden_too(tmp_path, capsys, monkeypatch):
     name = "ip-10-24-130-170.us-west-2.compute.internal"
     value = " ".join(f"{number}@{name}" for number in range(9))
