@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.nightly
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
 def demo_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples" / "demo"))
     yield
     sys.modules.pop("task", None)  # a short name, which others may use
 
