@@ -46,16 +46,8 @@ LIBRARIES = {
     "deepspeed": {"weights": "lazily", "testing": "lazily"},
     "peft": {"weights": "lazily", "saving": "lazily"},
 }
-# Files that import torch.distributed
-DISTRIBUTED = {
-    "run.decision", "run.meeting", "run.preemption", "run.reconnecting", "run.store", "run.watch.arrivals",
-    "run.watch.watchdog", "run.heartbeats.beats", "run.heartbeats.judges", "run.heartbeats.node_slots",
-    "rollouts.text_logging",
-    "batches.row_exchange", "weights.gathering", "weights.even_pieces", "weights.shards", "transports.broadcast",
-    "testing.sources", "testing.forked_process",
-    "check.reading",  # torchrun's parser
-    "doctor.exchange", "doctor.ring",
-}  # fmt: skip
+
+
 COLLECTIVES = {
     "images": {"gather"},  # a flag per round, of models with images and sharded weights
     "rollouts.text_logging": {"gather_object"},
@@ -164,17 +156,6 @@ def test_a_library_is_imported_only_where_it_may():
     assert not wrong
 
 
-def test_torch_distributed_is_imported_by_few_files():
-    users = {m for m in MODULES for name, _ in imported(m) if belongs(name, "torch.distributed")}
-    assert users == DISTRIBUTED
-
-
-def test_torch_distributed_is_not_reached_through_torch():
-    users = {m for m in MODULES for n in ast.walk(tree(m)) if isinstance(n, ast.Attribute) and
-             ast.unparse(n) == "torch.distributed"}  # fmt: skip
-    assert not users
-
-
 def test_collectives_are_called_where_the_table_says():
     found: dict[str, set[str]] = {}
     for module in MODULES:
@@ -202,16 +183,6 @@ def test_a_rank_speaks_through_the_reporter_only():
         prints = [n.lineno for n in calls if ast.unparse(n.func) == "print"]
         loggers = {name for name, _ in imported(module) if belongs(name, "logging")}
         assert not prints and not loggers, f"{module}: {prints or loggers}; use run/reporter.py"
-
-
-def test_what_is_experimental_in_trl_is_imported_by_one_module_each():
-    """And those only by name, through `__getattr__`: a broken one must not take the others along."""
-    for module in MODULES:
-        own = f"trl.{module}" if module.startswith("experimental.") else None
-        strangers = {
-            n for n, _ in imported(module) if belongs(n, "trl.experimental") and not (own and belongs(n, own))
-        }
-        assert not strangers, (module, strangers)
 
 
 def test_nothing_is_pickled():

@@ -10,7 +10,6 @@ from datasets import Dataset
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-import trl_multinode
 from trl_multinode import engine_keys
 from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_in_flight, check_recorded
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
@@ -40,10 +39,6 @@ def refusal(check, *args, **fields) -> str:
 
 def has_all(text: str, words: list[str]) -> bool:
     return all(word in text for word in words)
-
-
-def test_the_public_name_is_the_config():
-    assert trl_multinode.GRPOConfig is trl_multinode.MultiNodeGRPOConfig is MultiNodeGRPOConfig
 
 
 def test_exactly_three_of_trls_defaults_differ():
@@ -170,6 +165,7 @@ def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_
     check_generation_key(tmp_path, key, FOREIGN[key], record_property)
 
 
+@pytest.mark.nightly
 def test_without_vllms_source_only_known_slips_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(engine_keys, "sampling_keys", frozenset)
     assert ours(tmp_path, generation_kwargs={"min_tokens": 1, "no_such_setting": 1})

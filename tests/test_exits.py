@@ -8,6 +8,9 @@ import pytest
 
 from trl_multinode.run.watch.exits import ScriptExits, has_returned
 
+# faults/test_ways_to_end.py has the ends of scripts, and test_watch_alone.py the removal of hooks
+pytestmark = pytest.mark.nightly
+
 BEGIN = """
 import atexit, sys, threading
 from trl_multinode.run.watch.exits import ScriptExits

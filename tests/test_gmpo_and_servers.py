@@ -48,12 +48,7 @@ def test_arguments_after_those_that_gmpo_names_are_found_by_name():
         bound_arguments(Their, None, "m", "r", "a", "dataset")
 
 
-@pytest.mark.parametrize("field", [{"max_staleness": 1}, {"weight_update": "in_flight"}])
-def test_gmpo_says_why_rounds_ahead_are_refused(field, tmp_path):
-    with pytest.raises(ConfigurationError, match=r"importance-sampling.*GRPO"):
-        trl_multinode.GMPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **field)
-
-
+@pytest.mark.nightly
 def test_gmpo_has_trls_defaults_of_its_own(monkeypatch, tmp_path):
     assert trl_multinode.GMPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[]).epsilon == 0.4
     monkeypatch.setattr(GMPOTrainer, "_config", staticmethod(lambda folder: folder))
@@ -76,6 +71,7 @@ def test_a_teacher_that_no_server_has_ends_the_run_before_the_student_is_loaded(
             check_teacher(url, "rank 0", wait_s=0.1)
 
 
+@pytest.mark.nightly
 def test_a_slash_at_the_end_of_the_teachers_url_is_removed(monkeypatch, tmp_path):
     """TRL would request "//health", which no server has, without a limit."""
     tiny_qwen2().save_pretrained(tmp_path)
@@ -89,8 +85,11 @@ def test_a_slash_at_the_end_of_the_teachers_url_is_removed(monkeypatch, tmp_path
 
 
 @pytest.mark.parametrize("field", [{"max_staleness": 1}, IN_FLIGHT])
-def test_gmpo_refuses_rounds_ahead_in_the_config_of_another_trainer_too(field, tmp_path):
-    args = trl_multinode.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **field)
+def test_gmpo_refuses_rounds_ahead_in_its_own_config_and_in_that_of_another_trainer(field, tmp_path):
+    fields = {"use_cpu": True, "bf16": False, "report_to": [], **field}
+    with pytest.raises(ConfigurationError, match=r"importance-sampling.*GRPO"):
+        trl_multinode.GMPOConfig(str(tmp_path), **fields)
+    args = trl_multinode.GRPOConfig(str(tmp_path), **fields)
     dataset = Dataset.from_dict({"prompt": ["a"] * 8})
     with pytest.raises(ConfigurationError, match=r"MultiNodeGMPOTrainer.*importance-sampling"):
         GMPOTrainer(tiny_qwen2(), lambda completions, **_: [0.0] * len(completions), args=args, train_dataset=dataset)

@@ -67,6 +67,7 @@ def test_gpus_of_an_amd_node_are_those_that_torch_sees(amd, monkeypatch, environ
     assert visible_devices(os.environ, min(4, len(parsed))) == names == [str(gpu) for gpu in parsed[:4]]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("environ", [{}, {"HIP_VISIBLE_DEVICES": "6,7"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}])
 def test_vllm_on_rocm_accepts_the_variables_of_an_engine(amd, monkeypatch, vllm_reads, environ):
     kept = {
@@ -137,6 +138,7 @@ def test_a_torch_for_cuda_ignores_the_variables_of_amd(monkeypatch):
     assert visible_devices(environ, 2) == ["GPU-ab", "MIG-cd"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["xpu", "npu"])
 def test_devices_of_other_makers_are_refused_instead_of_engines_on_the_cpu(monkeypatch, tmp_path, kind):
     device = SimpleNamespace(type=kind)

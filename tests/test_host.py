@@ -132,6 +132,7 @@ def test_engines_get_nothing_that_would_join_them_to_the_trainers_and_no_token(m
     assert found["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"  # a fork would not load our plugin
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_an_engine_logs_its_start_although_trl_has_asked_vllm_for_silence(monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # as `import trl` does
@@ -158,6 +159,8 @@ def test_rows_in_flight_count_all_ranks_of_the_node(tmp_path):
     assert settings(tmp_path, two).window == 12  # of 16 that are a rank's share of one engine
     # nothing is left to balance: rows held back would wait for others beside free places of the only engine
     assert settings(tmp_path).window >= 7 * 32
+    chosen = settings(tmp_path, two, engine_kwargs='{"max_num_seqs": 70}')  # JSON, as on a command line
+    assert chosen.arguments(tmp_path, 0)["max_num_seqs"] == 70 and chosen.window == 7
 
 
 def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_run_at_once(tmp_path):
@@ -187,11 +190,6 @@ def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):
     made = settings(tmp_path, two, seed=42)
     assert [made.arguments(tmp_path, index)["seed"] for index in (0, 1)] == [44, 45]
     assert [made.environment(index)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["6", "7"]
-
-
-def test_engine_kwargs_win_also_as_json(tmp_path):
-    made = settings(tmp_path, EngineDevices((("6",), ("7",)), False), engine_kwargs='{"max_num_seqs": 70}')
-    assert made.arguments(tmp_path, 0)["max_num_seqs"] == 70 and made.window == 7
 
 
 def test_rows_of_open_rounds_leave_a_part_of_every_engine_free_for_evaluation(tmp_path):

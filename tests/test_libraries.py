@@ -112,6 +112,7 @@ def test_an_experimental_trainer_that_trl_lacks_is_a_plain_error(monkeypatch):
     assert all(part in str(error.value) for part in parts)
 
 
+@pytest.mark.nightly
 def test_the_other_trainers_are_imported_all_the_same(monkeypatch):
     forget(monkeypatch, "trl_multinode.experimental", "trl_multinode.trainers")
     without_gold(monkeypatch)
@@ -119,6 +120,7 @@ def test_the_other_trainers_are_imported_all_the_same(monkeypatch):
         assert getattr(trl_multinode, f"{name}Trainer").__name__ == f"MultiNode{name}Trainer"
 
 
+@pytest.mark.nightly
 def test_a_class_that_trl_lacks_is_named_with_the_versions_that_work(monkeypatch):
     forget(monkeypatch, "trl_multinode.trainers")
     monkeypatch.setitem(sys.modules, "trl", ModuleType("trl"))
@@ -129,6 +131,7 @@ def test_a_class_that_trl_lacks_is_named_with_the_versions_that_work(monkeypatch
     assert all(part in str(error.value) for part in parts)
 
 
+@pytest.mark.nightly
 def test_the_cause_of_an_error_that_trl_wraps_is_named(monkeypatch):
     """TRL imports lazily; if a new transformers breaks it, it raises a `RuntimeError`."""
 
@@ -146,17 +149,20 @@ def test_the_cause_of_an_error_that_trl_wraps_is_named(monkeypatch):
         trl_multinode.RLOOTrainer  # noqa: B018
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("error", [ImportError("no name", name="PIL"), RuntimeError("out of memory"), ImportError()])
 def test_any_other_error_stays_as_it_is(error):
     assert libraries.explanation(error, "GRPOTrainer") is None
 
 
+@pytest.mark.nightly
 def test_a_library_that_is_not_installed_is_named_as_such(monkeypatch):
     monkeypatch.setattr(libraries, "installed", lambda library: None)
     reason = libraries.explanation(ModuleNotFoundError("No module named 'trl'", name="trl"), "GRPOTrainer")
     assert "trl is not installed" in reason and f"`pip install '{WORKS}'`" in reason
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("direct_url", "command"),
     [

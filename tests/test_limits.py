@@ -18,7 +18,6 @@ from store_host import topology_of
 from torch.distributed import DistNetworkError, TCPStore
 from waiting import HANG_S, until
 
-from trl_multinode.errors import PeerFailureError
 from trl_multinode.run import store as run_store
 from trl_multinode.run.heartbeats.frames import bytes_written, innermost_frames, work_of
 from trl_multinode.run.heartbeats.node_slots import NodeSlots
@@ -65,11 +64,13 @@ def test_a_launcher_with_a_low_limit_of_files_serves_all_ranks_once_a_rank_has_r
             assert file_limit_cure(4) in one.text
 
 
+@pytest.mark.nightly
 def test_the_cure_grows_with_the_run():
     assert "`ulimit -n 4096`" in file_limit_cure(4)
     assert "no file descriptors left for 2044 ranks" in file_limit_cure(2044) and "-n 6196" in file_limit_cure(2044)
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_a_shell_between_launcher_and_rank_does_not_hide_the_launcher():
     code = "import os; from trl_multinode.run import limits; print(limits.launchers()[-1])"
@@ -101,6 +102,7 @@ def test_a_call_is_repeated_after_a_reset_also_below_a_prefix(link, capsys):
     assert out.count("node 1, rank 2: a connection to the run's store was reset; opened again after") == 2
 
 
+@pytest.mark.nightly
 def test_an_idle_connection_is_probed(link):
     client = connect_store(topology_of(2), 0)
     client.set("key", "")
@@ -144,13 +146,6 @@ def test_a_store_that_cannot_be_reached_is_given_up_after_the_limit(link, monkey
     assert attempts[1:] and set(attempts) == {("127.0.0.1", link.port)}
 
 
-def test_a_rank_without_a_store_is_told_the_cure(monkeypatch):
-    monkeypatch.setattr(run_store, "STORE_TIMEOUT_S", 1.0)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    with pytest.raises(PeerFailureError, match="rank 3 cannot connect to the run's store at 127.0.0.1:1: .*ulimit -n"):
-        connect_store(topology_of(3), 0, address)
-
-
 # ---- what a rank shows
 
 
@@ -169,6 +164,7 @@ def test_the_work_of_a_process_grows_only_while_it_works():
     assert work_of(busy.pid) is None
 
 
+@pytest.mark.nightly
 def test_the_frames_are_the_innermost_ones_of_the_main_thread():
     def inner() -> str:
         return innermost_frames()

@@ -80,6 +80,7 @@ def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp
         assert re.search(r"node 1, rank 2: waiting \d+ s for", lines[2][0])
 
 
+@pytest.mark.nightly
 def test_many_late_ranks_are_counted_and_three_are_named():
     class Store:
         def check(self, keys) -> bool:
@@ -95,22 +96,6 @@ def test_many_late_ranks_are_counted_and_three_are_named():
         "4 ranks: rank 4 (node 0), in phase reward; rank 8 (node 1), in an unknown phase; "
         "rank 9 (node 1), in an unknown phase; ..."
     )
-
-
-def test_a_failure_ends_the_ranks_that_wait(tmp_path, store):
-    def body(rank: int) -> None:
-        watch, meeting = enter(rank, store)
-        with watch.guard():
-            if rank == 2:
-                until((tmp_path / "others wait").exists)
-                raise ValueError("no completions")
-            meeting.wait()
-
-    with forked(body, RANKS, tmp_path) as ranks:
-        ranks[0].wait_for(" waiting ")
-        (tmp_path / "others wait").touch()
-        assert [rank.wait() for rank in ranks] == [exit_codes.USER_CODE] * RANKS
-        assert all("node 1, rank 2, phase wait: ValueError: no completions" in rank.text for rank in ranks)
 
 
 def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path, store):

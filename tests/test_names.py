@@ -55,12 +55,14 @@ def test_a_name_that_neither_package_has_names_both_and_the_nearest_one(name, ne
     assert not hasattr(trl_multinode, name)
 
 
+@pytest.mark.nightly
 def test_private_names_are_not_trls():
     assert hasattr(trl, "_import_structure") or hasattr(trl, "_compat")
     for name in ("_import_structure", "_compat", "__wrapped__"):
         assert not hasattr(trl_multinode, name)
 
 
+@pytest.mark.nightly
 def test_a_trainer_that_could_use_vllm_and_has_no_node_mode_says_so_once(monkeypatch, capsys):
     later = ModuleType("trl")  # a later TRL, in which this trainer is stable
     later.__all__ = ["AsyncGRPOTrainer", "AsyncGRPOConfig", "SFTTrainer", "SFTConfig"]

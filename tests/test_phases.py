@@ -143,13 +143,6 @@ def test_writing_goes_on_when_the_disk_has_room_again(tmp_path):
     assert len(lines(file.path)) == 2
 
 
-def test_a_timeline_finds_the_rank_in_the_name_of_every_current_file(tmp_path, monkeypatch):
-    """A reader takes the number from `rank<r>.jsonl`; a rotated file must not match."""
-    monkeypatch.setattr(line_file, "ROTATE_BYTES", 100)
-    write(PhaseFile(tmp_path, rank=12, node=1), 5)
-    assert [int(path.stem[4:]) for path in tmp_path.glob("rank*.jsonl")] == [12]
-
-
 # ---- sums
 
 

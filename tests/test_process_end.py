@@ -76,6 +76,7 @@ def test_a_process_that_does_not_exist_is_an_error(kernel, child):
     ProcessReference(child.pid).kill()  # does nothing
 
 
+@pytest.mark.nightly
 def test_a_closed_descriptor_ends_its_thread(monkeypatch, child):
     monkeypatch.setattr(os, "pidfd_open", refuse(errno.ENOSYS))
     end = open_end(child.pid)
@@ -104,6 +105,7 @@ def test_a_reference_kills_its_process_and_not_a_later_one_with_the_same_pid(ker
     assert child.wait(HANG_S) == -9
 
 
+@pytest.mark.nightly
 def test_the_start_time_is_found_for_any_name_of_a_process(tmp_path):
     program = tmp_path / "a) S 1 (b"
     program.symlink_to("/bin/sleep")
@@ -161,6 +163,7 @@ def test_workers_of_an_engine_on_a_cpu_are_bound_to_cores_that_it_has(monkeypatc
     assert cores_per_worker(2) == {}
 
 
+@pytest.mark.nightly  # the fake engine ends with its owner in engine/
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="one core only: a rank cannot have fewer than its launcher"
 )
@@ -194,6 +197,7 @@ def test_an_engine_without_pidfds_has_its_launchers_cores_and_ends_with_its_owne
         until(lambda: not is_running(pid), (tmp_path / "engine0.log").read_text)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("program", "found"), [("python3.11", [1]), ("systemd", [])])
 def test_process_1_is_the_launcher_only_if_it_runs_python(monkeypatch, program, found):
     """In a container `accelerate launch` may be process 1; on a host that is the system's own."""

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.nightly  # examples
+
 import_module("trl.rewards.accuracy_rewards")  # sets a variable of the environment: let that be before the tests
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
@@ -41,9 +43,6 @@ def cut(*shares: float) -> list[dict]:
 )
 def test_the_limit_is_a_function_of_the_logs(logs, length):
     assert recipe("adaptive_length").length_after(logs, adaptive(), longest=700) == length
-
-
-def test_a_first_limit_above_the_longest_is_the_longest():
     assert recipe("adaptive_length").length_after([], adaptive(), longest=50) == 50
 
 

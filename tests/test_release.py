@@ -123,10 +123,6 @@ def test_an_uncommitted_change_and_a_tag_that_exists_are_named(released):
     assert "1 files" in refused.stderr and f"v{VERSION}" in refused.stderr
 
 
-def test_the_changelog_of_this_checkout_has_the_section_of_the_version():
-    assert re.search(rf"^## {re.escape(VERSION)} \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-
-
 # ---- the wheel
 
 
@@ -171,9 +167,3 @@ def test_grpo_runs_from_the_wheel(installed):
     site = installed.folder / "site"
     where = run(sys.executable, "-c", code, cwd=installed.folder, PYTHONPATH=str(site))
     assert where.stdout.strip() == str(site / "trl_multinode" / "examples" / "grpo.py")
-
-
-# ---- docs/public-names.md
-
-
-# ---- files for the public repository

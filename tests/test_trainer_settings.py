@@ -68,6 +68,7 @@ def test_every_trainer_has_trls_name_and_node_modes_defaults(name, tmp_path):
     assert given == theirs.__dataclass_fields__["vllm_gpu_memory_utilization"].default  # GOLD has 0.9
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", TRAINERS)
 def test_engine_kwargs_may_be_json_and_trls_own_dicts_too(name, tmp_path):
     args = config(name, tmp_path, engine_kwargs='{"a": 1}', model_init_kwargs='{"dtype": "float32"}')
@@ -106,6 +107,7 @@ def test_a_dataset_smaller_than_one_round_is_refused_by_the_rows_that_the_traine
         check_dataset([0] * (prompts - 1), args)
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_the_stable_trainers_import_no_experimental_one():
     """`trl.experimental.utils` is imported by TRL itself."""

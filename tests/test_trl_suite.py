@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 import trl  # noqa: F401 - sets VLLM_LOGGING_LEVEL, which the suite would report as a change of the environment
 
+# A program that `make trl-tests` runs, in two processes of pytest
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
+
 SUITE = Path(__file__).parents[1] / "evidence" / "trl_suite"
 TESTS = """
 import pytest
@@ -58,14 +61,6 @@ ONLY_HERE = "fails only under trl_multinode (plain): tests/test_grpo_trainer.py:
 
 
 @pytest.fixture
-def run_suite(monkeypatch):
-    monkeypatch.syspath_prepend(str(SUITE))
-    import run_suite
-
-    return run_suite
-
-
-@pytest.fixture
 def checkout(tmp_path):
     tests = tmp_path / "trl" / "tests"
     tests.mkdir(parents=True)
@@ -76,9 +71,10 @@ def checkout(tmp_path):
     return tests.parent
 
 
-@pytest.mark.real  # two processes of pytest
-@pytest.mark.nightly
-def test_only_a_failure_that_is_ours_and_has_no_reason_fails_the_run(run_suite, checkout, capfd):
+def test_only_a_failure_that_is_ours_and_has_no_reason_fails_the_run(checkout, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(str(SUITE))
+    import run_suite
+
     options = ["--mode", "plain", "--jobs", "1", "--suite", str(checkout.parent / "suite.toml")]
     assert run_suite.main([str(checkout), *options]) == 1
     shown = capfd.readouterr().out
@@ -87,24 +83,3 @@ def test_only_a_failure_that_is_ours_and_has_no_reason_fails_the_run(run_suite, 
     assert "| `TestGRPOTrainer::test_both` | plain | failed | `OSError: under any classes` |" in shown
     assert "| plain | 1 | no stand-in for trl-internal-testing/tiny-LlavaForConditionalGeneration" in shown
     assert [line.partition(": Ass")[0] for line in shown.splitlines() if line.startswith("fails only")] == [ONLY_HERE]
-
-
-def test_a_folder_without_tests_is_refused(run_suite, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        run_suite.main([str(tmp_path)])
-    assert str(tmp_path) in capsys.readouterr().err
-
-
-def test_a_reason_excuses_one_mode_only(run_suite):
-    known = [{"mode": "node", "test": "test_x", "reason": "known"}]
-    ours, trls = {"test_x[a]": ("failed", "E")}, {"test_x[a]": ("passed", "")}
-    assert not run_suite.failures("node", ours, trls, known)[0].unexplained
-    assert run_suite.failures("plain", ours, trls, known)[0].unexplained
-    assert not run_suite.failures("plain", ours, ours, known)[0].unexplained
-
-
-def test_a_reason_of_both_excuses_nothing_that_trls_classes_pass(run_suite):
-    known = [{"mode": "node", "test": "test_x", "reason": "another version", "both": True}]
-    ours = {"test_x": ("failed", "E")}
-    assert run_suite.failures("node", ours, {"test_x": ("passed", "")}, known)[0].unexplained
-    assert run_suite.failures("node", ours, ours, known)[0].reason == "another version"

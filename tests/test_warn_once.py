@@ -114,6 +114,7 @@ def test_a_forked_child_never_uses_the_connection_of_its_rank(once):
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.nightly
 def test_a_user_who_has_chosen_by_w_sees_what_python_shows(plain, monkeypatch):
     monkeypatch.setattr(sys, "warnoptions", ["always"])
     filters = WarnOnce(lambda digest: True)
@@ -124,6 +125,7 @@ def test_a_user_who_has_chosen_by_w_sees_what_python_shows(plain, monkeypatch):
     assert plain == ["old name"] * 2
 
 
+@pytest.mark.nightly
 def test_a_text_with_a_counter_does_not_fill_the_memory(plain, once, monkeypatch):
     monkeypatch.setattr(warn_once, "LONGEST_MEMORY", 10)
     for number in range(30):

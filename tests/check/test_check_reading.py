@@ -83,6 +83,7 @@ def test_unreadable_file_is_one_problem(tmp_path, capsys, content):
     assert f"`{path}`" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -99,6 +100,7 @@ def test_unreadable_command_line_exits_with_2(write, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_module_runs_as_a_command_without_loading_the_libraries_it_checks_for():
     command = [sys.executable, "-X", "importtime", "-m", "trl_multinode.check", CONFIGS / "2node.yaml"]

@@ -1,5 +1,6 @@
 """Every rule of `trl_multinode.check` names what is wrong and its cure, and the cure works."""
 
+import json
 import re
 
 import check_kit
@@ -8,10 +9,14 @@ from check_kit import TWO_NODES, launched, only_problem
 from trl import GRPOConfig
 
 from trl_multinode.check import Batch, check, rules_nodes
+from trl_multinode.check.launch import Engines
 from trl_multinode.check.rules_batch import batch_problems
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 
+
+ZERO_3 = TWO_NODES["deepspeed_config"]
+BY_JSON = {"deepspeed_multinode_launcher": "standard", "deepspeed_config_file": "ds.json"}
 
 # ---- the rules: one broken thing each, the whole problem and its cure ----
 
@@ -76,11 +81,34 @@ RULES = {
         "got MEGATRON_LM, expected DEEPSPEED, FSDP or MULTI_GPU",
         "`distributed_type: DEEPSPEED`",
     ),
+    "a node's processes": (
+        {"num_machines": 4, "machine_rank": 0, "num_processes": 7},
+        "got 7, expected 28",
+        "`num_processes: 28`",
+    ),
+    "count as a string": ({"num_processes": "14"}, "`num_processes` (got YAML's '14'", "quotes"),
+    "address with a port": (
+        {"main_process_ip": "node0:29500"},
+        "'node0:29500'",
+        "`--main_process_ip node0 --main_process_port 29500`",
+    ),
+    "shards would be saved": (
+        {"deepspeed_config": {**ZERO_3, "zero3_save_16bit_model": False}},
+        "`zero3_save_16bit_model`",
+        "`zero3_save_16bit_model: true` under `deepspeed_config:`",
+    ),
+    "init flag is false": (
+        {"deepspeed_config": {**ZERO_3, "zero3_init_flag": False}},
+        "`zero3_init_flag` False",
+        "`zero3_init_flag: true`",
+    ),
+    "JSON is missing": ({"deepspeed_config": BY_JSON}, "`deepspeed_config_file` `ds.json`", "`deepspeed_config_file`"),
     "unknown type": ({"distributed_type": "DEEPSPED"}, "'DEEPSPED'", ""),
 }
 
 
 FAULTS = {
+    "a node's processes": pytest.mark.fault("23"),
     "floor": pytest.mark.fault("23"),
     "floor below one": pytest.mark.fault("23"),
     "hidden GPU": pytest.mark.fault("29"),
@@ -93,6 +121,27 @@ def test_rule_names_what_and_cure(write, changes, what, cure):
     problem = only_problem(write(**changes))
     assert what in problem.what
     assert cure in problem.cure
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_deepspeeds_json_is_read_and_must_save_whole_weights(write, tmp_path, monkeypatch, gathers):
+    name = "stage3_gather_16bit_weights_on_model_save"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, name: gathers}}))
+    launch, problems = check(write(deepspeed_config=BY_JSON), [])
+    assert launch.deepspeed.stage == 3
+    assert [name in problem.what and "in `ds.json`" in problem.cure for problem in problems] == [True] * (not gathers)
+
+
+def test_ranks_leave_the_gpus_of_a_tensor_parallel_engine(write):
+    problem = only_problem(write(), engines=Engines(vllm_tensor_parallel_size=2))
+    assert "`vllm_tensor_parallel_size` 2" in problem.what and "`num_processes: 12` (6 a node)" in problem.cure
+
+
+def test_the_rank_under_srun_is_in_the_cure(write, monkeypatch):
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    problem = only_problem(write(machine_rank=None))
+    assert "`machine_rank`" in problem.what and "--machine_rank $SLURM_NODEID" in problem.cure
 
 
 def test_the_file_that_the_rules_break_is_valid(write):

@@ -116,6 +116,7 @@ def test_a_module_is_read_too(tmp_path, monkeypatch):
         assert problems == [] and launch.script.batch.num_generations == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("source", "note"),
     [
@@ -135,6 +136,7 @@ def test_script_whose_parser_cannot_be_built_gets_a_note(tmp_path, source, note)
     assert problems == [] and note in launch.script.notes[0]
 
 
+@pytest.mark.nightly
 def test_batch_of_a_script_without_a_parser_is_checked(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("print(1)")

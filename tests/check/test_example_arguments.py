@@ -9,6 +9,8 @@ import sys
 import pytest
 from check_kit import ROOT
 
+pytestmark = pytest.mark.nightly  # the example; the same rules for any script are in test_check_script.py
+
 find_spec = importlib.util.find_spec
 REWARD = "def short_answer(completions, **_):\n    return [0.0 for _ in completions]\n"
 

@@ -62,6 +62,7 @@ def test_missing_or_wrong_variables_are_named_and_nothing_is_printed(flags, envi
     assert (code, out) == (1, "") and message in error
 
 
+@pytest.mark.nightly
 def test_pods_of_an_indexed_job_find_pod_0_by_its_name(monkeypatch):
     name = "grpo-12.grpo.team.svc.cluster.local"
     found = node_flags._indexed_job({"JOB_COMPLETION_INDEX": "12"}, lambda: name)

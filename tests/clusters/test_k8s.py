@@ -8,6 +8,8 @@ import yaml
 
 from trl_multinode.command import main
 
+pytestmark = pytest.mark.nightly  # a rarely changed kind; SLURM's script decides in every run
+
 OPTIONS = ["--image", "registry/grpo:1", "--volume", "runs:/runs", "--resource", "rdma/ib=8", "--restarts", "2"]
 
 

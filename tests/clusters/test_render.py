@@ -101,6 +101,7 @@ def test_a_launch_that_cannot_run_is_refused(change, script, message, capsys):
     assert message in capsys.readouterr().err and not Path("job").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -113,6 +114,7 @@ def test_a_missing_file_and_missing_hosts_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -129,6 +131,7 @@ def test_wrong_options_are_refused(arguments, message, capsys):
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_it_runs_on_a_login_node_without_torch():
     code = "import sys; sys.modules |= dict.fromkeys(('torch', 'accelerate', 'trl', 'transformers', 'numpy'))\n"

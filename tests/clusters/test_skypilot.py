@@ -10,6 +10,8 @@ import yaml
 
 from trl_multinode.command import main
 
+pytestmark = pytest.mark.nightly  # a rarely changed kind; SLURM's script decides in every run
+
 
 @pytest.fixture
 def render(tmp_path, monkeypatch, capsys):

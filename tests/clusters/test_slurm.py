@@ -4,14 +4,10 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
-import tempfile
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 from waiting import HANG_S, until
 
@@ -183,36 +179,3 @@ def test_the_requeued_job_continues_exactly(training, folder):
         assert starts == [("0", 1), ("0", 2), ("0", 3), ("1", 4), ("1", 5), ("2", 6)]
         assert [line | {"start": "0"} for line in broken] == whole
         assert len({line["loss"] for line in whole if "loss" in line}) > 3
-
-
-@pytest.fixture
-def temporary(monkeypatch):
-    """A temporary folder with a short path, for the names of sockets."""
-    with tempfile.TemporaryDirectory(prefix="tmn-") as folder:
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
-
-
-def test_a_cluster_is_gone_after_its_end_whatever_runs(tmp_path, temporary):
-    with SlurmCluster(2, folder=tmp_path / "jobs") as cluster:
-        job = cluster.submit("--nodes", "2", "--wrap", "srun setsid sleep 300")
-        cluster.wait_for(job, "RUNNING", HANG_S)
-        until(lambda: "sleep 300" in cluster.job_processes().values(), cluster.tails)
-        (private,) = temporary.glob("tmn-slurm-*")
-        assert (private / "munge.key").stat().st_mode & 0o777 == 0o600
-        pids = cluster.pids()
-    check_cluster_is_gone(temporary, private.name)
-    assert [pid for pid in pids if psutil.pid_exists(pid) and command_of(psutil.Process(pid))] == []
-
-
-def command_of(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
-
-
-def check_cluster_is_gone(folder: Path, name: str) -> None:
-    assert list(folder.glob("tmn-slurm-*")) == []
-    assert [process for process in psutil.process_iter() if str(folder) in command_of(process)] == []
-    spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert name not in spaces and not Path("/dev/shm", name).exists()

@@ -1,8 +1,14 @@
-"""A launch for the tests of the doctor, and its facts and findings."""
+"""A launch and a model for the tests of the doctor, and its facts and findings."""
 
 import argparse
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import numpy
+import yaml
+from safetensors.numpy import save_file
 
 from trl_multinode.check.launch import Engines, Launch, Script
 from trl_multinode.doctor.case import Case
@@ -47,3 +53,19 @@ def results(examination: Callable, of: Case) -> tuple[dict[str, str], list[Findi
     found = list(examination(of))
     facts = {one.name: one.value for one in found if isinstance(one, Fact)}
     return facts, [one for one in found if isinstance(one, Finding)]
+
+
+def model_in(folder: Path, megabytes: int = 1) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    save_file({"weight": numpy.zeros(megabytes << 20, numpy.uint8)}, folder / "model.safetensors")
+    return folder
+
+
+def config_in(folder: Path, **changes) -> str:
+    """One node without a GPU, which has no problem."""
+    path = folder / "config.yaml"
+    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
+    keys = {"num_machines": 1, "num_processes": 1, "distributed_type": "DEEPSPEED", "use_cpu": True}
+    path.write_text(yaml.safe_dump(keys | {"mixed_precision": "no", "deepspeed_config": zero} | changes))
+    return str(path)

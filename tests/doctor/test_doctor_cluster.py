@@ -12,7 +12,7 @@ from functools import partialmethod
 from pathlib import Path
 
 import pytest
-import yaml
+from doctoring import config_in
 from forks import Rank, forked
 
 from trl_multinode.check.waiting import place_of
@@ -21,7 +21,8 @@ from trl_multinode.doctor.exchange import Exchange
 from trl_multinode.doctor.report import main
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
 
-pytestmark = pytest.mark.real
+# One node in one process decides in test_doctor_report.py, and the links of a ring in test_doctor_links.py
+pytestmark = [pytest.mark.real, pytest.mark.nightly]
 PORT = 29512  # in the namespaces of a test
 NODES = 3
 SLOW = 1
@@ -46,12 +47,13 @@ def _plain(monkeypatch):
 
 
 def config_of(folder: Path, hosts: Namespaces, nodes: int) -> str:
-    path = folder / "config.yaml"
-    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
-    keys = {"num_machines": nodes, "num_processes": nodes, "main_process_ip": hosts.address(0)}
-    keys |= {"main_process_port": PORT, "distributed_type": "DEEPSPEED", "use_cpu": True, "mixed_precision": "no"}
-    path.write_text(yaml.safe_dump(keys | {"deepspeed_config": zero}))
-    return str(path)
+    return config_in(
+        folder,
+        num_machines=nodes,
+        num_processes=nodes,
+        main_process_ip=hosts.address(0),
+        main_process_port=PORT,
+    )
 
 
 def run_doctors(folder: Path, hosts: Namespaces, nodes: int, *flags: str, env_of=lambda rank: {}) -> list[Rank]:

@@ -55,6 +55,7 @@ def test_a_node_with_two_slow_links_is_named_instead_of_them():
     ]
 
 
+@pytest.mark.nightly
 def test_of_two_nodes_the_slower_direction_is_named():
     (finding,) = link_findings(ring_of(9.0, 1.0), nodes_of(2), on_gpus=False)
     assert "link 1 -> 0 is slow: 1 Gbit/s" in finding.what
@@ -66,6 +67,7 @@ def test_of_two_nodes_the_slower_direction_is_named():
     ]
 
 
+@pytest.mark.nightly
 def test_each_gpu_has_a_link_of_its_own_and_a_slow_network_of_all_is_a_warning():
     links = [*ring_of(380.0, 390.0, 385.0, device="0"), *ring_of(380.0, 40.0, 385.0, device="1")]
     (finding,) = link_findings(links, nodes_of(3), on_gpus=True)
@@ -115,6 +117,7 @@ def test_links_are_measured_over_gloo_also_in_two_rings_of_one_process(tmp_path,
     assert found == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_a_ring_that_does_not_come_together_gives_its_reason(monkeypatch):
     port = free_port()

@@ -1,26 +1,20 @@
-"""Examinations of one node, on this machine, on invented limits, and on folders that look like a cache."""
+"""Examinations of one node: cores, memory, disks and network, on this machine and on invented limits."""
 
-import json
 import os
 import resource
 import socket
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import psutil
 import pytest
-from doctoring import case, results
-from safetensors.numpy import save_file
+from doctoring import case, model_in, results
 
 from trl_multinode.check.launch import Engines
-from trl_multinode.doctor import cores, models, network, software, storage
+from trl_multinode.doctor import cores, models, network, storage
 from trl_multinode.doctor.cores import cores_of_task, examine_cores, examine_limits
 from trl_multinode.doctor.facts import Fact, Finding
-from trl_multinode.doctor.models import examine_dataset, examine_hub, examine_model
 from trl_multinode.doctor.network import chosen_interfaces, examine_address, examine_names, examine_variables
 from trl_multinode.doctor.node import EXAMINATIONS, examine
-from trl_multinode.doctor.software import examine_launch, examine_tracker, examine_versions
 from trl_multinode.doctor.storage import examine_disks, examine_shared_memory
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
@@ -53,6 +47,7 @@ def test_one_core_of_a_task_under_slurm_is_an_error_with_both_cures(monkeypatch)
     assert "`num_processes`" in machine.cure
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -70,6 +65,7 @@ def test_the_quota_of_a_container_counts(tmp_path, monkeypatch, files, expected)
     assert cores_of_task() == (expected or len(os.sched_getaffinity(0)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("nodes", "hard", "severity"), [(64, 1024, "error"), (32, 1024, None), (64, -1, None)])
 def test_open_files_must_suffice_for_the_connections_of_node_0(monkeypatch, nodes, hard, severity):
     """64 nodes x 7 ranks x 3 connections."""
@@ -84,6 +80,7 @@ def test_open_files_must_suffice_for_the_connections_of_node_0(monkeypatch, node
     assert all("1024" in one.what and "expected 1544" in one.what for one in findings)
 
 
+@pytest.mark.nightly
 def test_locked_memory_must_hold_the_slots_of_a_launch_on_gpus(monkeypatch):
     monkeypatch.setattr(
         resource, "getrlimit", lambda which: (8 << 20, 8 << 20) if which == resource.RLIMIT_MEMLOCK else (-1, -1)
@@ -116,6 +113,7 @@ def test_shared_memory_must_hold_both_slots_and_vllms_queues(monkeypatch):
     assert len(results(examine_shared_memory, two)[1]) == 1
 
 
+@pytest.mark.nightly
 def test_what_killed_runs_left_is_named_and_counts_as_free(monkeypatch):
     free(monkeypatch, dev=1 << 30)
     dead = type("Dead", (), {"kept": None, "num_bytes": 1 << 30})()
@@ -158,6 +156,7 @@ def test_an_interface_that_does_not_exist_is_an_error_with_those_that_do():
     assert "lo" in finding.what and finding.severity == "error"
 
 
+@pytest.mark.nightly
 def test_infiniband_is_counted_by_state_and_its_absence_from_nccl_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(network, "INFINIBAND", tmp_path)
     for index, state in enumerate(["4: ACTIVE", "4: ACTIVE", "1: DOWN"]):
@@ -190,6 +189,7 @@ def test_the_address_of_node_0_belongs_to_rank_0(monkeypatch):
     assert results(examine_address, case(address="127.0.0.1", rank=3))[1] == []  # all nodes are this machine
 
 
+@pytest.mark.nightly
 def test_a_name_server_that_loses_questions_is_a_warning(monkeypatch):
     asked = []
 
@@ -208,6 +208,7 @@ def test_a_name_server_that_loses_questions_is_a_warning(monkeypatch):
     assert facts == {"name of this address": "quick or unknown"} and findings == []
 
 
+@pytest.mark.nightly
 def test_a_slow_interface_is_a_warning(monkeypatch):
     state = psutil.net_if_stats()["lo"]._replace(speed=1000)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"lo": state})
@@ -225,125 +226,6 @@ def test_a_host_name_on_loopback_is_an_error_where_gloo_connects_nodes(monkeypat
     assert results(examine_variables, case({"GLOO_SOCKET_IFNAME": "ib0"}, gpus=0, address="10.0.0.1"))[1] == []
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.5")
     assert results(examine_variables, case(gpus=0, address="10.0.0.1"))[1] == []
-
-
-# ---- versions, tracker
-
-
-def test_versions_are_shown_and_a_missing_library_is_an_error(monkeypatch):
-    facts, findings = results(examine_versions, case())
-    assert "torch " in facts["versions"] and "python " in facts["versions"] and findings == []
-    monkeypatch.setattr(software, "local_versions", lambda: {"torch": "2", "trl": "1", "transformers": "5",
-                        "accelerate": "1", "vllm": "none", "deepspeed": "1"})  # fmt: skip
-    _, (finding,) = results(examine_versions, case())
-    assert finding.what.startswith("vllm ") and finding.severity == "error"
-
-
-def test_a_tracker_needs_its_package_and_its_key_on_rank_0(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    installed = {"wandb", "trackio"}
-    monkeypatch.setattr(software.importlib.util, "find_spec", lambda name: name in installed or None)
-    wandb = {"report_to": ["wandb"]}
-    facts, (finding,) = results(examine_tracker, case(values=wandb))
-    assert facts["tracker"] == "wandb" and "WANDB_API_KEY" in finding.what
-    assert (
-        finding.severity == "error"
-        and results(examine_tracker, case(values=wandb, rank=1))[1][0].severity == "warning"
-    )
-    for variables in ({"WANDB_API_KEY": "k" * 40}, {"WANDB_MODE": "offline"}):
-        facts, findings = results(examine_tracker, case(variables, values=wandb))
-        assert findings == [] and "kkkk" not in str(facts)
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
-    (tmp_path / ".netrc").chmod(0o600)
-    assert results(examine_tracker, case(values=wandb))[1] == []
-    assert "mlflow" in results(examine_tracker, case(values={"report_to": "mlflow"}))[1][0].what
-    assert results(examine_tracker, case())[0]["tracker"] == "none"
-
-
-def test_the_script_is_compared_by_its_content(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "script" not in results(examine_launch, case())[0]
-    Path("train.py").write_text("a")
-    first = results(examine_launch, case())[0]
-    Path("train.py").write_text("b")
-    second = results(examine_launch, case())[0]
-    assert first["script"] != second["script"] and first["launch"] == "2 nodes x 7 ranks, DEEPSPEED, port 29500"
-
-
-# ---- model and dataset
-
-
-def model_in(folder: Path, megabytes: int = 1, **config) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", **config}))
-    save_file({"weight": numpy.zeros(megabytes << 20, numpy.uint8)}, folder / "model.safetensors")
-    return folder
-
-
-def in_cache(cache: Path, kind: str, name: str) -> Path:
-    """A folder of the Hub's cache, as `hf download` makes it."""
-    repo = cache / f"{kind}--{name.replace('/', '--')}"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("c" * 40)
-    return repo / "snapshots" / ("c" * 40)
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
-
-
-def test_a_model_in_the_cache_is_shown_with_its_revision(cache):
-    model_in(in_cache(cache, "models", "org/model"), megabytes=3)
-    facts, findings = results(examine_model, case(model="org/model"))
-    assert facts["model"] == "org/model, 3 MiB (revision cccccccc)" and findings == []
-
-
-def test_a_model_that_lacks_a_file_is_incomplete(cache):
-    folder = model_in(in_cache(cache, "models", "org/model"))
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}
-    (folder / models.INDEX).write_text(json.dumps(index))
-    _, (finding,) = results(examine_model, case(model="org/model"))
-    assert "1 file(s) missing, as model-00002.safetensors" in finding.what
-    assert finding.severity == "warning" and "`hf download org/model`" in finding.cure
-    assert results(examine_model, case({"HF_HUB_OFFLINE": "1"}, model="org/model"))[1][0].severity == "error"
-
-
-@pytest.mark.parametrize(("examination", "words"), [(examine_model, "model"), (examine_dataset, "dataset")])
-def test_what_is_not_in_the_cache_is_an_error_only_offline(cache, examination, words):
-    given = {"model": "org/x"} if words == "model" else {"values": {"dataset_name": "org/x"}}
-    facts, (finding,) = results(examination, case(**given))
-    assert facts[words] == "org/x: not here" and finding.severity == "warning"
-    assert "hf download" in finding.cure and "org/x" in finding.cure
-    _, (finding,) = results(examination, case({"HF_HUB_OFFLINE": "1"}, **given))
-    assert finding.severity == "error" and "HF_HUB_OFFLINE" in finding.what
-
-
-def test_a_dataset_is_found_in_a_folder_and_in_both_caches(cache, tmp_path, monkeypatch):
-    from datasets import config
-
-    local = tmp_path / "rows.jsonl"
-    local.write_text("{}\n")
-    assert results(examine_dataset, case(values={"dataset_name": str(local)})) == ({"dataset": f"{local} (local)"}, [])
-    in_cache(cache, "datasets", "org/data").mkdir(parents=True)
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "prepared")
-    (tmp_path / "prepared" / "org___other").mkdir(parents=True)
-    for name in ("org/data", "org/other"):
-        facts, findings = results(examine_dataset, case(values={"dataset_name": name}))
-        assert facts["dataset"] == f"{name}, in the cache" and findings == []
-    assert results(examine_dataset, case(values={"dataset_name": "org/none"}))[1]
-
-
-def test_a_push_without_a_token_is_an_error_and_no_token_is_shown(monkeypatch):
-    monkeypatch.setattr(models, "get_token", lambda: None)
-    _, (finding,) = results(examine_hub, case(values={"push_to_hub": True}))
-    assert finding.severity == "error" and "HF_TOKEN" in finding.cure
-    monkeypatch.setattr(models, "get_token", lambda: "hf_" + "a" * 30)
-    facts, findings = results(examine_hub, case(values={"push_to_hub": True}))
-    assert facts == {"Hub": "a token is set"} and findings == []
 
 
 # ---- all together

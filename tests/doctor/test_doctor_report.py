@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
+from doctoring import config_in
 
 from trl_multinode.command import main as command
 from trl_multinode.doctor.command_line import parse_line
@@ -22,15 +22,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 def _plain(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("PET_", "SLURM_", "GLOO_", "NCCL_"))]:
         monkeypatch.delenv(name)
-
-
-def config_in(folder: Path, **changes) -> str:
-    """One node without a GPU, which has no problem."""
-    path = folder / "config.yaml"
-    zero = {"deepspeed_multinode_launcher": "standard", "zero_stage": 3, "zero3_save_16bit_model": True}
-    keys = {"num_machines": 1, "num_processes": 1, "distributed_type": "DEEPSPEED", "use_cpu": True}
-    path.write_text(yaml.safe_dump(keys | {"mixed_precision": "no", "deepspeed_config": zero} | changes))
-    return str(path)
 
 
 @pytest.mark.parametrize("level", ["static", "node", "cluster"])
@@ -129,6 +120,7 @@ def test_what_is_no_secret_stays(text):
     assert hide_secrets(text, {}) == text
 
 
+@pytest.mark.nightly
 def test_names_are_replaced_each_always_by_the_same(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ann")
     monkeypatch.setattr("getpass.getuser", lambda: "ann")
@@ -139,6 +131,7 @@ def test_names_are_replaced_each_always_by_the_same(monkeypatch):
     )
 
 
+@pytest.mark.nightly
 def test_a_user_without_a_name_and_a_home_of_the_root_folder_change_nothing(monkeypatch):
     def nobody() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")
@@ -148,6 +141,7 @@ def test_a_user_without_a_name_and_a_home_of_the_root_folder_change_nothing(monk
     assert hide_names("/data/run on gpu-1", ["gpu-1"]) == "/data/run on host0"
 
 
+@pytest.mark.nightly
 def test_a_long_name_is_hidden_too(tmp_path, capsys, monkeypatch):
     name = "ip-10-24-130-170.us-west-2.compute.internal"
     value = " ".join(f"{number}@{name}" for number in range(9))
@@ -168,6 +162,7 @@ def test_the_block_for_an_issue_has_the_report_without_names_and_secrets(tmp_pat
     assert os.uname().nodename not in re.findall(r"[\w-]+", text) and "host0" in text and "correct-horse" not in text
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_the_streamed_report_hides_secrets_too(tmp_path):
     """It is also printed where the terminal knows ASCII only."""
