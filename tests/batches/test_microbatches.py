@@ -90,9 +90,10 @@ def test_the_gradient_is_trls(case, tmp_path):
         assert found["steps"][0] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "number"),
-    [pytest.param({"loss_type": "dapo"}, int, marks=pytest.mark.nightly),
+    [({"loss_type": "dapo"}, int),
      ({"loss_type": "grpo"} | SHORT_WINDOW, int), ({"loss_type": "grpo"} | SHORT_WINDOW, float)],
 )  # fmt: skip
 def test_a_rollout_func_may_give_masks_on_some_ranks_and_in_some_rounds_only(settings, number, tmp_path):
@@ -116,6 +117,7 @@ def test_a_rollout_func_may_give_masks_on_some_ranks_and_in_some_rounds_only(set
         check(result)
 
 
+@pytest.mark.nightly
 def test_slices_of_a_step_that_was_interrupted_are_not_trained_later(tmp_path):
     def body(rank: int) -> bool:
         trainers = [make(tmp_path, micro_batch_tokens=CAP) for _ in range(2)]
@@ -137,6 +139,7 @@ def test_a_micro_batch_of_truncated_rows_has_two_columns_and_rows_have_the_same_
         join_rows([row, row | {"tool_mask": row["completion_ids"]}], frozenset({"completion_ids", "tool_mask"}), 0)
 
 
+@pytest.mark.nightly  # saves work; the gradient decides above
 def test_only_tokens_of_completions_go_through_the_head(tmp_path):
     """On GPUs, TRL's head computes the vocabulary for each label; a row may have a longer prompt than another."""
 
@@ -206,6 +209,7 @@ def test_rows_are_dealt_to_all_nodes_and_the_gradient_is_trls(tmp_path):
     assert sum(single["owners"] != [rank] for rank, (_, single) in enumerate(ranks)) > 1
 
 
+@pytest.mark.nightly
 def test_a_single_process_needs_no_process_group(tmp_path):
     with forked(lambda rank: compare(tmp_path, {"loss_type": "grpo", "beta": 0.0}), 1, tmp_path) as (one,):
         check(one.result)
@@ -259,6 +263,7 @@ IMAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly  # fails for a new TRL only
 def test_the_fields_of_a_row_are_pinned():
     """A field that a new TRL adds is per token, per row or a scalar: layouts.py has to know."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions)))
@@ -326,8 +331,9 @@ def test_fields_are_checked(settings, words):
         GRPOConfig("out", use_cpu=True, bf16=False, max_completion_length=256, **settings)
 
 
+@pytest.mark.nightly  # balancing decides above, ZeRO-3 in e2e/test_features
 @pytest.mark.zero3
-@pytest.mark.parametrize("loss", ["grpo", pytest.param("dapo", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
 def test_the_gradient_is_trls_under_zero_3(loss, tmp_path):
     """Each arm in a world of its own: with a DeepSpeed config alive, transformers shards whatever model is built."""
 

@@ -70,6 +70,7 @@ def test_accelerate_reads_every_key_and_check_finds_no_problem(typed, capsys):
     assert run_check(line) == 0, capsys.readouterr().out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("typed", ["4x8", "2x4 --engine_gpus 2"])
 def test_the_printed_render_line_reads_the_file(typed, capsys):
     assert config(typed) == 0
@@ -114,6 +115,7 @@ def test_a_layout_that_cannot_run_is_refused(typed, message, capsys):
 # ---- the command itself
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_the_command_and_its_config_load_no_library():
     code = """
@@ -127,6 +129,7 @@ print([name for name in ("torch", "trl", "transformers", "accelerate", "yaml", "
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("typed", "hint"), [("confg", "config"), ("train", "config, check, clean, doctor")])
 def test_an_unknown_command_is_an_error_with_a_hint(typed, hint, capsys):
     assert main([typed]) == 2

@@ -37,6 +37,7 @@ def test_the_longest_row_ends_where_the_first_limit_does(prompt, completion, lim
     assert longest_row(prompt, completion, limit) == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cap", "multiple", "most", "expected"),
     [
@@ -68,12 +69,14 @@ class Words:
         return [prompt.split() for prompt in prompts], None, {}
 
 
+@pytest.mark.nightly
 def test_the_longest_prompt_is_found_among_those_with_the_most_bytes():
     prompts = [" ".join(["a"] * (i % 97 + 1)) for i in range(5000)] + ["a" * 500]
     trainer = Words(Dataset.from_dict({"prompt": prompts}))
     assert longest_prompt(trainer) == 97 and trainer.tokenized == CANDIDATES
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "trainer",
     [
@@ -218,6 +221,7 @@ def optimizers(model):
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["adam", "sgd", "momentum"])
 def test_the_reserved_memory_is_that_of_the_optimizers_state(name):
     model = torch.nn.Linear(1000, 10)
@@ -235,6 +239,7 @@ def test_the_reserved_memory_is_that_of_the_optimizers_state(name):
         assert reserve_state(trainer) == ([], "it is allocated already")
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_cannot_be_tried_is_named():
     class Special(torch.optim.SGD):
         def step(self, closure=None):
@@ -297,6 +302,7 @@ def test_a_round_of_different_rows_fills_the_engines_cache():
     assert trainer.vllm_generation.calls == ["sync", (32, 484, 16, 32)] and trainer.host.aligned == 1
 
 
+@pytest.mark.nightly
 def test_an_engine_that_ends_names_rows_setting_and_cure():
     trainer = trainer_on(Generation(dies=True))
     with pytest.raises(RehearsalError) as error:

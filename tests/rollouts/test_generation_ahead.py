@@ -51,6 +51,7 @@ def test_the_next_rounds_prompts_are_generated_ahead_and_returned_when_they_are_
     assert ahead.host.ahead_engines.calls[0].min_update == 1 and ahead.generation.version.update == 2
 
 
+@pytest.mark.nightly  # e2e/test_overlapped decides
 def test_seeds_of_a_round_are_the_same_whether_it_was_made_ahead_or_fresh():
     def seeds(requests):
         return [request.seed + i for request in requests for i in range(request.num_completions)]
@@ -144,6 +145,7 @@ def test_what_was_not_foreseen_is_generated_afresh(prompt, images, caplog):
     assert images or "round 1" in caplog.text
 
 
+@pytest.mark.nightly
 def test_a_prompt_that_fills_the_context_is_left_to_its_own_round():
     ahead = Ahead()
     ahead.round(0, [A], following=[[1] * 8])
@@ -152,6 +154,7 @@ def test_a_prompt_that_fills_the_context_is_left_to_its_own_round():
         ahead.round(1, [[1] * 8])
 
 
+@pytest.mark.nightly
 def test_a_tool_loops_first_turn_is_ahead_and_its_later_turns_are_fresh_beside_the_next_look_ahead():
     ahead, go = Ahead(), threading.Event()
     ahead.round(0, [A, B], following=[B, C])

