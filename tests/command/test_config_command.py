@@ -13,6 +13,7 @@ from check_kit import CONFIGS, ROOT
 
 from trl_multinode.command import main
 
+pytestmark = pytest.mark.nightly  # the shipped files change rarely; launches use them
 quiet_machine = check_kit.quiet_machine  # no port in use, no hidden GPU
 SPLITS = {
     f"{nodes}node{suffix}": f"{nodes}x8{flags}"
@@ -70,7 +71,6 @@ def test_accelerate_reads_every_key_and_check_finds_no_problem(typed, capsys):
     assert run_check(line) == 0, capsys.readouterr().out
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("typed", ["4x8", "2x4 --engine_gpus 2"])
 def test_the_printed_render_line_reads_the_file(typed, capsys):
     assert config(typed) == 0
@@ -115,7 +115,6 @@ def test_a_layout_that_cannot_run_is_refused(typed, message, capsys):
 # ---- the command itself
 
 
-@pytest.mark.nightly
 @pytest.mark.real
 def test_the_command_and_its_config_load_no_library():
     code = """
@@ -129,7 +128,6 @@ print([name for name in ("torch", "trl", "transformers", "accelerate", "yaml", "
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("typed", "hint"), [("confg", "config"), ("train", "config, check, clean, doctor")])
 def test_an_unknown_command_is_an_error_with_a_hint(typed, hint, capsys):
     assert main([typed]) == 2

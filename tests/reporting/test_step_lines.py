@@ -18,6 +18,7 @@ from trl_multinode.reporting.lines import (
     step_line,
 )
 
+pytestmark = pytest.mark.nightly  # details of the text; the numbers are those of test_step_metrics
 SECONDS = {
     "perf/step_s": 41.2, "perf/generate_s": 20.1, "perf/sync_s": 1.23, "perf/train_s": 15.04, "perf/reward_s": 0.4,
     "perf/wait_s": 4.1,
@@ -53,14 +54,12 @@ def test_a_step_is_one_short_line_with_all_that_was_asked_for():
     assert len(line) < 220
 
 
-@pytest.mark.nightly
 def test_a_line_leaves_out_what_was_not_measured():
     line = step_line(SECONDS | {"loss": 0.25, "memory/host_gib/max": 1.5, "engine/busy": 0.5}, 1, 2)
     assert line.startswith("step 1/2 | 41.2 s: ") and line.endswith("| memory 1.5 GiB | engines busy 50 % | loss 0.25")
     assert "MFU" not in line and "KV" not in line and "tokens" not in line
 
 
-@pytest.mark.nightly
 def test_other_logs_are_one_line_too():
     line = other_line({f"eval_x/{i}": 1.0 for i in range(20)} | {"eval_reward": 0.5, "epoch": 1.0}, 7)
     assert line.startswith("evaluation at step 7: reward 0.5, x/0 1, ") and line.endswith(", and 13 more")
@@ -82,14 +81,12 @@ def test_a_node_with_longer_completions_is_marked_with_its_reason_and_the_others
     assert "wait: for node 1 (generate)" in text and text.isascii()
 
 
-@pytest.mark.nightly
 def test_a_node_that_is_slower_with_as_many_tokens_says_so():
     text = table(node(0), node(1, train=30.0, generate=41.0, memory_gib=110.0), node(2))
     assert "generate: slower engines at as many tokens" in text
     assert "train: slower GPUs or host at as many tokens" in text and "GiB: more memory at as many tokens" in text
 
 
-@pytest.mark.nightly
 def test_short_times_and_a_factor_of_less_than_1_3_are_not_marked():
     def values(generate: float, reward: float) -> dict[str, float]:
         return {"generate_s": generate, "reward_s": reward}
@@ -99,7 +96,6 @@ def test_short_times_and_a_factor_of_less_than_1_3_are_not_marked():
     assert marked(nodes | {2: values(19.0, 0.5)}, step_s=10.0) == {0: [], 1: [], 2: ["generate_s", "reward_s"]}
 
 
-@pytest.mark.nightly
 def test_of_many_nodes_the_marked_ones_are_shown():
     nodes = [node(number) for number in range(64)]
     nodes[50] = node(50, generate=60.0)
@@ -132,7 +128,6 @@ def log(handler: CallbackHandler, logs: dict, step: int = 10, main: bool = True)
     handler.on_log(SimpleNamespace(), state, TrainerControl(), logs)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("default", [PrinterCallback, ProgressCallback])
 def test_transformers_printed_dict_gives_way_and_a_scripts_callbacks_stay(default, capsys):
     own, printer = OfTheScript(), PrinterCallback()
@@ -152,7 +147,6 @@ def test_only_rank_0_prints(capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.nightly
 def test_the_table_comes_every_k_steps(capsys):
     found = handler(PrinterCallback())
     for step in (3, 9, 12, 18, 24):
@@ -160,7 +154,6 @@ def test_the_table_comes_every_k_steps(capsys):
     assert capsys.readouterr().out.count("nodes at step") == 2
 
 
-@pytest.mark.nightly
 def test_a_notebooks_own_callback_stays():
     class NotebookProgressCallback(TrainerCallback):
         pass
@@ -168,7 +161,6 @@ def test_a_notebooks_own_callback_stays():
     assert type(handler(NotebookProgressCallback()).callbacks[-1]) is NotebookProgressCallback
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_line_is_printed_beside_a_progress_bar_which_is_only_on_a_terminal(is_terminal, monkeypatch, capsys):
     stream = io.StringIO()

@@ -9,7 +9,7 @@ from pathlib import Path
 import agent_kinds
 import pytest
 import torch
-from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, threads_of_groups, trained, wait_for_the_end_of_groups
+from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, threads_of_groups, tool, trained, wait_for_the_end_of_groups
 from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, ours
 from forks import forked
 from test_agents import RAISES, breaks, breaks_later, caller_of, groups_of
@@ -32,13 +32,8 @@ class Waiting(agent_kinds.Counter):
 
     hold, held = threading.Event(), threading.Event()
 
+    @tool
     def wait(self, number: int) -> str:
-        """
-        Waits.
-
-        Args:
-            number: A number.
-        """
         if self.total > 1:
             self.held.set()
             self.hold.wait()
@@ -148,13 +143,8 @@ def test_answers_of_a_turn_have_trls_order(tmp_path, monkeypatch):
 def test_an_error_of_an_earlier_run_does_not_end_the_next_one(ahead, tmp_path):
     working = []
 
+    @tool
     async def look(number: int) -> str:
-        """
-        Looks.
-
-        Args:
-            number: A number.
-        """
         if not working:
             raise ValueError("the service is down")
         return "fine"
@@ -178,13 +168,8 @@ def test_ctrl_c_is_nobodys_error(ahead, tmp_path):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_reset_in_a_tool_is_no_row_of_trls(ahead, tmp_path):
     class ResetsItself(agent_kinds.Counter):
+        @tool
         async def raise_by(self, step: int) -> str:
-            """
-            Begins again.
-
-            Args:
-                step: A number.
-            """
             self.reset(start=step)
             return "again"
 

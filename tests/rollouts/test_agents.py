@@ -8,7 +8,7 @@ from itertools import product
 
 import agent_kinds
 import pytest
-from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, trained, wait_for_the_end_of_groups
+from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, tool, trained, wait_for_the_end_of_groups
 from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, ours
 from safetensors import safe_open
 
@@ -54,7 +54,8 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("environments", "drain"), ("rollout_func", "drain"), *product(LOOPS, IN_ORDER)]
+    ("name", "mode"),
+    [*((kind, "drain") for kind in ("tools", "environments", "rollout_func")), *product(LOOPS, IN_ORDER)],
 )
 def test_without_a_change_of_weights_a_run_ahead_is_the_synchronous_run(name, mode, tmp_path):
     """Rows of all turns have the seeds of the synchronous run, whenever they are made."""
@@ -150,23 +151,13 @@ def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mo
 # ---- what ends a run -----------------------------------------------------------------------------------------------
 
 
+@tool
 def breaks(number: int) -> str:
-    """
-    Fails.
-
-    Args:
-        number: How.
-    """
     raise {1: ValueError, 2: SystemExit, 3: KeyboardInterrupt}[number]("broken")
 
 
+@tool
 async def breaks_later(number: int) -> str:
-    """
-    Fails.
-
-    Args:
-        number: How.
-    """
     await asyncio.sleep(0)
     return breaks(number)
 

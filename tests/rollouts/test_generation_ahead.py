@@ -91,6 +91,7 @@ def test_a_sync_waits_for_the_look_ahead_before_its_barrier_and_only_then_change
     assert ahead.events == ["barrier", "sync", "generated ahead", "barrier", "sync"]
 
 
+@pytest.mark.nightly
 def test_a_sync_at_an_unchanged_step_neither_waits_for_the_look_ahead_nor_for_other_ranks():
     ahead, go = Ahead(), threading.Event()
     generate = ahead.host.ahead_engines.generate

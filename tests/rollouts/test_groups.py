@@ -182,6 +182,7 @@ def test_a_row_that_was_begun_with_too_many_tokens_begins_again():
     assert groups.go_on(min_update=5, longest=3) == (1, SIZE - 1)
 
 
+@pytest.mark.nightly
 def test_dropped_groups_are_forgotten_when_their_rows_have_ended():
     rows, groups = opened(group(0))
     collecting = groups._thread

@@ -208,6 +208,7 @@ CHANGED = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fields", "names"), CHANGED, ids=str)
 def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_line_that_names_them(
     config, fields, names, caplog

@@ -319,6 +319,7 @@ def test_the_seeds_of_an_attempt_are_its_own_and_those_of_its_global_rows():
 # ---- checkpoints
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_has_the_drawn_row_and_the_attempt_of_an_open_group():
     """Rank 1 of 2 is at its second attempt for its first place; a resumed run begins that attempt again."""
     order, release = order_of_trl(), threading.Event()

@@ -66,6 +66,7 @@ def test_other_checkpoints_count_and_so_does_the_time_that_saving_takes(callback
     assert run(callback, clock, [4 * MINUTE] * 6, save_s=30 * MINUTE) == [3, 6]  # counted from the end of a save
 
 
+@pytest.mark.nightly  # e2e/test_continued decides that all ranks save
 def test_all_ranks_follow_the_clock_of_rank_0(tmp_path):
     """Without a collective of its own: a step ends when all ranks have begun it."""
 

@@ -178,6 +178,7 @@ def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption
     assert seen == ["generate"]  # which may take any time, while a checkpoint that writes nothing counts as stuck
 
 
+@pytest.mark.nightly
 def test_a_run_that_begins_anew_has_nothing_left_of_the_last_one(tmp_path):
     trainer = trainer_at(5, tmp_path)
     trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, rows)
@@ -247,6 +248,7 @@ def zero_checkpoint(folder, *ranks: int, prefix: str = "") -> Path:
     return states.parent
 
 
+@pytest.mark.nightly  # e2e/test_continued decides the other number
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
 @pytest.mark.parametrize(("mine", "others"), [((0, 1), (2, 1)), ((0,), (2, 1)), ((), (0, 0))], ids=str)
 def test_a_checkpoint_of_as_many_ranks_is_taken_shared_or_not_and_one_without_zero_too(tmp_path, mine, others, prefix):
