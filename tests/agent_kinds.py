@@ -81,7 +81,7 @@ class Echo:
 
 SPEAKER = Speaker({
     "add": [call_of("add", a=1, b=2), call_of("add", a=8, b=b"\"x\"".decode())],
-    "ask": [call_of("ask", question=1), call_of("ask", question=7)],
+    "ask": [call_of("ask", question=1), call_of("ask", question=7), call_of("ask", wrong=1)],
     "refuse": [call_of("refuse", reason=3)],
     "raise_by": [call_of("raise_by", step=step) for step in (1, 2, 3, 6)],
     "echo": [call_of("echo", number=4), call_of("missing", number=4)],

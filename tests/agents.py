@@ -121,10 +121,7 @@ class ScriptedEngine:
         self._tokenizer = agent_tokenizer()
         self.turn_s = turn_s  # of every turn made ahead
         self.version = WeightVersion()
-        self.versions: list[WeightVersion] = []
         self.stream: ScriptedStream | None = None
-        self.calls: list[list[tuple[list[int], int]]] = []  # rows of every `generate` in the main call
-        self.swapping: Callable[[], None] = lambda: None  # called before the weights change
 
     def __len__(self) -> int:
         return 1
@@ -143,13 +140,10 @@ class ScriptedEngine:
         """All versions are accepted."""
 
     def update(self, version: WeightVersion) -> None:
-        self.swapping()
         self._model.load_state_dict(self._trainer.state_dict())
         self.version = version
-        self.versions.append(version)
 
     def generate(self, requests, max_tokens: int, sampling: dict, min_update: int):
-        self.calls.append([(r.prompt, r.seed + i) for r in requests for i in range(r.num_completions)])
         return [[self.row(r.prompt, r.seed + i, max_tokens) for i in range(r.num_completions)] for r in requests]
 
     @torch.no_grad()
@@ -269,7 +263,6 @@ class Seen:
     def __init__(self, *columns: str):
         self.rounds: list[dict] = []
         self._columns = columns
-        self.environments: list[list] = []
 
     def __call__(self, prompts, completions, completion_ids, environments=None, **columns):
         extra = {name: list(columns[name]) for name in self._columns}
@@ -277,7 +270,6 @@ class Seen:
             {"prompts": deepcopy(prompts), "completions": deepcopy(completions), "ids": deepcopy(completion_ids)}
             | extra
         )
-        self.environments.append(list(environments or []))
         return [float(sum(ids) % 11) for ids in completion_ids]
 
 

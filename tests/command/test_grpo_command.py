@@ -57,6 +57,7 @@ def test_a_config_may_hold_arguments_of_both(launched, tmp_path):
     assert not Path(words[-1]).exists(), "the copy without accelerate's keys is deleted after the launch"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "message"),
     [

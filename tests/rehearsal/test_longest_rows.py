@@ -21,6 +21,7 @@ def test_the_longest_row_ends_where_the_first_limit_does(prompt, completion, lim
     assert longest_row(prompt, completion, limit) == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("cap", "multiple", "most", "expected"),
     [
@@ -52,12 +53,14 @@ class Words:
         return [prompt.split() for prompt in prompts], None, {}
 
 
+@pytest.mark.nightly
 def test_the_longest_prompt_is_found_among_those_with_the_most_bytes():
     prompts = [" ".join(["a"] * (i % 97 + 1)) for i in range(5000)] + ["a" * 500]
     trainer = Words(Dataset.from_dict({"prompt": prompts}))
     assert longest_prompt(trainer) == 97 and trainer.tokenized == CANDIDATES
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "trainer",
     [

@@ -18,7 +18,6 @@ from waiting import HANG_S, until
 
 from trl_multinode.errors import RolloutError
 from trl_multinode.rollouts.stand_in import own_attributes
-from trl_multinode.rollouts.tool_calls import ToolCalls
 
 pytestmark = pytest.mark.nightly  # test_agents has an error of each kind, every schedule, and a resume
 
@@ -124,21 +123,6 @@ def test_wrong_arguments_are_no_error_of_the_tool(tool, ahead, tmp_path):
     assert "'wrong'" in answer
 
 
-def test_answers_of_a_turn_have_trls_order(tmp_path, monkeypatch):
-    """Wrong arguments of an async tool are answered at once, before the tools that are awaited."""
-
-    def speak(conversation: str, seed: int) -> str:
-        calls = call_of("ask", question=2) + call_of("ask", wrong=1)
-        return "so be it" if "<tool_response>" in conversation else calls
-
-    kind, found = Kind({"tools": [agent_kinds.ask]}), []
-    for number in range(2):
-        found.append(trained(tmp_path / str(number), kind, speaker=speak, max_steps=1)[1].rounds[0]["completions"])
-        monkeypatch.setattr(ToolCalls, "watch", lambda *_: None)  # TRL's own dictionaries
-    tools = [message["content"] for message in found[0][0] if message["role"] == "tool"]
-    assert found[0] == found[1] and ["error" in one for one in tools] == [True, False]
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_an_error_of_an_earlier_run_does_not_end_the_next_one(ahead, tmp_path):
     working = []
@@ -178,20 +162,18 @@ def test_a_reset_in_a_tool_is_no_row_of_trls(ahead, tmp_path):
     assert "again" in str(seen.rounds)
 
 
-def test_a_collective_in_a_rollout_func_that_runs_ahead_is_refused(tmp_path):
-    with pytest.raises(RolloutError, match="`accelerator.gather`"):
-        trained(tmp_path, Kind({"rollout_func": breaks_by_gathering}), max_staleness=1)
-
-
 def generates_in_two_threads(prompts, trainer):
     ids = trainer.processing_class.apply_chat_template(prompts, tokenize=True, return_dict=True)["input_ids"]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda row: trainer.vllm_generation.generate([row]), ids))
 
 
-def test_two_calls_of_generate_at_once_in_one_rollout_are_refused(tmp_path):
-    with pytest.raises(RolloutError, match="`generate`"):
-        trained(tmp_path, Kind({"rollout_func": generates_in_two_threads}), max_staleness=1)
+@pytest.mark.parametrize(
+    ("loop", "named"), [(breaks_by_gathering, "accelerator.gather"), (generates_in_two_threads, "generate")]
+)
+def test_a_collective_or_two_calls_of_generate_at_once_are_refused_in_a_rollout_that_runs_ahead(loop, named, tmp_path):
+    with pytest.raises(RolloutError, match=f"`{named}`"):
+        trained(tmp_path, Kind({"rollout_func": loop}), max_staleness=1)
 
 
 # ---- beside training -----------------------------------------------------------------------------------------------

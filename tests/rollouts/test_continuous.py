@@ -366,21 +366,6 @@ def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late()
 
 
 @pytest.mark.nightly
-def test_restored_tokens_keep_their_age():
-    run = Run(rounds=4)
-    run.first()
-    run.wait_for_rows(0)
-    arrays, notes = to_arrays(run.continuous, lambda group: 0)
-    again = Run(rounds=4)
-    restore(again.continuous, arrays, notes, lambda index, prompt: {"prompt": "/".join(map(str, prompt[1:]))})
-    again.step = 1
-    again.train(1)
-    assert again.generation.version.update == 1 and again.generation.lag == (1.0, 1.0)
-    for row, was in zip(again.generation.used.rows, range(4), strict=True):
-        assert row.versions[0].update < 0 and row.versions[0].step == 0, was
-
-
-@pytest.mark.nightly
 def test_an_evaluation_before_the_first_round_of_a_resumed_run_counts_for_that_round():
     run = Run(rounds=9)
     run.generation.begin_round("eval", 0)

@@ -61,6 +61,7 @@ def test_a_round_knows_whether_anything_was_generated_in_it():
     assert not generation.generated
 
 
+@pytest.mark.nightly  # e2e/test_sampling has images
 def test_rows_with_other_images_are_other_requests():
     class Picture:
         mode, size = "L", (2, 1)

@@ -51,22 +51,6 @@ def test_the_next_rounds_prompts_are_generated_ahead_and_returned_when_they_are_
     assert ahead.host.ahead_engines.calls[0].min_update == 1 and ahead.generation.version.update == 2
 
 
-@pytest.mark.nightly  # e2e/test_overlapped decides
-def test_seeds_of_a_round_are_the_same_whether_it_was_made_ahead_or_fresh():
-    def seeds(requests):
-        return [request.seed + i for request in requests for i in range(request.num_completions)]
-
-    ahead, fresh = Ahead(), Ahead()
-    ahead.round(3, [A, A], following=[B, B, C])
-    ahead.round(4, [B, B, C])
-    ahead.generation.generate([C], None, 1)  # a tool loop's second turn
-    fresh.round(4, [B, B, C])
-    fresh.generation.generate([C], None, 1)
-    assert seeds(ahead.host.ahead_engines.calls[0].requests) == seeds(fresh.host.engines.calls[0].requests)
-    assert seeds(ahead.host.engines.calls[-1].requests) == seeds(fresh.host.engines.calls[-1].requests)
-    assert seeds(fresh.host.engines.calls[-1].requests)[0] not in seeds(fresh.host.engines.calls[0].requests)
-
-
 def test_a_sync_waits_for_the_look_ahead_before_its_barrier_and_only_then_changes_weights():
     ahead, go = Ahead(), threading.Event()
     generate, sync = ahead.host.ahead_engines.generate, ahead.host.sync

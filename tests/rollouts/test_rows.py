@@ -40,6 +40,7 @@ def test_token_rows_hold_integers():
     assert all(type(value) is int for row in (tokens, [tokens[0]], tokens[:2]) for (value,) in row)
 
 
+@pytest.mark.nightly  # e2e/test_sampling has images
 @pytest.mark.parametrize("mode", ["RGB", "P", "PA", "L", "RGBA", "1"])
 def test_a_picture_has_the_same_colours_at_the_other_end(mode):
     """A palette does not travel with the bytes."""

@@ -268,10 +268,13 @@ NAMES = {"loss", "reward", "reward_std", "frac_reward_zero_std", "rewards/seen/m
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
 @pytest.mark.real
-def test_a_process_has_a_main_thread_for_a_time_limit(scorer_of):
-    assert scorer_of(group_rewards.in_main_thread, score_processes=1).score(group()).values == [[1.0] * 4]
+@pytest.mark.nightly
+def test_a_process_has_a_main_thread_keywords_of_a_partial_and_logs_plain_data(scorer_of):
+    functions = (group_rewards.in_main_thread, partial(group_rewards.by_factor, factor=3.0), group_rewards.diary)
+    scores = scorer_of(*functions, score_processes=1).score(group())
+    assert scores.values == [[1.0] * 4, [9.0, 18.0, 0.0, 12.0], [1.0] * 4]
+    assert scores.extras == {"path": ["a b", "bb abc", ".", "dddd"]}
     assert in_thread(scorer_of(group_rewards.in_main_thread), group()).values == [[0.0] * 4]
 
 
@@ -287,6 +290,10 @@ def in_thread(scorer: GroupScorer, one: Recorded):
 def test_trls_accuracy_reward_gets_a_process_without_a_setting(scorer_of):
     scorer = scorer_of(accuracy_reward, group_rewards.letters)
     assert "accuracy_reward in a process, letters in the group's thread" in scorer._plan()
+    reasoning = partial(reasoning_accuracy_reward, reasoning_delimiters=["</t>"])
+    plan = scorer_of(reasoning, partial(accuracy_reward), get_cosine_scaled_reward(100))._plan()
+    assert "reasoning_accuracy_reward in a process, accuracy_reward in a process" in plan
+    assert "cosine_scaled_reward with the whole batch" in plan
     completions = [[{"role": "assistant", "content": text}] for text in (r"\boxed{2}", "no box", r"$\frac{4}{2}$")]
     one = group(texts=["a", "b", "c"], solution="$2$")
     one.completions = completions
@@ -311,15 +318,6 @@ def test_a_process_has_no_place_in_the_world_and_what_it_prints_is_the_ranks(sco
     assert scorer.score(group()).values == [[1.0] * 4]
     printed = capfd.readouterr()
     assert "a line on standard output" in printed.err and "a line on standard error" in printed.err
-
-
-@pytest.mark.nightly
-@pytest.mark.real
-def test_a_process_gets_the_keywords_of_a_partial_and_logs_plain_data(scorer_of):
-    scorer = scorer_of(partial(group_rewards.by_factor, factor=3.0), group_rewards.diary, score_processes=1)
-    scores = scorer.score(group())
-    assert scorer._pool is not None and scores.values == [[9.0, 18.0, 0.0, 12.0], [1.0] * 4]
-    assert scores.extras == {"path": ["a b", "bb abc", ".", "dddd"]}
 
 
 @pytest.mark.nightly
@@ -511,11 +509,3 @@ def test_a_stop_signal_that_a_scheduler_sends_to_all_processes_leaves_the_reward
     os.kill(process.pid, signal.SIGTERM)
     thread.join(HANG_S)
     assert found[0].values == [[3.0, 4.0, None, 1.0]]
-
-
-@pytest.mark.nightly
-def test_trls_rewards_keep_their_time_limit_as_partials_and_inside_others(scorer_of):
-    reasoning = partial(reasoning_accuracy_reward, reasoning_delimiters=["</t>"])
-    plan = scorer_of(reasoning, partial(accuracy_reward), get_cosine_scaled_reward(100))._plan()
-    assert "reasoning_accuracy_reward in a process, accuracy_reward in a process" in plan
-    assert "cosine_scaled_reward with the whole batch" in plan

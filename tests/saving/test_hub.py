@@ -109,17 +109,6 @@ def test_a_push_in_the_background_that_must_succeed_ends_the_run_at_the_next_loo
 
 
 @pytest.mark.nightly
-def test_a_hub_that_is_away_does_not_keep_a_run_from_starting_or_saving(hub, tmp_path, capsys):
-    hub.cut_connection()
-    trainer = build(tmp_path)
-    assert capsys.readouterr().out.count("repository run ") == 1
-    push_checkpoint(trainer)
-    assert trainer.push_to_hub() is None and (tmp_path / "run" / "model.safetensors").exists()
-    assert capsys.readouterr().out.count("hf upload run") == 2
-    hub.heal()
-    assert trainer.push_to_hub().oid and "model.safetensors" in hub.repos["tester/run"]
-
-
 def test_a_repository_that_must_be_there_is_an_error_at_the_start_and_after_saving_at_the_end(hub, tmp_path):
     trainer = build(tmp_path, must_succeed=True)
     trainer.hub_model_id = None
@@ -145,6 +134,7 @@ def test_without_node_mode_it_does_what_transformers_does(hub, tmp_path):
         trainer.push_to_hub()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("push", "stage", "gathers", "call", "refused"),
     [

@@ -23,14 +23,6 @@ def rows(section: str) -> dict[str, str]:
     return {line[0]: line[1] for line in lines if len(line) == 2}
 
 
-def test_a_run_on_cpus_says_that_no_gpu_trained_or_was_reserved():
-    table = rows(run_section(TWO_NODES, ON_CPU, LOGS))
-    assert table["Nodes"] == "2" and table["Training ranks"] == "14 (7 per node)"
-    assert table["Devices"] == "CPU only: no GPU trained, none was reserved"
-    assert table["vLLM engines"] == "2 (1 per node), on the CPU"
-    assert not [name for name in table if "GPU" in name]
-
-
 def test_a_run_on_gpus_counts_training_and_reserved_ones(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
     devices = EngineDevices((("6",), ("7",)), shared_with_training=False)

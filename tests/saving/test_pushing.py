@@ -149,6 +149,7 @@ def test_no_try_begins_after_the_limit(hub, folder, capsys, monkeypatch):
     assert "(2 tries in" in capsys.readouterr().out
 
 
+@pytest.mark.nightly  # test_hub decides
 def test_a_push_that_must_succeed_raises_with_the_same_message(hub, folder):
     hub.fail(500, on=COMMIT)
     with pytest.raises(HubPushError, match=r"500 .*(\n.*)*hf upload tester/run") as caught:

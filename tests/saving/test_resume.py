@@ -262,11 +262,18 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(tmp
 
 
 @pytest.mark.nightly
-def test_a_node_that_sees_only_its_own_ranks_knows_the_others_from_its_rollouts(tmp_path):
-    folder = zero_checkpoint(tmp_path, 0)
-    save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [4, 1, 1, 1, 1]}))
+@pytest.mark.parametrize("from_rollouts", [True, False])
+def test_a_node_that_sees_only_its_own_ranks_knows_the_others(from_rollouts, tmp_path):
+    """From its rollouts or, with `save_only_model`, from the note about the checkpoint."""
+    folder, wide, other = zero_checkpoint(tmp_path, 0), Accelerator(), 2
+    if from_rollouts:
+        save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [4, 1, 1, 1, 1]}))
+    else:
+        wide.num_processes = other = 4
+        with CheckpointLog(tmp_path, wide).saving(4):
+            pass
     with pytest.raises(ConfigurationError, match="by 4 ranks"):
-        check_zero_ranks(folder, Accelerator([[2, 1]]))
+        check_zero_ranks(folder, Accelerator([[other, 1]]))
 
 
 @pytest.mark.nightly
@@ -303,18 +310,6 @@ def test_zero_states_are_no_part_of_a_checkpoint_without_deepspeed(tmp_path):
         pass
     check_zero_ranks(folder, both)
     assert [path.name for path in folder.iterdir()] == ["multinode.json"]
-
-
-@pytest.mark.nightly
-def test_the_number_of_ranks_is_known_without_rollouts_too(tmp_path):
-    """`save_only_model`, and a node that sees only its own ranks."""
-    wide = Accelerator()
-    wide.num_processes = 4
-    folder = zero_checkpoint(tmp_path, 0)
-    with CheckpointLog(tmp_path, wide).saving(4):
-        pass
-    with pytest.raises(ConfigurationError, match="by 4 ranks"):
-        check_zero_ranks(folder, Accelerator([[4, 1]]))
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_at_the_resume(tmp_path):
