@@ -303,3 +303,9 @@ def keep_outputs(trainer) -> list[dict]:
 
     trainer._generate_and_score_completions = scored
     return kept
+
+
+def numbers(log: list[dict]) -> list[dict]:
+    """What TRL logs and no clock made."""
+    clocks = ("time", "runtime", "per_second", "flos", "vllm")
+    return [{key: value for key, value in entry.items() if not any(word in key for word in clocks)} for entry in log]

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import group_rewards
 import pytest
 import torch
-from agents import GROUP, Seen, Speaker, chats, engines_here, keep_outputs, ours
+from agents import GROUP, Seen, Speaker, chats, engines_here, keep_outputs, numbers, ours
 from forks import FORK
 from store_host import topology_of
-from test_whole_rollouts import numbers
 from transformers import TrainerState
 from trl.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
 from trl.trainer import grpo_trainer
