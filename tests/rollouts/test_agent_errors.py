@@ -276,12 +276,11 @@ def test_an_evaluation_beside_open_groups_changes_no_row_of_training(mode, tmp_p
     for number, evaluates in enumerate((False, True)):
         seen = Seen()
         with engines_here(SPEAKER, turn_s=0.02):
-            more = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": GROUP}
-            more = more | {"eval_dataset": chats(2, start=[50, 60])} if evaluates else {}
-            keywords = kind.keywords | ({"eval_dataset": more.pop("eval_dataset")} if evaluates else {})
+            keywords = kind.keywords | ({"eval_dataset": chats(2, start=[50, 60])} if evaluates else {})
             trainer = ours(
                 tmp_path / str(number), seen, chats(12, **kind.columns), keywords, learning_rate=0.0,
-                num_generations_eval=GROUP, **more, **AHEAD[mode],
+                num_generations_eval=GROUP, eval_strategy="steps" if evaluates else "no", eval_steps=1,
+                per_device_eval_batch_size=GROUP, **AHEAD[mode],
             )  # fmt: skip
             trainer.train()
             trainer.close()
