@@ -14,6 +14,7 @@ from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, numbers, 
 from safetensors import safe_open
 
 from trl_multinode.errors import RolloutError
+from trl_multinode.rollouts.tool_calls import ToolCalls
 
 # ---- seeds ----------------------------------------------------------------------------------------------------------
 
@@ -179,6 +180,23 @@ def breaks(number: int) -> str:
 async def breaks_later(number: int) -> str:
     await asyncio.sleep(0)
     return breaks(number)
+
+
+def test_answers_and_errors_of_tools_are_those_of_trls_own_dictionaries(tmp_path, monkeypatch):
+    """Wrong arguments of an async tool are answered at once, before the tools that are awaited."""
+
+    def speak(conversation: str, seed: int) -> str:
+        calls = call_of("ask", question=2) + call_of("ask", wrong=1) + call_of("refuse", reason=3)
+        return "so be it" if "<tool_response>" in conversation else calls + call_of("ask", question=7)
+
+    found = []
+    for number in range(2):
+        _, seen = trained(tmp_path / str(number), KINDS["tools"], speaker=speak, max_steps=1)
+        found.append(seen.rounds[0]["completions"])
+        monkeypatch.setattr(ToolCalls, "watch", lambda *_: None)
+    tools = [message["content"] for message in found[0][0] if message["role"] == "tool"]
+    assert found[0] == found[1] and len(tools) == 4
+    assert "answer 2" in tools and ["error" in one for one in tools].count(True) == 3 and "error" in tools[0]
 
 
 class BreaksReset(agent_kinds.Counter):

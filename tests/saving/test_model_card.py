@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from trl_multinode.run.topology import EngineDevices, Topology
-from trl_multinode.saving.model_card import add_section, run_section
+from trl_multinode.saving.model_card import add_section, installed, run_section
 
 pytestmark = pytest.mark.nightly  # a page for readers; e2e/test_pushes reads a pushed one
 TWO_NODES = Topology(rank=0, world_size=14, local_rank=0, ranks_per_node=7, node=0, num_nodes=2, launched=True)
-ON_CPU = EngineDevices(((),), shared_with_training=False)
 LOGS = [
     {"step": 1, "num_tokens": 500.0, "step_time": 100.0},  # the warm-up
     {"step": 1, "eval_loss": 1.0},
@@ -30,6 +29,12 @@ def test_a_run_on_gpus_counts_training_and_reserved_ones(monkeypatch):
     assert table["Training GPUs"] == "14 (7 per node, H100)"
     assert table["Reserved GPUs"] == "4 (2 per node)"
     assert table["Throughput"].startswith("160.0 tokens/s, 8.9 per device on 18 devices")
+    shared = EngineDevices((("0",),), shared_with_training=True)
+    table = rows(run_section(TWO_NODES, shared, LOGS[:2]))
+    assert table["Reserved GPUs"] == "0 (0 per node; engines use training GPUs)"
+    assert table["Throughput"].startswith("5.0 tokens/s") and "on 14 devices" in table["Throughput"]
+    assert rows(run_section(TWO_NODES, shared, []))["Throughput"].startswith("not logged yet")
+    assert installed(("no-such-package", "trl")) == table["TRL"] and installed(("none",)) == "not installed"
 
 
 @pytest.mark.parametrize("after", ["\n## Citations\n\nCite TRL as: ...\n", ""])
