@@ -118,6 +118,7 @@ def test_staleness_is_reported_in_rounds_and_in_optimizer_steps_over_all_ranks()
     assert "staleness/rounds_mean" not in metrics(first, second)  # taken
 
 
+@pytest.mark.nightly
 def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
     one = meter()
     one._since -= 10.0  # ten seconds ago
