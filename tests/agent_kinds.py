@@ -3,7 +3,9 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 
 from agents import Seen, Speaker, call_of, chats, engines_here, keep_outputs, ours
@@ -12,44 +14,30 @@ from waiting import until
 AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
 
 
+def tool(function: Callable) -> Callable:
+    """Give a tool the docstring from which transformers makes its schema."""
+    names = [name for name in signature(function).parameters if name != "self"]
+    arguments = [f"    {name}: A number." for name in names]
+    function.__doc__ = "\n".join([f"Calls {function.__name__}.", "", "Args:", *arguments])
+    return function
+
+
+@tool
 def add(a: int, b: int) -> int:
-    """
-    Adds two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-
-    Returns:
-        The sum.
-    """
     time.sleep(0.002 * (a % 3))  # so that rollouts end in another order than they began
     return a + b
 
 
+@tool
 async def ask(question: int) -> str:
-    """
-    Asks an oracle.
-
-    Args:
-        question: Its number.
-
-    Returns:
-        What the oracle says.
-    """
     await asyncio.sleep(0.001)
     if question > 5:
         raise ValueError(f"no answer to question {question}")
     return f"answer {question}"
 
 
+@tool
 def refuse(reason: int) -> str:
-    """
-    Fails.
-
-    Args:
-        reason: A number.
-    """
     raise RuntimeError(f"refused for reason {reason}")
 
 
@@ -66,16 +54,8 @@ class Counter:
         self.resets += 1
         return f" Begin at {start}."
 
+    @tool
     def raise_by(self, step: int) -> str:
-        """
-        Raises the counter.
-
-        Args:
-            step: By how much.
-
-        Returns:
-            The counter.
-        """
         self.total += step
         self.history.append(step)
         if step > 5:
@@ -92,16 +72,8 @@ class Echo:
     def reset(self, **_) -> None:
         self.said = 0
 
+    @tool
     async def echo(self, number: int) -> str:
-        """
-        Says a number.
-
-        Args:
-            number: The number.
-
-        Returns:
-            The number and how often it was asked.
-        """
         self.said += 1
         await asyncio.sleep(0)
         return f"{number} for the {self.said}. time"
@@ -109,7 +81,7 @@ class Echo:
 
 SPEAKER = Speaker({
     "add": [call_of("add", a=1, b=2), call_of("add", a=8, b=b"\"x\"".decode())],
-    "ask": [call_of("ask", question=1), call_of("ask", question=7)],
+    "ask": [call_of("ask", question=1), call_of("ask", question=7), call_of("ask", wrong=1)],
     "refuse": [call_of("refuse", reason=3)],
     "raise_by": [call_of("raise_by", step=step) for step in (1, 2, 3, 6)],
     "echo": [call_of("echo", number=4), call_of("missing", number=4)],

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 import trl
 from datasets import Dataset
+from replays import Gradients
 from tokenizers import AddedToken
-from transformers import TrainerCallback
-from trl.trainer import grpo_trainer
 
 import trl_multinode
 from trl_multinode.engine.client import EngineClient, Rollout
@@ -122,10 +121,7 @@ class ScriptedEngine:
         self._tokenizer = agent_tokenizer()
         self.turn_s = turn_s  # of every turn made ahead
         self.version = WeightVersion()
-        self.versions: list[WeightVersion] = []
         self.stream: ScriptedStream | None = None
-        self.calls: list[list[tuple[list[int], int]]] = []  # rows of every `generate` in the main call
-        self.swapping: Callable[[], None] = lambda: None  # called before the weights change
 
     def __len__(self) -> int:
         return 1
@@ -144,13 +140,10 @@ class ScriptedEngine:
         """All versions are accepted."""
 
     def update(self, version: WeightVersion) -> None:
-        self.swapping()
         self._model.load_state_dict(self._trainer.state_dict())
         self.version = version
-        self.versions.append(version)
 
     def generate(self, requests, max_tokens: int, sampling: dict, min_update: int):
-        self.calls.append([(r.prompt, r.seed + i) for r in requests for i in range(r.num_completions)])
         return [[self.row(r.prompt, r.seed + i, max_tokens) for i in range(r.num_completions)] for r in requests]
 
     @torch.no_grad()
@@ -248,16 +241,6 @@ def engines_here(speak: Callable[[str, int], str], turn_s: float = 0.0) -> Itera
         yield
 
 
-class Gradients(TrainerCallback):
-    """The whole gradient of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[torch.Tensor] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
-        self.steps.append(torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.requires_grad]))
-
-
 SETTINGS = {
     "use_cpu": True, "bf16": False, "num_generations": GROUP, "max_completion_length": 400, "logging_steps": 1,
     "report_to": [], "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True, "optim": "sgd",
@@ -280,7 +263,6 @@ class Seen:
     def __init__(self, *columns: str):
         self.rounds: list[dict] = []
         self._columns = columns
-        self.environments: list[list] = []
 
     def __call__(self, prompts, completions, completion_ids, environments=None, **columns):
         extra = {name: list(columns[name]) for name in self._columns}
@@ -288,7 +270,6 @@ class Seen:
             {"prompts": deepcopy(prompts), "completions": deepcopy(completions), "ids": deepcopy(completion_ids)}
             | extra
         )
-        self.environments.append(list(environments or []))
         return [float(sum(ids) % 11) for ids in completion_ids]
 
 
@@ -310,98 +291,6 @@ def ours(folder: Path, reward, dataset: Dataset | None = None, keywords: dict | 
     return build(trl_multinode.GRPOTrainer, folder, reward, dataset, keywords, **({"rollout_seed": 5} | settings))
 
 
-# ---- the same completions in TRL's own trainer ----------------------------------------------------------------------
-
-
-Conversation = list[tuple[list[int], Rollout]]  # prompt and completion of every turn of a row
-
-
-def keep_rounds(trainer) -> list[tuple[list[dict], list[Conversation]]]:
-    """Rows of the dataset and conversations of every round of a run ahead, from now on."""
-    kept: list[tuple[list[dict], list[Conversation]]] = []
-    take, stream = trainer.vllm_generation.take_groups, trainer.host.ahead_engines.stream
-
-    def taken(*args):
-        rows = take(*args)
-        groups = trainer.vllm_generation.continuous.taken
-        found = conversations(stream.turns)
-        kept.append((
-            [dict(row) for group in groups for row in group.inputs],
-            [conversation for group in groups for conversation in found[group.id]],
-        ))  # fmt: skip
-        return rows
-
-    trainer.vllm_generation.take_groups = taken
-    return kept
-
-
-def conversations(turns: list[tuple[RowRequest, Rollout]]) -> dict[tuple[int, int], list[Conversation]]:
-    """Group -> conversation of each of its rows."""
-    found: dict[tuple[int, int], list[Conversation]] = {}
-    for request, rollout in turns:
-        rows, prompt = found.setdefault(request.group, []), list(request.prompt)
-        continued = next((row for row in rows if is_beginning(whole(row), prompt)), None)
-        if continued is None:
-            rows.append(continued := [])
-        continued.append((prompt, rollout))
-    return found
-
-
-def whole(conversation: Conversation) -> list[int]:
-    prompt, rollout = conversation[-1]
-    return [*prompt, *rollout.tokens.tolist()]
-
-
-def is_beginning(tokens: list[int], longer: list[int]) -> bool:
-    return len(tokens) < len(longer) and longer[: len(tokens)] == tokens
-
-
-class Replay:
-    """TRL's `VLLMGeneration`, with the conversations of our run. It insists on the same prompts in every turn."""
-
-    mode = "colocate"
-    rounds: list[tuple[list[dict], list[Conversation]]]
-
-    def __init__(self, **_):
-        engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=CONTEXT))
-        self.llm = SimpleNamespace(llm_engine=engine)  # asked for by TRL's tool loop
-        self.number, self._left = -1, []
-
-    def sync_weights(self) -> None:
-        """The weights of each row are those of our run."""
-
-    def begin_round(self) -> list[dict]:
-        assert not any(self._left), f"turns of round {self.number} are left"
-        self.number += 1
-        rows, made = self.rounds[self.number]
-        self._left = [deque(conversation) for conversation in made]
-        return rows
-
-    def generate(self, prompts, images=None, num_generations=1, profiler=None):
-        rows = [turns for turns in self._left if turns][: len(prompts)]
-        assert [turns[0][0] for turns in rows] == [list(prompt) for prompt in prompts], f"round {self.number}"
-        made = [turns.popleft()[1] for turns in rows]
-        logprobs = [[[value] for value in row.logprobs.tolist()] for row in made]
-        return prompts, [row.tokens.tolist() for row in made], logprobs, None
-
-
-class Replaying(trl.GRPOTrainer):
-    """TRL's own trainer; the rows of a batch are those that our run took."""
-
-    def _generate_and_score_completions(self, inputs):
-        rows = self.vllm_generation.begin_round()
-        self.batches.append(([dict(row) for row in inputs], [dict(row) for row in rows]))
-        return super()._generate_and_score_completions(rows)
-
-
-def trls(folder: Path, rounds: list, reward, dataset=None, keywords=None, **settings):
-    """TRL's own trainer on the conversations of our run. `batches` has each batch and the rows in its place."""
-    with mock.patch.object(grpo_trainer, "VLLMGeneration", type("Replayed", (Replay,), {"rounds": rounds})):
-        trainer = build(Replaying, folder, reward, dataset, keywords, use_vllm=True, vllm_mode="colocate", **settings)
-    trainer.batches = []
-    return trainer
-
-
 def keep_outputs(trainer) -> list[dict]:
     """What TRL made of each round of training, from now on: its masks, tokens, log-probs and advantages."""
     kept, score = [], trainer._generate_and_score_completions
@@ -414,3 +303,9 @@ def keep_outputs(trainer) -> list[dict]:
 
     trainer._generate_and_score_completions = scored
     return kept
+
+
+def numbers(log: list[dict]) -> list[dict]:
+    """What TRL logs and no clock made."""
+    clocks = ("time", "runtime", "per_second", "flos", "vllm")
+    return [{key: value for key, value in entry.items() if not any(word in key for word in clocks)} for entry in log]

@@ -1,26 +1,15 @@
 """Balanced micro-batches give TRL's gradient: real trainers on forked gloo ranks, the same rollouts in both."""
 
-import ast
-import inspect
-import operator
-import textwrap
-from collections import Counter
-from unittest import mock
-
 import pytest
 import torch
-import trl
-from forks import forked
-from replays import PROMPTS, Gradients, logged, make, on_ranks
-from trl import GRPOTrainer
+from replays import PROMPTS, logged, make, on_ranks
 
 from trl_multinode import GRPOConfig
 from trl_multinode.batches import microbatches
 from trl_multinode.batches.batching import plan_micro_steps
-from trl_multinode.batches.layouts import MASKS, PER_TOKEN, join_rows
-from trl_multinode.batches.microbatches import Balance, reason_against
+from trl_multinode.batches.layouts import join_rows
+from trl_multinode.batches.microbatches import Balance
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.testing.launch_files import ZERO3
 
 CAP = 200  # the longest row has 84 tokens, TRL's micro-batch of 4 rows up to 336 slots
 EVERYTHING = {"engine": "token_truncate", "beta": 0.05, "num_iterations": 2, "max_steps": 2}
@@ -41,15 +30,7 @@ CASES = {
     "no accumulation": {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8},
     "lora": {"peft_config": "lora", "beta": 0.05},
 }  # fmt: skip
-# e2e/test_in_flight.py compares the gradients of all losses with TRL's, with balanced micro-batches too
-MORE_CASES = {
-    **{loss: {"loss_type": loss} | EVERYTHING for loss in ("sapo", "dr_grpo", "luspo", "cispo", "vespo")},
-    "plain": {},
-    "sequence level": {"loss_type": "grpo", "importance_sampling_level": "sequence", "engine": "sequence_mask"},
-    "many blocks, grpo": {"loss_type": "grpo", "prompts": PROMPTS[:12]} | SHORT_WINDOW,
-    "checkpointing": {"gradient_checkpointing": True, "beta": 0.05},
-}
-NIGHTLY = [pytest.param(case, marks=pytest.mark.nightly) for case in MORE_CASES]
+# e2e/test_in_flight compares the gradients of all losses with TRL's under ZeRO-3, with balanced micro-batches too
 
 
 def compare(folder, settings) -> dict:
@@ -81,53 +62,16 @@ def check(found: dict, limit: float = 1e-5) -> None:
     assert found["share"] > 0.6
 
 
-@pytest.mark.parametrize("case", [*CASES, *NIGHTLY])
+@pytest.mark.parametrize("case", CASES)
 def test_the_gradient_is_trls(case, tmp_path):
-    settings = (CASES | MORE_CASES)[case]
+    settings = CASES[case]
     for found in on_ranks(lambda rank: compare(tmp_path, settings), 2, tmp_path):
         assert found["world"] == 2 and found["moved"] > 0
         check(found)
         assert found["steps"][0] > 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "number"),
-    [pytest.param({"loss_type": "dapo"}, int, marks=pytest.mark.nightly),
-     ({"loss_type": "grpo"} | SHORT_WINDOW, int), ({"loss_type": "grpo"} | SHORT_WINDOW, float)],
-)  # fmt: skip
-def test_a_rollout_func_may_give_masks_on_some_ranks_and_in_some_rounds_only(settings, number, tmp_path):
-    """Rows that ranks exchange have the same fields, and tokens of tools are never trained."""
-
-    def body(rank: int) -> dict:
-        rounds: Counter = Counter()  # of each trainer
-
-        def rollouts(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
-            prompt_ids = trainer.processing_class(prompts)["input_ids"]
-            ids, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, 4)
-            found = {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs}
-            masks = [[number(i % 3 > 0) for i in range(len(row))] for row in ids]
-            rounds[id(trainer)] += 1
-            some = rank if number is int else 0  # TRL itself fails if only some ranks have floats
-            return found | ({"env_mask": masks} if (some + rounds[id(trainer)]) % 2 else {})
-
-        return compare(tmp_path, settings | {"prompts": PROMPTS[:12], "rollout_func": rollouts})
-
-    for result in on_ranks(body, 2, tmp_path):
-        check(result)
-
-
-def test_slices_of_a_step_that_was_interrupted_are_not_trained_later(tmp_path):
-    def body(rank: int) -> bool:
-        trainers = [make(tmp_path, micro_batch_tokens=CAP) for _ in range(2)]
-        trainers[1]._balance.slices.append({})  # as Ctrl-C in a notebook leaves them
-        for trainer in trainers:
-            trainer.train()
-        return torch.equal(*(trainer.gradients[0] for trainer in trainers))
-
-    with forked(body, 1, tmp_path) as (one,):
-        assert one.result
-
-
+@pytest.mark.nightly
 def test_a_micro_batch_of_truncated_rows_has_two_columns_and_rows_have_the_same_fields():
     """TRL's metrics take one column for values of sequences."""
     row = {"prompt_ids": torch.tensor([5, 6]), "completion_ids": torch.tensor([], dtype=torch.long)}
@@ -135,25 +79,6 @@ def test_a_micro_batch_of_truncated_rows_has_two_columns_and_rows_have_the_same_
     assert batch["completion_mask"].tolist() == [[0, 0]] * 2 and batch["completion_ids"].shape == (2, 2)
     with pytest.raises(ValueError, match=" \\['tool_mask'\\]"):
         join_rows([row, row | {"tool_mask": row["completion_ids"]}], frozenset({"completion_ids", "tool_mask"}), 0)
-
-
-def test_only_tokens_of_completions_go_through_the_head(tmp_path):
-    """On GPUs, TRL's head computes the vocabulary for each label; a row may have a longer prompt than another."""
-
-    def body(rank: int) -> int:
-        trainer, labels = make(tmp_path, micro_batch_tokens=CAP), []
-        mask = torch.tensor([[0] * 18 + [1] * 2 + [1] * 5, [1] * 20 + [1] * 3 + [0] * 2])  # prompts of 2 and 20 tokens
-        trainer.model.train()
-
-        def model(**inputs):
-            labels.append(inputs["labels"])
-            return trainer.model(**inputs)
-
-        trainer._get_per_token_logps_and_entropies(model, mask * 7, mask, 5)
-        return int((labels[0] != -100).sum())
-
-    with forked(body, 1, tmp_path) as (one,):
-        assert one.result == 5 + 3
 
 
 def compare_between_nodes(folder, rank: int, settings) -> dict:
@@ -206,12 +131,6 @@ def test_rows_are_dealt_to_all_nodes_and_the_gradient_is_trls(tmp_path):
     assert sum(single["owners"] != [rank] for rank, (_, single) in enumerate(ranks)) > 1
 
 
-def test_a_single_process_needs_no_process_group(tmp_path):
-    with forked(lambda rank: compare(tmp_path, {"loss_type": "grpo", "beta": 0.0}), 1, tmp_path) as (one,):
-        check(one.result)
-        assert one.result["world"] == 1 and one.result["moved"] == 0
-
-
 def test_a_row_above_the_cap_is_an_error_on_every_rank(tmp_path):
     def body(rank: int) -> str:
         trainer = make(tmp_path, micro_batch_tokens=70, loss_type="grpo")
@@ -224,96 +143,7 @@ def test_a_row_above_the_cap_is_an_error_on_every_rank(tmp_path):
         assert "`micro_batch_tokens` 70" in message and "`max_completion_length` 64" in message
 
 
-def gpt2():
-    from transformers import AutoModelForCausalLM, GPT2Config
-
-    config = GPT2Config(vocab_size=258, n_positions=256, n_embd=32, n_layer=1, n_head=2, eos_token_id=1)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def mixture_of_experts():
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    config = Qwen3MoeConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
-        head_dim=16, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def test_a_loss_that_cannot_be_cut_anew_keeps_trls_cut_and_one_line_says_why(tmp_path):
-    def body(rank: int) -> dict:
-        trainer = make(tmp_path, micro_batch_tokens=CAP, loss_type="bnpo")
-        trainer.train()
-        return {"balanced": trainer._balance is not None, "micro_steps": logged(trainer, "balance/micro_steps")}
-
-    assert on_ranks(body, 2, tmp_path) == [{"balanced": False, "micro_steps": []}] * 2
-    logs = "".join((tmp_path / f"rank{rank}.log").read_text() for rank in (0, 1))
-    (line,) = [line for line in logs.splitlines() if "micro_batch_tokens" in line]
-    assert "loss_type='bnpo'" in line
-
-
-IMAGES = {
-    "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
-    "mm_token_type_ids", "image_position_ids", "num_images", "num_tiles",
-}  # fmt: skip
-
-
-def test_the_fields_of_a_row_are_pinned():
-    """A field that a new TRL adds is per token, per row or a scalar: layouts.py has to know."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(GRPOTrainer._generate_and_score_completions)))
-    found = {
-        n.slice.value for n in ast.walk(tree) if isinstance(n, ast.Subscript) and ast.unparse(n.value) == "output"
-    }
-    (literal,) = [
-        n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "output"
-    ]
-    found |= {key.value for key in literal.keys}
-    assert found == {*PER_TOKEN, *MASKS, "prompt_ids", "advantages", "num_items_in_batch", *IMAGES}, trl.__version__
-
-
 # Settings of a trainer, or an attribute and its value -> a word of the reason
-REFUSED = [
-    ({"model": mixture_of_experts, "router_aux_loss_coef": 0.01}, "router"),
-    ({"entropy_coef": 0.01}, "entropy bonus"),
-    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile"),
-    ({"model": gpt2}, "GPT2LMHeadModel"),
-    (("", "_is_vlm", True), "images"),
-    (("model.config", "layer_types", ["full_attention", "linear_attention"]), "linear_attention"),
-    (("model.config", "layer_types", ["chunked_attention"]), "chunked_attention"),
-    (("model.config", "rope_parameters", {"rope_type": "dynamic", "factor": 2.0}), "dynamic"),
-    (("accelerator.state", "parallelism_config", object()), "parallelism"),
-]
-
-
-def test_what_cannot_be_cut_anew_has_a_reason(tmp_path):
-    """Images, and losses, positions or layers for which it matters which rows share a batch or where one begins."""
-
-    def body(rank: int) -> list[str | None]:
-        plain = make(tmp_path, micro_batch_tokens=CAP)
-        found = [reason_against(plain)]
-        for what, _ in REFUSED:
-            found.append(reason_of_changed(plain, *what) if isinstance(what, tuple) else reason_of_built(what))
-        return [*found, reason_against(plain)]
-
-    def reason_of_changed(trainer, owner: str, name: str, value) -> str | None:
-        changed = operator.attrgetter(owner)(trainer) if owner else trainer
-        with mock.patch.object(changed, name, value, create=True):
-            return reason_against(trainer)
-
-    def reason_of_built(settings: dict) -> str | None:
-        model = {"model": settings["model"]()} if "model" in settings else {}
-        trainer = make(tmp_path, micro_batch_tokens=CAP, **settings | model)
-        assert trainer._balance is None
-        return reason_against(trainer)
-
-    with forked(body, 1, tmp_path) as (one,):
-        before, *reasons, after = one.result
-    assert before is None and after is None
-    for reason, (_, word) in zip(reasons, REFUSED, strict=True):
-        assert word in reason
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -324,44 +154,3 @@ def test_what_cannot_be_cut_anew_has_a_reason(tmp_path):
 def test_fields_are_checked(settings, words):
     with pytest.raises(ConfigurationError, match=words):
         GRPOConfig("out", use_cpu=True, bf16=False, max_completion_length=256, **settings)
-
-
-@pytest.mark.zero3
-@pytest.mark.parametrize("loss", ["grpo", pytest.param("dapo", marks=pytest.mark.nightly)])
-def test_the_gradient_is_trls_under_zero_3(loss, tmp_path):
-    """Each arm in a world of its own: with a DeepSpeed config alive, transformers shards whatever model is built."""
-
-    def arm(cap: int | None, scale: float):
-        folder = tmp_path / f"{cap}_{scale}"
-        folder.mkdir()
-
-        def body(rank: int) -> dict:
-            import deepspeed
-            from deepspeed.runtime.engine import DeepSpeedEngine
-            from deepspeed.utils import safe_get_full_grad
-
-            deepspeed.init_distributed("gloo")  # TRL loads the reference model before accelerate does
-            gradients, step, right = [], DeepSpeedEngine.step, Balance.scale
-
-            def spy(engine, *args, **kwargs):
-                gradients.append([safe_get_full_grad(p).flatten().float() for p in engine.module.parameters()])
-                return step(engine, *args, **kwargs)
-
-            DeepSpeedEngine.step = spy  # accelerate calls it at the end of the last backward
-            Balance.scale = lambda self, rows: scale * right(self, rows)
-            trainer = make(folder, micro_batch_tokens=cap, deepspeed=ZERO3, loss_type=loss, beta=0.05,
-                           gradient_accumulation_steps=4, per_device_train_batch_size=2)  # fmt: skip
-            trainer.callback_handler.pop_callback(Gradients)  # .grad is not there
-            trainer.train()
-            torch.save(torch.cat(gradients[0]), folder / "gradient.pt")
-            kind = trainer.accelerator.distributed_type.value
-            return {"steps": len(gradients), "world": trainer.accelerator.num_processes,
-                    "kind": kind, "loss": logged(trainer, "loss")}  # fmt: skip
-
-        return on_ranks(body, 2, folder), torch.load(folder / "gradient.pt")
-
-    (theirs, expected), (ours, got), (_, wrong) = arm(None, 1.0), arm(CAP, 1.0), arm(CAP, 1.01)
-    assert ours[0]["steps"] == 1 and ours[0]["world"] == 2 and ours[0]["kind"] == "DEEPSPEED"
-    assert float((got - expected).norm() / expected.norm()) < 1e-5
-    assert float((wrong - expected).norm() / expected.norm()) > 5e-3
-    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5, abs=1e-6)

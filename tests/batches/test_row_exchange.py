@@ -72,6 +72,7 @@ def test_lengths_of_all_ranks_in_their_order(tmp_path):
     assert on_gloo_ranks(body, 3, tmp_path) == [[[[rank, 10], [rank, 20]] for rank in range(3)]] * 3
 
 
+@pytest.mark.nightly
 def test_unequal_nodes_are_an_error_before_any_collective(tmp_path):
     def body(rank: int) -> str:
         """Two ranks on the first node, one on the second."""
@@ -85,6 +86,7 @@ def test_unequal_nodes_are_an_error_before_any_collective(tmp_path):
     assert all("3 on 2 nodes" in text and "`num_processes`" in text for text in texts)
 
 
+@pytest.mark.nightly  # a long simulation of the cost
 def test_at_128_nodes_a_rank_has_133_peers_and_touches_only_its_own_rows_in_python(tmp_path):
     """With a process group that sends nothing: the calls are those of the rank's own work, 128 rows each."""
     nodes, per_node, rows = 128, 7, 128

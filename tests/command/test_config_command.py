@@ -13,6 +13,7 @@ from check_kit import CONFIGS, ROOT
 
 from trl_multinode.command import main
 
+pytestmark = pytest.mark.nightly  # the shipped files change rarely; launches use them
 quiet_machine = check_kit.quiet_machine  # no port in use, no hidden GPU
 SPLITS = {
     f"{nodes}node{suffix}": f"{nodes}x8{flags}"

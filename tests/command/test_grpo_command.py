@@ -46,6 +46,7 @@ def test_a_name_of_both_is_the_scripts(launched):
     assert words[-2:] == ["--gradient_accumulation_steps", "4"] and args.gradient_accumulation_steps is None
 
 
+@pytest.mark.nightly
 def test_a_config_may_hold_arguments_of_both(launched, tmp_path):
     mine = {"learning_rate": 1e-5, "env": {"A": "1"}, "dataset_name": "d", "reward_funcs": ["think_format_reward"]}
     path = tmp_path / "run.yaml"
@@ -56,6 +57,7 @@ def test_a_config_may_hold_arguments_of_both(launched, tmp_path):
     assert not Path(words[-1]).exists(), "the copy without accelerate's keys is deleted after the launch"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -58,6 +58,7 @@ def test_values_that_may_be_secret_are_hidden(name, value, expected):
     assert shown(name, value) == expected
 
 
+@pytest.mark.nightly
 def test_a_log_is_a_line_without_the_metrics_of_single_nodes(args, tmp_path):
     record = RunRecord(HOST, args, SimpleNamespace())
     record.add_log({"step": 4, "reward": 0.5, "perf/train_s": 1.0, "node12/train_s": 1.0})
@@ -65,6 +66,7 @@ def test_a_log_is_a_line_without_the_metrics_of_single_nodes(args, tmp_path):
     assert line.pop("time") > 1e9 and line == {"attempt": 3, "step": 4, "reward": 0.5, "perf/train_s": 1.0}
 
 
+@pytest.mark.nightly
 def test_a_value_that_json_does_not_have_costs_a_warning_and_no_run(args, caplog):
     record = RunRecord(HOST, args, SimpleNamespace())
     for _ in range(2):

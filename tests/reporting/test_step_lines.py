@@ -11,16 +11,14 @@ from trl_multinode.reporting import callbacks as module
 from trl_multinode.reporting.callbacks import StepLines, report_steps
 from trl_multinode.reporting.lines import (
     MOST_ROWS,
-    clock,
-    in_seconds,
     marked,
     node_table,
     other_line,
     rendered,
-    short,
     step_line,
 )
 
+pytestmark = pytest.mark.nightly  # details of the text; the numbers are those of test_step_metrics
 SECONDS = {
     "perf/step_s": 41.2, "perf/generate_s": 20.1, "perf/sync_s": 1.23, "perf/train_s": 15.04, "perf/reward_s": 0.4,
     "perf/wait_s": 4.1,
@@ -60,15 +58,6 @@ def test_a_line_leaves_out_what_was_not_measured():
     line = step_line(SECONDS | {"loss": 0.25, "memory/host_gib/max": 1.5, "engine/busy": 0.5}, 1, 2)
     assert line.startswith("step 1/2 | 41.2 s: ") and line.endswith("| memory 1.5 GiB | engines busy 50 % | loss 0.25")
     assert "MFU" not in line and "KV" not in line and "tokens" not in line
-
-
-def test_numbers_are_short():
-    assert [short(x) for x in (999.4, 999.7, -999_900.0, 0.0)] == ["999", "1k", "-1M", "0"]
-    assert [short(x) for x in (0.01234, 4.567, 123.4, 12345.0, 4.57e6, 3.2e9)] == [
-        "0.0123", "4.57", "123", "12.3k", "4.57M", "3.2G",
-    ]  # fmt: skip
-    assert [in_seconds(x) for x in (0.004, 4.567, 45.67, 456.7)] == ["0.00", "4.57", "45.7", "457"]
-    assert [clock(x) for x in (0.4, 59.6, 100000)] == ["0:00:00", "0:01:00", "27:46:40"]
 
 
 def test_other_logs_are_one_line_too():

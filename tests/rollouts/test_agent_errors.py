@@ -1,7 +1,7 @@
-"""Agents beside training: what ends a run, what does not, and which threads are left."""
+"""Agents beside training, rarer cases: early ends, errors that are answers, environments, evaluation."""
 
-import asyncio
-import re
+import datetime
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,13 +9,17 @@ from pathlib import Path
 import agent_kinds
 import pytest
 import torch
-from agent_kinds import SPEAKER, Kind, threads_of_groups, trained, wait_for_the_end_of_groups
+from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, threads_of_groups, tool, trained, wait_for_the_end_of_groups
 from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, ours
 from forks import forked
-from waiting import HANG_S
+from test_agents import RAISES, breaks, breaks_later, caller_of, groups_of
+from transformers.utils import chat_template_utils
+from waiting import HANG_S, until
 
 from trl_multinode.errors import RolloutError
-from trl_multinode.rollouts.tool_calls import ToolCalls
+from trl_multinode.rollouts.stand_in import own_attributes
+
+pytestmark = pytest.mark.nightly  # test_agents has an error of each kind, every schedule, and a resume
 
 
 class Stop(Exception):
@@ -27,13 +31,8 @@ class Waiting(agent_kinds.Counter):
 
     hold, held = threading.Event(), threading.Event()
 
+    @tool
     def wait(self, number: int) -> str:
-        """
-        Waits.
-
-        Args:
-            number: A number.
-        """
         if self.total > 1:
             self.held.set()
             self.hold.wait()
@@ -109,73 +108,8 @@ def test_a_process_ends_although_a_tool_does_not_return(closes, tmp_path):
         assert any("rollouts" in name for name in one.result)
 
 
-# ---- what ends a run -----------------------------------------------------------------------------------------------
-
-
-def breaks(number: int) -> str:
-    """
-    Fails.
-
-    Args:
-        number: How.
-    """
-    raise {1: ValueError, 2: SystemExit, 3: KeyboardInterrupt}[number]("broken")
-
-
-async def breaks_later(number: int) -> str:
-    """
-    Fails.
-
-    Args:
-        number: How.
-    """
-    await asyncio.sleep(0)
-    return breaks(number)
-
-
-class BreaksReset(agent_kinds.Counter):
-    def reset(self, start: int = 0, **_) -> str:
-        if start == 3:
-            raise ValueError("broken")
-        return super().reset(start)
-
-
-def breaks_loop(prompts, trainer):
-    raise ValueError("broken")
-
-
 def breaks_by_gathering(prompts, trainer):
     trainer.accelerator.gather(torch.zeros(1))
-
-
-def caller_of(tool, number: int) -> Speaker:
-    return Speaker({tool.__name__: [call_of(tool.__name__, number=number)]}, share=0.4)
-
-
-RAISES = {"tool_errors": "raise"}
-BROKEN = {  # what fails -> the agent, settings, and the names in the error
-    "tool": (Kind({"tools": [breaks]}), caller_of(breaks, 1), RAISES, "`breaks`"),
-    "async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 1), RAISES, "`breaks_later`"),
-    "exit in a tool": (Kind({"tools": [breaks]}), caller_of(breaks, 2), {}, "`breaks`"),
-    "exit in an async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 2), {}, "`breaks_later`"),
-    "interrupt in an async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 3), {}, "`breaks_later`"),
-    "reset": (
-        Kind({"environment_factory": BreaksReset}, {"start": list(range(12))}), SPEAKER, {}, "`reset`.*BreaksReset",
-    ),
-    "rollout_func": (Kind({"rollout_func": breaks_loop}), SPEAKER, {}, r"`rollout_func` \(breaks_loop\).* 0 to 7"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "ahead"])
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_fails_ends_the_run_with_its_place(name, ahead, tmp_path):
-    kind, speaker, settings, names = BROKEN[name]
-    with pytest.raises(RolloutError, match=f"node 0, rank 0.*{names}") as raised:
-        trained(tmp_path, kind, speaker=speaker, shuffle_dataset=False, max_staleness=int(ahead), **settings)
-    assert "broken" in str(raised.value) and raised.value.__cause__ is not None
-    if name != "rollout_func":
-        row = int(re.search(r"row (\d+) of this rank", str(raised.value))[1])
-        assert 0 <= row < 2 * GROUP and (name != "reset" or row >= GROUP)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -189,32 +123,12 @@ def test_wrong_arguments_are_no_error_of_the_tool(tool, ahead, tmp_path):
     assert "'wrong'" in answer
 
 
-def test_answers_of_a_turn_have_trls_order(tmp_path, monkeypatch):
-    """Wrong arguments of an async tool are answered at once, before the tools that are awaited."""
-
-    def speak(conversation: str, seed: int) -> str:
-        calls = call_of("ask", question=2) + call_of("ask", wrong=1)
-        return "so be it" if "<tool_response>" in conversation else calls
-
-    kind, found = Kind({"tools": [agent_kinds.ask]}), []
-    for number in range(2):
-        found.append(trained(tmp_path / str(number), kind, speaker=speak, max_steps=1)[1].rounds[0]["completions"])
-        monkeypatch.setattr(ToolCalls, "watch", lambda *_: None)  # TRL's own dictionaries
-    tools = [message["content"] for message in found[0][0] if message["role"] == "tool"]
-    assert found[0] == found[1] and ["error" in one for one in tools] == [True, False]
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_an_error_of_an_earlier_run_does_not_end_the_next_one(ahead, tmp_path):
     working = []
 
+    @tool
     async def look(number: int) -> str:
-        """
-        Looks.
-
-        Args:
-            number: A number.
-        """
         if not working:
             raise ValueError("the service is down")
         return "fine"
@@ -238,13 +152,8 @@ def test_ctrl_c_is_nobodys_error(ahead, tmp_path):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_reset_in_a_tool_is_no_row_of_trls(ahead, tmp_path):
     class ResetsItself(agent_kinds.Counter):
+        @tool
         async def raise_by(self, step: int) -> str:
-            """
-            Begins again.
-
-            Args:
-                step: A number.
-            """
             self.reset(start=step)
             return "again"
 
@@ -253,17 +162,135 @@ def test_a_reset_in_a_tool_is_no_row_of_trls(ahead, tmp_path):
     assert "again" in str(seen.rounds)
 
 
-def test_a_collective_in_a_rollout_func_that_runs_ahead_is_refused(tmp_path):
-    with pytest.raises(RolloutError, match="`accelerator.gather`"):
-        trained(tmp_path, Kind({"rollout_func": breaks_by_gathering}), max_staleness=1)
-
-
 def generates_in_two_threads(prompts, trainer):
     ids = trainer.processing_class.apply_chat_template(prompts, tokenize=True, return_dict=True)["input_ids"]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda row: trainer.vllm_generation.generate([row]), ids))
 
 
-def test_two_calls_of_generate_at_once_in_one_rollout_are_refused(tmp_path):
-    with pytest.raises(RolloutError, match="`generate`"):
-        trained(tmp_path, Kind({"rollout_func": generates_in_two_threads}), max_staleness=1)
+@pytest.mark.parametrize(
+    ("loop", "named"), [(breaks_by_gathering, "accelerator.gather"), (generates_in_two_threads, "generate")]
+)
+def test_a_collective_or_two_calls_of_generate_at_once_are_refused_in_a_rollout_that_runs_ahead(loop, named, tmp_path):
+    with pytest.raises(RolloutError, match=f"`{named}`"):
+        trained(tmp_path, Kind({"rollout_func": loop}), max_staleness=1)
+
+
+# ---- beside training -----------------------------------------------------------------------------------------------
+
+
+def test_a_template_with_the_date_does_not_end_a_run_at_midnight(tmp_path, monkeypatch):
+    day = ["01"]
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.datetime(2026, 1, int(day[0]))
+
+    class AtMidnight(Seen):
+        def __call__(self, *args, **kwargs):
+            groups, stream = trainer.vllm_generation.continuous.groups, trainer.host.ahead_engines.stream
+            until(
+                lambda: {request.group for request, _ in list(stream.turns)} >= set(groups.ids), "turns of all groups"
+            )
+            day[0] = "02"
+            return super().__call__(*args, **kwargs)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
+    seen = AtMidnight()
+    with engines_here(SPEAKER):
+        trainer = ours(tmp_path, seen, chats(12), KINDS["tools"].keywords, max_staleness=1)
+        trainer.chat_template = "{{- strftime_now('%d') }}" + trainer.processing_class.chat_template
+        trainer.train()
+        trainer.close()
+    assert len(seen.rounds) == 3
+
+
+def test_attributes_are_copied_while_another_thread_replaces_methods():
+    """As a replay does in the main thread when a group begins."""
+    trainer, interval, stop = type("Trainer", (), {"_generate": lambda self: None})(), sys.getswitchinterval(), []
+    vars(trainer).update({f"a{i}": i for i in range(200)})
+
+    def replace() -> None:
+        number = 0
+        while not stop:
+            number += 1
+            setattr(trainer, f"b{number % 50}", 1)
+            delattr(trainer, f"b{number % 50}")
+
+    thread = threading.Thread(target=replace)
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert own_attributes(trainer)["a7"] == 7
+    finally:
+        stop.append(True)
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+class Tracked(agent_kinds.Counter):
+    """An environment that notes which row it was reset for."""
+
+    built: list["Tracked"] = []
+    __hash__ = object.__hash__
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built.append(self)
+        self.row = None
+
+    def reset(self, start: int = 0, **row) -> str:
+        self.row = start
+        return super().reset(start=start, **row)
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_again(mode, tmp_path):
+    Tracked.built, wrong, rounds, num_rounds = [], [], [], 6
+
+    def reads_late(environments, start, completions, **_):
+        following = 2 * GROUP * min(len(rounds) + 2, num_rounds)
+        until(lambda: sum(one.resets for one in Tracked.built) >= following, "the following round")
+        rounds.append([id(one) for one in environments])
+        wrong.extend(row for row, one in zip(start, environments, strict=True) if one.row != row)
+        return [float(one.total) for one in environments]
+
+    kind = Kind({"environment_factory": Tracked}, {"start": list(range(2 * num_rounds))})
+    settings = {"max_steps": -1, "num_train_epochs": 1}
+    trainer, _ = trained(tmp_path, kind, reads_late, rows=2 * num_rounds, **settings, **AHEAD[mode])
+    assert wrong == [] and len(rounds) == num_rounds and all(len(set(one)) == 2 * GROUP for one in rounds)
+    in_use = 1 + trainer.rounds_ahead  # rounds: the one that is scored, and those that are open
+    assert len(Tracked.built) <= 1 + 2 * GROUP * in_use, "environments are not used again"
+    assert len({one for ids in rounds for one in ids}) < num_rounds * 2 * GROUP
+    assert [one.resets for one in Tracked.built].count(0) <= 1  # TRL's probe
+    if mode == "drain":
+        assert all(not set(one) & set(following) for one, following in zip(rounds, rounds[1:], strict=False))
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+def test_an_evaluation_beside_open_groups_changes_no_row_of_training(mode, tmp_path):
+    kind = Kind({"environment_factory": agent_kinds.Counter}, {"start": list(range(12))})
+    found, rows = [], []
+    for number, evaluates in enumerate((False, True)):
+        seen = Seen()
+        with engines_here(SPEAKER, turn_s=0.02):
+            keywords = kind.keywords | ({"eval_dataset": chats(2, start=[50, 60])} if evaluates else {})
+            trainer = ours(
+                tmp_path / str(number), seen, chats(12, **kind.columns), keywords, learning_rate=0.0,
+                num_generations_eval=GROUP, eval_strategy="steps" if evaluates else "no", eval_steps=1,
+                per_device_eval_batch_size=GROUP, **AHEAD[mode],
+            )  # fmt: skip
+            trainer.train()
+            trainer.close()
+        rounds = [one for one in seen.rounds if starts_of(one) < 50]
+        found.append(rounds if mode == "drain" else sorted(map(str, groups_of(rounds))))
+        rows.append([one for one in seen.rounds if starts_of(one) >= 50])
+    assert found[0] == found[1] and len(found[0])
+    assert rows[0] == [] and len(rows[1]) == 2 * 3  # two batches of four rows, after every step
+    assert rows[1][:2] == rows[1][2:4] == rows[1][4:]
+
+
+def starts_of(one: dict) -> int:
+    return int(one["prompts"][0][0]["content"].rsplit("Begin at ", 1)[1].rstrip("."))

@@ -1,21 +1,20 @@
-"""Agents beside training, in one process: seeds, loops, environments, evaluation and resume."""
+"""Agents beside training, in one process: seeds, schedules, resume, and what ends a run."""
 
-import datetime
+import asyncio
 import json
-import sys
-import threading
+import re
 from collections import Counter as Count
 from itertools import product
 
 import agent_kinds
 import pytest
-from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, trained, wait_for_the_end_of_groups
-from agents import GROUP, Seen, chats, engines_here, ours
+import torch
+from agent_kinds import AHEAD, KINDS, SPEAKER, Kind, tool, trained, wait_for_the_end_of_groups
+from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, numbers, ours
 from safetensors import safe_open
-from transformers.utils import chat_template_utils
-from waiting import until
 
-from trl_multinode.rollouts.stand_in import own_attributes
+from trl_multinode.errors import RolloutError
+from trl_multinode.rollouts.tool_calls import ToolCalls
 
 # ---- seeds ----------------------------------------------------------------------------------------------------------
 
@@ -57,10 +56,17 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("environments", "drain"), ("rollout_func", "drain"), *product(LOOPS, IN_ORDER)]
+    ("name", "mode"),
+    [
+        *((kind, "drain") for kind in ("tools", "environments", "rollout_func")),
+        *((kind, "in flight") for kind in ("environments", "rollout_func")),
+        *product(LOOPS, IN_ORDER),
+    ],
 )
 def test_without_a_change_of_weights_a_run_ahead_is_the_synchronous_run(name, mode, tmp_path):
-    """Rows of all turns have the seeds of the synchronous run, whenever they are made."""
+    """Rows of all turns have the seeds of the synchronous run, which is TRL's (e2e/test_features), whenever they are
+    made. The engine of this process computes log-probs beside training, which differ in their last bits now and then.
+    """
     kind, frozen = (KINDS | LOOPS)[name], {"learning_rate": 0.0}
     fresh, seen = trained(tmp_path / "fresh", kind, **frozen)
     ahead, seen_ahead = trained(tmp_path / "ahead", kind, **frozen, **IN_ORDER[mode])
@@ -70,44 +76,29 @@ def test_without_a_change_of_weights_a_run_ahead_is_the_synchronous_run(name, mo
     assert seen.rounds == seen_ahead.rounds and len({str(one) for one in seen.rounds}) == 3
     assert ahead.state.log_history[1]["staleness/rounds_mean"] == 1
     for mine, its in zip(ahead.outputs, fresh.outputs, strict=True):
-        assert ("tool_mask" in its) == ("tool_mask" in mine) == (name in KINDS)
-        assert name in LOOPS or mine["tool_mask"].equal(its["tool_mask"])
+        assert mine.keys() == its.keys() and ("tool_mask" in its) == (name in KINDS)
+        tensors = {field: value for field, value in its.items() if isinstance(value, torch.Tensor)}
+        different = [field for field, value in tensors.items() if not torch.allclose(mine[field], value, atol=1e-4)]
+        assert different == [] and its["advantages"].abs().max() > 0
     for mine, its in zip(ahead.gradients, fresh.gradients, strict=True):
-        # The engine of this process computes log-probs beside training, which differ in their last bits now and then
         assert (mine - its).abs().max() < 1e-4 * its.abs().max()
+    logs = [[of_rollouts(entry) for entry in numbers(one.state.log_history)] for one in (ahead, fresh)]
+    assert logs[0] == logs[1] and "reward" in logs[0][0]
+    if name in ("tools", "environments"):
+        assert min(entry["tools/call_frequency"] for entry in logs[0] if entry) > 0.2
+        assert max(entry["tools/failure_frequency"] for entry in logs[0] if entry) > 0
+
+
+def of_rollouts(entry: dict) -> dict:
+    """TRL's metrics of the rows of a step, without those of the model's log-probs."""
+    names = ("reward", "completions/", "tools/", "frac_reward_zero_std", "num_tokens")
+    return {name: value for name, value in entry.items() if name.startswith(names)}
 
 
 def sorted_rounds(groups: list[dict], rounds: list[dict]) -> list[dict]:
     """Groups that were scored one by one, in the order of the prompts of `rounds`."""
     found = {str(one["prompts"][0]): one for one in groups}
     return [found[str(one["prompts"][at])] for one in rounds for at in range(0, len(one["prompts"]), GROUP)]
-
-
-def test_a_template_with_the_date_does_not_end_a_run_at_midnight(tmp_path, monkeypatch):
-    day = ["01"]
-
-    class Clock(datetime.datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return datetime.datetime(2026, 1, int(day[0]))
-
-    class AtMidnight(Seen):
-        def __call__(self, *args, **kwargs):
-            groups, stream = trainer.vllm_generation.continuous.groups, trainer.host.ahead_engines.stream
-            until(
-                lambda: {request.group for request, _ in list(stream.turns)} >= set(groups.ids), "turns of all groups"
-            )
-            day[0] = "02"
-            return super().__call__(*args, **kwargs)
-
-    monkeypatch.setattr(chat_template_utils, "datetime", Clock)
-    seen = AtMidnight()
-    with engines_here(SPEAKER):
-        trainer = ours(tmp_path, seen, chats(12), KINDS["tools"].keywords, max_staleness=1)
-        trainer.chat_template = "{{- strftime_now('%d') }}" + trainer.processing_class.chat_template
-        trainer.train()
-        trainer.close()
-    assert len(seen.rounds) == 3
 
 
 SCHEDULES = {
@@ -138,101 +129,7 @@ def test_every_row_of_every_epoch_is_trained_once(name, mode, tmp_path):
     wait_for_the_end_of_groups()
 
 
-def test_attributes_are_copied_while_another_thread_replaces_methods():
-    """As a replay does in the main thread when a group begins."""
-    trainer, interval, stop = type("Trainer", (), {"_generate": lambda self: None})(), sys.getswitchinterval(), []
-    vars(trainer).update({f"a{i}": i for i in range(200)})
-
-    def replace() -> None:
-        number = 0
-        while not stop:
-            number += 1
-            setattr(trainer, f"b{number % 50}", 1)
-            delattr(trainer, f"b{number % 50}")
-
-    thread = threading.Thread(target=replace)
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        for _ in range(300):
-            assert own_attributes(trainer)["a7"] == 7
-    finally:
-        stop.append(True)
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
-# ---- environments ---------------------------------------------------------------------------------------------------
-
-
-class Tracked(agent_kinds.Counter):
-    """An environment that notes which row it was reset for."""
-
-    built: list["Tracked"] = []
-    __hash__ = object.__hash__
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.built.append(self)
-        self.row = None
-
-    def reset(self, start: int = 0, **row) -> str:
-        self.row = start
-        return super().reset(start=start, **row)
-
-
-@pytest.mark.parametrize("mode", AHEAD)
-def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_again(mode, tmp_path):
-    Tracked.built, wrong, rounds, num_rounds = [], [], [], 6
-
-    def reads_late(environments, start, completions, **_):
-        following = 2 * GROUP * min(len(rounds) + 2, num_rounds)
-        until(lambda: sum(one.resets for one in Tracked.built) >= following, "the following round")
-        rounds.append([id(one) for one in environments])
-        wrong.extend(row for row, one in zip(start, environments, strict=True) if one.row != row)
-        return [float(one.total) for one in environments]
-
-    kind = Kind({"environment_factory": Tracked}, {"start": list(range(2 * num_rounds))})
-    settings = {"max_steps": -1, "num_train_epochs": 1}
-    trainer, _ = trained(tmp_path, kind, reads_late, rows=2 * num_rounds, **settings, **AHEAD[mode])
-    assert wrong == [] and len(rounds) == num_rounds and all(len(set(one)) == 2 * GROUP for one in rounds)
-    in_use = 1 + trainer.rounds_ahead  # rounds: the one that is scored, and those that are open
-    assert len(Tracked.built) <= 1 + 2 * GROUP * in_use, "environments are not used again"
-    assert len({one for ids in rounds for one in ids}) < num_rounds * 2 * GROUP
-    assert [one.resets for one in Tracked.built].count(0) <= 1  # TRL's probe
-    if mode == "drain":
-        assert all(not set(one) & set(following) for one, following in zip(rounds, rounds[1:], strict=False))
-
-
-# ---- evaluation and checkpoints -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", AHEAD)
-def test_an_evaluation_beside_open_groups_changes_no_row_of_training(mode, tmp_path):
-    kind = Kind({"environment_factory": agent_kinds.Counter}, {"start": list(range(12))})
-    found, rows = [], []
-    for number, evaluates in enumerate((False, True)):
-        seen = Seen()
-        with engines_here(SPEAKER, turn_s=0.02):
-            more = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": GROUP}
-            more = more | {"eval_dataset": chats(2, start=[50, 60])} if evaluates else {}
-            keywords = kind.keywords | ({"eval_dataset": more.pop("eval_dataset")} if evaluates else {})
-            trainer = ours(
-                tmp_path / str(number), seen, chats(12, **kind.columns), keywords, learning_rate=0.0,
-                num_generations_eval=GROUP, **more, **AHEAD[mode],
-            )  # fmt: skip
-            trainer.train()
-            trainer.close()
-        rounds = [one for one in seen.rounds if starts_of(one) < 50]
-        found.append(rounds if mode == "drain" else sorted(map(str, groups_of(rounds))))
-        rows.append([one for one in seen.rounds if starts_of(one) >= 50])
-    assert found[0] == found[1] and len(found[0])
-    assert rows[0] == [] and len(rows[1]) == 2 * 3  # two batches of four rows, after every step
-    assert rows[1][:2] == rows[1][2:4] == rows[1][4:]
-
-
-def starts_of(one: dict) -> int:
-    return int(one["prompts"][0][0]["content"].rsplit("Begin at ", 1)[1].rstrip("."))
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def groups_of(rounds: list[dict]) -> list[list]:
@@ -269,3 +166,77 @@ def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mo
     rows = Count(row for seen in (before, after) for one in seen.rounds for row in one["start"])
     assert len(before.rounds) == 2 and len(after.rounds) == 2
     assert rows == Count(dict.fromkeys(range(8), GROUP))
+
+
+# ---- what ends a run -----------------------------------------------------------------------------------------------
+
+
+@tool
+def breaks(number: int) -> str:
+    raise {1: ValueError, 2: SystemExit, 3: KeyboardInterrupt}[number]("broken")
+
+
+@tool
+async def breaks_later(number: int) -> str:
+    await asyncio.sleep(0)
+    return breaks(number)
+
+
+def test_answers_and_errors_of_tools_are_those_of_trls_own_dictionaries(tmp_path, monkeypatch):
+    """Wrong arguments of an async tool are answered at once, before the tools that are awaited."""
+
+    def speak(conversation: str, seed: int) -> str:
+        calls = call_of("ask", question=2) + call_of("ask", wrong=1) + call_of("refuse", reason=3)
+        return "so be it" if "<tool_response>" in conversation else calls + call_of("ask", question=7)
+
+    found = []
+    for number in range(2):
+        _, seen = trained(tmp_path / str(number), KINDS["tools"], speaker=speak, max_steps=1)
+        found.append(seen.rounds[0]["completions"])
+        monkeypatch.setattr(ToolCalls, "watch", lambda *_: None)
+    tools = [message["content"] for message in found[0][0] if message["role"] == "tool"]
+    assert found[0] == found[1] and len(tools) == 4
+    assert "answer 2" in tools and ["error" in one for one in tools].count(True) == 3 and "error" in tools[0]
+
+
+class BreaksReset(agent_kinds.Counter):
+    def reset(self, start: int = 0, **_) -> str:
+        if start == 3:
+            raise ValueError("broken")
+        return super().reset(start)
+
+
+def breaks_loop(prompts, trainer):
+    raise ValueError("broken")
+
+
+def caller_of(tool, number: int) -> Speaker:
+    return Speaker({tool.__name__: [call_of(tool.__name__, number=number)]}, share=0.4)
+
+
+RAISES = {"tool_errors": "raise"}
+
+
+BROKEN = {  # what fails -> the agent, settings, and the names in the error
+    "tool": (Kind({"tools": [breaks]}), caller_of(breaks, 1), RAISES, "`breaks`"),
+    "async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 1), RAISES, "`breaks_later`"),
+    "exit in a tool": (Kind({"tools": [breaks]}), caller_of(breaks, 2), {}, "`breaks`"),
+    "exit in an async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 2), {}, "`breaks_later`"),
+    "interrupt in an async tool": (Kind({"tools": [breaks_later]}), caller_of(breaks_later, 3), {}, "`breaks_later`"),
+    "reset": (
+        Kind({"environment_factory": BreaksReset}, {"start": list(range(12))}), SPEAKER, {}, "`reset`.*BreaksReset",
+    ),
+    "rollout_func": (Kind({"rollout_func": breaks_loop}), SPEAKER, {}, r"`rollout_func` \(breaks_loop\).* 0 to 7"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "ahead"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_fails_ends_the_run_with_its_place(name, ahead, tmp_path):
+    kind, speaker, settings, names = BROKEN[name]
+    with pytest.raises(RolloutError, match=f"node 0, rank 0.*{names}") as raised:
+        trained(tmp_path, kind, speaker=speaker, shuffle_dataset=False, max_staleness=int(ahead), **settings)
+    assert "broken" in str(raised.value) and raised.value.__cause__ is not None
+    if name != "rollout_func":
+        row = int(re.search(r"row (\d+) of this rank", str(raised.value))[1])
+        assert 0 <= row < 2 * GROUP and (name != "reset" or row >= GROUP)

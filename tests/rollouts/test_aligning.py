@@ -1,11 +1,9 @@
 """The ranks meet after generation and after the rewards, before the collective in which TRL would let them wait."""
 
-import inspect
 from types import SimpleNamespace
 
 import pytest
 from stubs import A, build
-from trl import DistillationTrainer, GRPOTrainer, RLOOTrainer
 
 import trl_multinode
 from trl_multinode.node_trainer import NodeTrainer
@@ -46,6 +44,7 @@ def test_tool_loops_may_generate_any_number_of_times_before_the_ranks_meet(name,
     assert events == ["meet", "gather lengths", "gather counts"]
 
 
+@pytest.mark.nightly  # e2e/test_trainers runs them
 @pytest.mark.parametrize("name", ["SDFT", "SDPO", "GOLD", "IWOPD"])
 def test_trainers_that_run_the_model_after_their_only_generation_meet_straight_after_it(name, events):
     trainer, host = trainer_of(name, events)
@@ -55,13 +54,6 @@ def test_trainers_that_run_the_model_after_their_only_generation_meet_straight_a
         trainer.accelerator.gather("losses")
     trainer.vllm_generation.generate([A], None, num_generations=1)  # of a callback, outside a round
     assert events == ["meet", "model", "gather losses"]
-
-
-@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer, DistillationTrainer])
-def test_trls_first_collective_of_a_round_is_a_gather_of_lengths(trainer):
-    source = inspect.getsource(trainer._generate)
-    assert "self.accelerator.gather(prompt_lengths)" in source
-    assert source.index("_generate_single_turn(") < source.index("self.accelerator.gather(")
 
 
 def test_the_ranks_meet_before_a_sync_and_not_if_the_engines_have_the_weights(events):

@@ -51,21 +51,6 @@ def test_the_next_rounds_prompts_are_generated_ahead_and_returned_when_they_are_
     assert ahead.host.ahead_engines.calls[0].min_update == 1 and ahead.generation.version.update == 2
 
 
-def test_seeds_of_a_round_are_the_same_whether_it_was_made_ahead_or_fresh():
-    def seeds(requests):
-        return [request.seed + i for request in requests for i in range(request.num_completions)]
-
-    ahead, fresh = Ahead(), Ahead()
-    ahead.round(3, [A, A], following=[B, B, C])
-    ahead.round(4, [B, B, C])
-    ahead.generation.generate([C], None, 1)  # a tool loop's second turn
-    fresh.round(4, [B, B, C])
-    fresh.generation.generate([C], None, 1)
-    assert seeds(ahead.host.ahead_engines.calls[0].requests) == seeds(fresh.host.engines.calls[0].requests)
-    assert seeds(ahead.host.engines.calls[-1].requests) == seeds(fresh.host.engines.calls[-1].requests)
-    assert seeds(fresh.host.engines.calls[-1].requests)[0] not in seeds(fresh.host.engines.calls[0].requests)
-
-
 def test_a_sync_waits_for_the_look_ahead_before_its_barrier_and_only_then_changes_weights():
     ahead, go = Ahead(), threading.Event()
     generate, sync = ahead.host.ahead_engines.generate, ahead.host.sync
@@ -90,6 +75,7 @@ def test_a_sync_waits_for_the_look_ahead_before_its_barrier_and_only_then_change
     assert ahead.events == ["barrier", "sync", "generated ahead", "barrier", "sync"]
 
 
+@pytest.mark.nightly
 def test_a_sync_at_an_unchanged_step_neither_waits_for_the_look_ahead_nor_for_other_ranks():
     ahead, go = Ahead(), threading.Event()
     generate = ahead.host.ahead_engines.generate
@@ -144,6 +130,7 @@ def test_what_was_not_foreseen_is_generated_afresh(prompt, images, caplog):
     assert images or "round 1" in caplog.text
 
 
+@pytest.mark.nightly
 def test_a_prompt_that_fills_the_context_is_left_to_its_own_round():
     ahead = Ahead()
     ahead.round(0, [A], following=[[1] * 8])
@@ -152,6 +139,7 @@ def test_a_prompt_that_fills_the_context_is_left_to_its_own_round():
         ahead.round(1, [[1] * 8])
 
 
+@pytest.mark.nightly
 def test_a_tool_loops_first_turn_is_ahead_and_its_later_turns_are_fresh_beside_the_next_look_ahead():
     ahead, go = Ahead(), threading.Event()
     ahead.round(0, [A, B], following=[B, C])

@@ -65,6 +65,7 @@ def test_the_limit_fits_the_types_of_both_sides_and_the_users_own_wins(config):
     assert divergence_limit(0.0, torch.float32, torch.float32) == 0.0
 
 
+@pytest.mark.nightly
 def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end(config):
     """DeepSpeed casts the model after the trainer's `__init__`; autocast never does."""
     watcher = monitor(config(engine_dtype="float32"))
@@ -79,18 +80,13 @@ def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end
 
 
 def test_a_difference_above_the_limit_names_node_rank_version_and_cure(config):
+    args = config(engine_kwargs={"hf_overrides": {"rope_theta": 5.0}, "max_num_batched_tokens": 512})
     with pytest.raises(LogprobDivergenceError) as error:
-        monitor(config()).check(batch([[-1.0, -2.0]], [[-1.5, -1.9]]))
+        monitor(args).check(batch([[-1.0, -2.0]], [[-1.5, -1.9]]))
     message = str(error.value)
     for word in ["node 1, rank 3", "0.300", "limit 0.02", "update 4 (step 12)", "`logprob_divergence_limit`",
-                 "`engine_kwargs`", "`rollout_func`"]:  # fmt: skip
+                 "`engine_kwargs` (hf_overrides, max_num_batched_tokens)", "`rollout_func`"]:  # fmt: skip
         assert word in message
-
-
-def test_the_alarm_names_the_engine_kwargs_of_the_run(config):
-    args = config(engine_kwargs={"hf_overrides": {"rope_theta": 5.0}, "max_num_batched_tokens": 512})
-    with pytest.raises(LogprobDivergenceError, match=r"`engine_kwargs` \(hf_overrides, max_num_batched_tokens\)"):
-        monitor(args).check(batch([[-1.0]], [[-1.5]]))
 
 
 def test_padding_and_tool_tokens_do_not_count(config):
@@ -128,29 +124,28 @@ def test_more_than_one_nan_in_a_hundred_tokens_is_an_alarm_whatever_the_limit(co
         assert word in message
 
 
-def test_nan_log_probs_of_the_trainer_are_an_alarm_that_names_training(config):
+ALARMS = {  # log-probs of the trainer, if it computes any, and of the engine -> words of the error
+    "nan of the trainer": (one_nan_in(2), [[-1.0] * 2], ["50.0 %", "1 of 2", "the trainer,", "update 4 (step 12)",
+                                                        "`learning_rate`"]),
+    "nan of both": ([[NAN, NAN]], [[NAN, NAN]], ["the engine and the trainer"]),
+    "nan of the engine alone": (None, [[NAN]], ["NaN", "the engine,"]),  # no `vllm_importance_sampling_correction`
+    "an infinite difference": ([[-1.0, -1.0]], [[-1.0, float("-inf")]], [" inf "]),
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ALARMS)
+def test_log_probs_that_are_no_numbers_are_an_alarm(config, case):
+    trainer, engine, words = ALARMS[case]
+    output = batch(engine if trainer is None else trainer, engine)
+    if trainer is None:
+        del output["old_per_token_logps"]
     with pytest.raises(LogprobDivergenceError) as error:
-        monitor(config()).check(batch(one_nan_in(2), [[-1.0] * 2]))
-    message = str(error.value)
-    for word in ["50.0 %", "1 of 2", "the trainer,", "update 4 (step 12)", "`learning_rate`"]:
-        assert word in message
-    with pytest.raises(LogprobDivergenceError, match="the engine and the trainer"):
-        monitor(config()).check(batch([[NAN, NAN]], [[NAN, NAN]]))
-
-
-def test_nan_log_probs_of_an_engine_are_an_alarm_without_the_trainers(config):
-    """`vllm_importance_sampling_correction=False`: TRL computes no log-probs of its own."""
-    output = batch([[-1.0]], [[NAN]])
-    del output["old_per_token_logps"]
-    with pytest.raises(LogprobDivergenceError, match="NaN.*the engine,"):
         monitor(config()).check(output)
+    assert all(word in str(error.value) for word in words), error.value
 
 
-def test_an_infinite_difference_trips_the_alarm(config):
-    with pytest.raises(LogprobDivergenceError, match=" inf "):
-        monitor(config()).check(batch([[-1.0, -1.0]], [[-1.0, float("-inf")]]))
-
-
+@pytest.mark.nightly
 def test_a_batch_without_both_log_probs_is_not_looked_at(config):
     watcher = monitor(config())
     watcher.check({"completion_mask": torch.ones(1, 2), "old_per_token_logps": torch.ones(1, 2)})
@@ -202,11 +197,13 @@ CHANGED = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fields", "names"), CHANGED, ids=str)
 def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_line_that_names_them(
     config, fields, names, caplog
 ):
     with caplog.at_level(logging.WARNING):
+        monitor(config(**fields, logprob_divergence_limit=0))  # the user turned it off: no line says so
         watcher = stale_monitor(config(**fields), engines := Engines())
     (line,) = caplog.messages
     assert f"without {names}." in line
@@ -214,12 +211,6 @@ def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_lin
     watcher.check(batch([[-1.0]], [[-5.0]]))
     watcher._generation.on_stale(made())
     assert engines.asked == []
-
-
-def test_no_line_says_that_it_is_off_if_the_user_turned_it_off(config, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert monitor(config(repetition_penalty=1.1, logprob_divergence_limit=0)).limit == 0.0
-    assert not caplog.messages
 
 
 SCORED = [
@@ -235,6 +226,7 @@ SCORED = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fields", SCORED, ids=str)
 def test_temperature_and_settings_that_only_forbid_tokens_or_end_rows_leave_it_on(config, fields, caplog):
     assert settings_not_scored(config(**fields)) == settings_not_scored(config(kind=GRPOConfig, **fields)) == []
@@ -311,13 +303,17 @@ def test_stale_completions_may_differ_as_long_as_the_engines_present_weights_agr
         watcher.check(batch(FRESH, OLD, MASK))  # the same rows, were they fresh
 
 
-def test_an_engine_that_holds_older_weights_trips_the_alarm_on_a_stale_round(config):
-    watcher = stale_monitor(config(), Engines(logprob=-3.0))  # the engine still agrees with its old completions
+@pytest.mark.parametrize(
+    ("logprob", "words"), [(-3.0, "2.000 .*update 4"), (NAN, "100.0 % .*the engine, .*update 4")], ids=["old", "nan"]
+)
+def test_an_engine_that_holds_older_weights_or_scores_nan_trips_the_alarm_on_a_stale_round(config, logprob, words):
+    watcher = stale_monitor(config(), Engines(logprob=logprob))  # old: it still agrees with its old completions
     watcher._generation.on_stale(made())
-    with pytest.raises(LogprobDivergenceError, match="2.000 .*update 4"):
+    with pytest.raises(LogprobDivergenceError, match=words):
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 5}], ids=str)
 def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, fields):
     watcher = stale_monitor(config(**fields), engines := Engines(logprob=-1.5))
@@ -327,13 +323,7 @@ def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, f
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
-def test_a_score_of_nan_is_an_alarm_that_names_the_engines_present_weights(config):
-    watcher = stale_monitor(config(), Engines(logprob=NAN))
-    watcher._generation.on_stale(made())
-    with pytest.raises(LogprobDivergenceError, match="100.0 % .*the engine, .*update 4"):
-        watcher.check(batch(FRESH, OLD, MASK), stale=True)
-
-
+@pytest.mark.nightly
 def test_a_row_is_scored_as_far_as_the_context_reaches(config):
     watcher = stale_monitor(config(), engines := Engines())
     engines.max_model_len = len(PROMPT) + 2
@@ -347,6 +337,7 @@ def test_a_row_is_scored_as_far_as_the_context_reaches(config):
     assert len(engines.asked) == 1
 
 
+@pytest.mark.nightly
 def test_a_completion_that_is_masked_out_does_not_count(config):
     watcher = stale_monitor(config(), Engines())
     watcher._generation.on_stale(made())
@@ -358,6 +349,7 @@ def test_a_completion_that_is_masked_out_does_not_count(config):
     assert watcher.last == 0.0
 
 
+@pytest.mark.nightly
 def test_a_score_belongs_to_one_round(config):
     """A round that is fresh after one that was not looked at."""
     watcher = stale_monitor(config(), engines := Engines())

@@ -29,19 +29,35 @@ def metrics(*meters, ahead=(0.0, 0.0), clocks=(), idle=0.0) -> dict:
     return summarize_rounds([one.take(ahead, list(clocks)) for one in meters], [idle] * len(meters))
 
 
-@pytest.mark.parametrize(
-    ("mode", "trainer", "sampler", "expected"),
-    [
-        ("token_truncate", [[-1.0, -2.0]], [[-1.0, -2.0]], 1.0),
-        ("token_truncate", [[0.0, -40.0, -40.0, -40.0]], [[0.0, -1.0, -1.0, -1.0]], 0.25),
-        ("token_truncate", [[-1.0, -2.0]], [[float("nan"), -2.0]], 1.0),  # a token without a log-prob weighs one
-        ("sequence_truncate", [[-60.0], [-60.0]], [[0.0], [0.0]], 1.0),
-    ],
-    ids=["equal", "one heavy token", "a token without a log-prob", "all are small"],
-)
-def test_the_effective_sample_size_of_a_few_weights(mode, trainer, sampler, expected):
+def huge(log: float) -> tuple[list, list, list]:
+    """One sequence outweighs the three others, or is outweighed by them. The fifth is masked, as one cut off is."""
+    return [[log / 2] * 2, *[[0.0, 0.0]] * 4], [[0.0] * 2] * 5, [*[[1, 1]] * 4, [0, 0]]
+
+
+def share(*weights: float) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights))
+
+
+# TRL's ratio is `exp` of the difference per token, or of its sum per sequence; tokens of tools do not count
+ROWS = [[-1.0, -2.0, -3.0], [-0.5, -1.5, -2.5]], [[-1.5, -1.0, -3.0], [-0.5, -3.0, -1.0]], [[1, 1, 1], [1, 1, 0]]
+TOOLS = torch.tensor([[1, 0, 1], [1, 1, 1]])
+SIZES = {  # mode, log-probs of the trainer and of the sampler, mask -> effective sample size
+    "equal": ("token_truncate", [[-1.0, -2.0]], [[-1.0, -2.0]], None, 1.0),
+    "one heavy token": ("token_truncate", [[0.0, -40.0, -40.0, -40.0]], [[0.0, -1.0, -1.0, -1.0]], None, 0.25),
+    "a token without a log-prob weighs one": ("token_truncate", [[-1.0, -2.0]], [[float("nan"), -2.0]], None, 1.0),
+    "all are small": ("sequence_truncate", [[-60.0], [-60.0]], [[0.0], [0.0]], None, 1.0),
+    "tokens": ("token_truncate", *ROWS, share(*map(math.exp, (0.5, 0.0, 0.0, 1.5)))),
+    "sequences": ("sequence_truncate", *ROWS, share(*map(math.exp, (0.5, 1.5)))),
+    **{f"beyond float32: {log}": ("sequence_truncate", *huge(log), 0.25 if log > 0 else 0.75)
+       for log in (45.0, -60.0, 100.0, 800.0)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_the_effective_sample_size_is_that_of_trls_weights(case):
+    mode, trainer, sampler, mask, expected = SIZES[case]
     one = meter(mode)
-    one.add_weights(output(trainer, sampler))
+    one.add_weights(output(trainer, sampler, mask, **({"tool_mask": TOOLS} if mask is ROWS[2] else {})))
     assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(expected)
 
 
@@ -61,6 +77,7 @@ def test_clipped_are_the_tokens_beyond_the_corrections_limits_and_masked_ones_do
     assert found["staleness/clipped_share"] == 1.0 and found["staleness/effective_sample_size"] == pytest.approx(1.0)
 
 
+@pytest.mark.nightly  # a statistical check of the table above
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_mask", "sequence_truncate"])
 def test_the_effective_sample_size_is_that_of_the_samplers_tokens_or_sequences(mode):
     """Of tokens drawn from q and weighted with p / q, the share is 1 / sum(p^2 / q) for many samples; the weights of a
@@ -78,26 +95,6 @@ def test_the_effective_sample_size_is_that_of_the_samplers_tokens_or_sequences(m
                           "completion_mask": padded})  # fmt: skip
     expected = exact ** (length if mode.startswith("sequence") else 1)
     assert metrics(one, other)["staleness/effective_sample_size"] == pytest.approx(expected, rel=0.01)
-
-
-def test_the_weights_are_trls_ratio():
-    """`exp` of the difference per token, and of its sum per sequence; tokens of tools do not count."""
-    trainer, sampler = [[-1.0, -2.0, -3.0], [-0.5, -1.5, -2.5]], [[-1.5, -1.0, -3.0], [-0.5, -3.0, -1.0]]
-    mask, tools = [[1, 1, 1], [1, 1, 0]], torch.tensor([[1, 0, 1], [1, 1, 1]])
-    weights = {"token_truncate": [0.5, 0.0, 0.0, 1.5], "sequence_truncate": [0.5, 1.5]}
-    for mode, logs in weights.items():
-        one, w = meter(mode), [math.exp(log) for log in logs]
-        one.add_weights(output(trainer, sampler, mask, tool_mask=tools))
-        expected = sum(w) ** 2 / (len(w) * sum(x * x for x in w))
-        assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("log", [45.0, -60.0, 100.0, 800.0])
-def test_weights_beyond_float32_count_and_a_row_without_a_trained_token_does_not(log):
-    """One sequence outweighs the three others, or is outweighed by them. The fifth is masked, as one cut off is."""
-    one = meter("sequence_truncate")
-    one.add_weights(output([[log / 2] * 2, *[[0.0, 0.0]] * 4], [[0.0] * 2] * 5, [*[[1, 1]] * 4, [0, 0]]))
-    assert metrics(one)["staleness/effective_sample_size"] == pytest.approx(0.25 if log > 0 else 0.75)
 
 
 def test_the_share_of_nan_is_that_of_the_trained_tokens_of_all_ranks():
@@ -121,6 +118,7 @@ def test_staleness_is_reported_in_rounds_and_in_optimizer_steps_over_all_ranks()
     assert "staleness/rounds_mean" not in metrics(first, second)  # taken
 
 
+@pytest.mark.nightly
 def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
     one = meter()
     one._since -= 10.0  # ten seconds ago
@@ -133,6 +131,7 @@ def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
     )
 
 
+@pytest.mark.nightly
 def test_the_fullest_cache_of_all_engines_is_reported_if_engines_measure_it():
     nodes = [list(meter().take((0.0, 0.0), [(9.0, 10.0, 3.0, 0.0)], kv_use)) for kv_use in (0.25, 0.75)]
     found = summarize_rounds(nodes, [0.0, 0.0])

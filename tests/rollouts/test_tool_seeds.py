@@ -85,6 +85,7 @@ def row_by_row(rank: int, prompts: list[list[int]]) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.nightly
 def test_a_rollout_that_generates_row_by_row_samples_the_same_in_every_layout():
     found = [in_layout(*layout, row_by_row) for layout in LAYOUTS]
     assert found[1:] == found[:1] * 3 and len({len(row) for row in found[0]}) > 2
@@ -114,6 +115,7 @@ def test_seeds_differ_by_run_mode_round_and_call():
     assert max(seeds) < 2**63 - 24  # what torch's generator takes
 
 
+@pytest.mark.nightly
 def test_all_rows_and_turns_of_a_round_have_seeds_of_their_own():
     seeds = []
     for rank in range(2):
@@ -124,16 +126,7 @@ def test_all_rows_and_turns_of_a_round_have_seeds_of_their_own():
     assert len(set(seeds)) == len(seeds) == 28
 
 
-def test_a_row_that_ended_leaves_a_gap_between_the_seeds_of_equal_rows():
-    generation = generation_of(0)
-    _, completions, _, _ = generation.generate([A] * 8, None, 8)
-    running = [row for row, ids in enumerate(completions) if ids == [CALL]]
-    assert 1 < len(running) < 8 and running != list(range(running[0], running[-1] + 1))
-    generation.generate([[*A, CALL, TOOL] for _ in running], None, 1)
-    seeds = seeds_of(generation)
-    assert [seed - seeds[0] for seed in seeds] == [row - running[0] for row in running]
-
-
+@pytest.mark.nightly
 def test_prompts_that_continue_no_row_are_new_requests_for_the_rows_in_order():
     generation = generation_of(1)
     generation.generate([A, B], None, 1)

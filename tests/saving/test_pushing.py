@@ -77,6 +77,7 @@ def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(hub, folder,
     assert hub.commits == [] and {path: path.read_bytes() for path in folder.glob("*.*")} == before
 
 
+@pytest.mark.nightly  # starts a Python; the command's words are compared above
 def test_the_command_of_the_message_pushes_the_same_files(hub, folder, capsys, tmp_path):
     hub.fail(401, on=COMMIT)
     assert push(connect(hub, folder), folder) is None
@@ -111,6 +112,7 @@ def test_a_fault_that_passes_costs_tries_only(hub, folder, capsys, fault):
     assert "failed" not in told and (hub._faults or told == "")
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_only(hub, folder, capsys, monkeypatch):
     """The oldest checkpoint gives way while the newest one's push lists the folder, which contains both."""
     (folder / "checkpoint-1").mkdir()
@@ -127,6 +129,7 @@ def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_onl
     assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
 
 
+@pytest.mark.nightly
 @pytest.mark.fault("37")
 def test_a_hub_that_is_silent_is_given_up(hub, folder, capsys, monkeypatch):
     monkeypatch.setattr(pushing, "STALL_S", 0.3)
@@ -138,6 +141,7 @@ def test_a_hub_that_is_silent_is_given_up(hub, folder, capsys, monkeypatch):
     assert "ReadTimeout" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_no_try_begins_after_the_limit(hub, folder, capsys, monkeypatch):
     monkeypatch.setattr(pushing, "WAITS_S", (0.01, 1000.0))
     hub.fail(500, on=COMMIT)
@@ -145,6 +149,7 @@ def test_no_try_begins_after_the_limit(hub, folder, capsys, monkeypatch):
     assert "(2 tries in" in capsys.readouterr().out
 
 
+@pytest.mark.nightly  # test_hub decides
 def test_a_push_that_must_succeed_raises_with_the_same_message(hub, folder):
     hub.fail(500, on=COMMIT)
     with pytest.raises(HubPushError, match=r"500 .*(\n.*)*hf upload tester/run") as caught:
