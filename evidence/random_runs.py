@@ -15,7 +15,7 @@ from trl_multinode.testing.faults import FAKE, Faults
 from trl_multinode.testing.nodes import Nodes
 from trl_multinode.testing.waiting import wait_until
 
-SCRIPT = Path(__file__).parents[1] / "tests" / "faults" / "scripts" / "named_engines.py"
+SCRIPT = Path(__file__).with_name("named_engines.py")
 NODES, RANKS = 2, 2
 STEPS, SAVE_STEPS = 8, 2
 LIMIT_S = 150.0  # for a run of 15 s

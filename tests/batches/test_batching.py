@@ -69,7 +69,6 @@ def test_rows_are_dealt_in_snake_order():
     assert deal(two_nodes, 2).tolist() == [[3, 2, 4, 5], [0, 1, 7, 6]]
 
 
-@pytest.mark.nightly
 def test_pools_get_equal_work_in_every_micro_step():
     """Plain turns (1 2 3, 1 2 3) instead of the snake's would give the first pool the longest row every time."""
     lengths = rollouts(64 * 7, 32)

@@ -71,7 +71,6 @@ def test_the_gradient_is_trls(case, tmp_path):
         assert found["steps"][0] > 0
 
 
-@pytest.mark.nightly
 def test_a_micro_batch_of_truncated_rows_has_two_columns_and_rows_have_the_same_fields():
     """TRL's metrics take one column for values of sequences."""
     row = {"prompt_ids": torch.tensor([5, 6]), "completion_ids": torch.tensor([], dtype=torch.long)}

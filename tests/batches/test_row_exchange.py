@@ -72,7 +72,6 @@ def test_lengths_of_all_ranks_in_their_order(tmp_path):
     assert on_gloo_ranks(body, 3, tmp_path) == [[[[rank, 10], [rank, 20]] for rank in range(3)]] * 3
 
 
-@pytest.mark.nightly
 def test_unequal_nodes_are_an_error_before_any_collective(tmp_path):
     def body(rank: int) -> str:
         """Two ranks on the first node, one on the second."""

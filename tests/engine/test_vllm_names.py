@@ -1,15 +1,15 @@
-"""Names of vLLM that this package uses or replaces, looked up in the installed sources: no import, which takes 10 s.
+"""Code of vLLM on which this package relies, looked up in the installed sources: no import, which takes 10 s.
+
+`test_upgrading.py` looks up the internal names.
 
 `make versions` runs this on both ends of the range. Workers on GPUs run other files than those on a CPU (Model Runner
 V2), so the files of both are looked at.
 """
 
-import ast
 import importlib.util
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,47 +24,6 @@ PACKAGE = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
 RUNNERS = {"v1": "v1/worker/gpu_model_runner.py", "v2": "v1/worker/gpu/model_runner.py"}
 SAMPLER_V2 = "v1/worker/gpu/sample/sampler.py"
 RELOAD = "model_executor/model_loader/reload"
-MANAGER = "lora/model_manager.py"
-
-# File, class ("" for the module), names that it must have
-NAMES = [
-    ("config/weight_transfer.py", "WeightTransferConfig", "backend"),
-    ("config/vllm.py", "VllmConfig", "use_v2_model_runner"),
-    ("config/vllm.py", "", "set_current_vllm_config"),
-    ("distributed/weight_transfer/base.py", "WeightTransferEngine", "update_weights parse_init_info shutdown"),
-    ("distributed/weight_transfer/factory.py", "WeightTransferEngineFactory", "_registry register_engine"),
-    ("v1/worker/gpu_worker.py", "Worker", "init_weight_transfer_engine start_weight_update update_weights "
-     "finish_weight_update"),
-    ("v1/engine/async_llm.py", "AsyncLLM", "from_engine_args generate collective_rpc pause_generation "
-     "resume_generation start_weight_update finish_weight_update reset_prefix_cache shutdown"),
-    ("v1/core/sched/scheduler.py", "Scheduler", "schedule"),
-    ("v1/core/kv_cache_manager.py", "KVCacheManager", "usage"),
-    ("v1/engine/core_client.py", "AsyncMPClient", "call_utility_async"),
-    ("v1/engine/__init__.py", "EngineCoreOutput", "request_id new_token_ids"),
-    ("usage/usage_lib.py", "UsageContext", "LLM_CLASS"),
-    ("sampling_params.py", "SamplingParams", "n seed logprobs prompt_logprobs flat_logprobs detokenize output_kind "
-     "structured_outputs"),
-    ("engine/arg_utils.py", "EngineArgs", "logprobs_mode weight_transfer_config worker_extension_cls load_format "
-     "kv_cache_memory_bytes max_lora_rank create_model_config kv_transfer_config kv_offloading_size "
-     "kv_offloading_backend ec_transfer_config get_batch_defaults"),
-    (f"{RELOAD}/layerwise.py", "", "initialize_layerwise_reload finalize_layerwise_reload get_layerwise_info"),
-    (f"{RELOAD}/meta.py", "", "SKIP_TENSORS"),
-    ("model_executor/models/utils.py", "AutoWeightsLoader", "load_weights"),
-    ("model_executor/layers/vocab_parallel_embedding.py", "UnquantizedEmbeddingMethod",
-     "process_weights_after_loading"),
-    ("lora/lora_model.py", "LoRAModel", "from_lora_tensors"),
-    (MANAGER, "LoRAModelManager", "remove_all_adapters add_adapter activate_adapter"),
-    ("lora/peft_helper.py", "PEFTHelper", "r lora_alpha target_modules"),
-    ("multimodal/processing/processor.py", "BaseMultiModalProcessor", "_apply_prompt_updates _find_mm_placeholders"),
-    ("model_executor/model_loader/utils.py", "", "get_model_cls"),
-    ("v1/sample/sampler.py", "Sampler", "forward apply_penalties sample compute_logprobs"),
-    ("v1/sample/logits_processor/builtin.py", "LogitBiasLogitsProcessor", "apply"),
-    ("v1/structured_output/utils.py", "", "apply_grammar_bitmask"),
-    (SAMPLER_V2, "Sampler", "sample add_request"),
-    ("v1/worker/gpu/sample/prompt_logprob.py", "PromptLogprobsWorker", "compute_prompt_logprobs"),
-    ("v1/worker/gpu/structured_outputs.py", "StructuredOutputsWorker", "apply_grammar_bitmask"),
-    (RUNNERS["v1"], "GPUModelRunner", "_get_prompt_logprobs_dict"),
-]  # fmt: skip
 
 
 def v2_can_be_extended() -> bool:
@@ -77,30 +36,8 @@ def v2_can_be_extended() -> bool:
     return found
 
 
-@cache
-def tree(file: str) -> ast.Module:
-    return ast.parse((PACKAGE / file).read_text())
-
-
-def names(file: str, owner: str) -> set[str]:
-    """Functions, classes and assigned names in the body of a module, or of one of its classes."""
-    body = tree(file).body
-    if owner:
-        (found,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
-        body = found.body
-    defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    targets = [t for node in body if isinstance(node, ast.Assign) for t in node.targets]
-    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
-    return defined | {target.id for target in targets if isinstance(target, ast.Name)}
-
-
 def source(file: str) -> str:
     return (PACKAGE / file).read_text()
-
-
-def test_the_installed_vllm_has_the_names_that_are_used():
-    lost = {(file, owner): set(wanted.split()) - names(file, owner) for file, owner, wanted in NAMES}
-    assert not {place: gone for place, gone in lost.items() if gone}, "docs/upgrading.md says where they are used"
 
 
 def test_the_sampling_settings_that_are_read_from_the_source_are_those_of_the_real_class():
@@ -149,5 +86,5 @@ def test_the_installed_vllm_has_the_code_on_which_we_rely():
 
 def test_a_layer_with_an_adapter_can_be_loaded_or_this_package_adds_how():
     ours = Path(__file__).parents[2] / "trl_multinode" / "vllm_worker" / "reloading.py"
-    theirs = "load_weights" in names("lora/layers/base.py", "BaseLayerWithLoRA")
+    theirs = "def load_weights" in source("lora/layers/base.py")
     assert theirs or "BaseLayerWithLoRA.load_weights = load_base_layer" in ours.read_text()

@@ -152,7 +152,6 @@ def test_row_15_the_signal_of_the_environment_is_received_although_the_launcher_
         assert rank.result == [True, False, True], rank.text
 
 
-@pytest.mark.nightly
 def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_path, monkeypatch):
     def launcher(rank: int) -> list:
         found = []
@@ -213,7 +212,6 @@ def test_row_15_a_rank_that_still_ends_its_engine_may_outlive_the_launcher_of_no
         assert not any("the run failed" in rank.text for rank in ranks)
 
 
-@pytest.mark.nightly
 def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_outlive_the_store(tmp_path, store):
     """A rank of another node was so slow that it had not seen all ranks finished when the store ended."""
 
@@ -233,7 +231,6 @@ def test_row_15_a_checkpoint_is_whole_so_a_rank_that_waits_for_the_others_may_ou
         assert json.loads((tmp_path / "ending2.json").read_text())["code"] == PREEMPTED
 
 
-@pytest.mark.nightly
 def test_row_15_a_rank_that_does_not_close_yet_may_not_outlive_the_store(tmp_path, store):
     """It may wait in a collective for ranks that are gone."""
 
@@ -328,7 +325,6 @@ def test_row_15_the_script_goes_on_after_the_last_step_and_without_a_signal(aske
     assert vars(given) == expected
 
 
-@pytest.mark.nightly
 def test_row_15_a_decision_for_a_step_that_all_ranks_have_ended_does_not_count():
     """The watch thread's request may be late, and rank 0 deletes the keys of old steps, so it makes the key anew."""
     preemption = callback(True)._preemption

@@ -169,7 +169,6 @@ class Run:
         until(lambda: sum(len(one.missing()) for one in groups.snapshot()) <= left)
 
 
-@pytest.mark.nightly
 def test_a_group_that_is_older_than_the_limit_ends_the_run():
     run = Run(6)
     taken = [SimpleNamespace(due=3), SimpleNamespace(due=1)]
@@ -259,7 +258,6 @@ def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next
     assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
 
 
-@pytest.mark.nightly
 def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
     run = Run(rounds=4)
     run.first()
@@ -270,7 +268,6 @@ def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
     assert [row.tokens[0] for row in run.generation.used.rows] == [0, 0, 1, 1]  # still the first turn's
 
 
-@pytest.mark.nightly
 def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_the_same(caplog):
     run = Run(rounds=3)
     run.generation.begin_round("train", 0)
@@ -298,7 +295,6 @@ def test_a_rank_accepts_tokens_of_an_update_before_the_barrier_after_which_other
     assert accepted == [WeightVersion(1, 0), WeightVersion(2, 1)]
 
 
-@pytest.mark.nightly
 def test_a_prompt_that_fills_the_context_is_named_when_it_would_begin():
     run = Run(rounds=1)
     run.batch = lambda number: ([{"prompt": "x"}] * 2, [[1] * 8] * 2)
@@ -343,7 +339,6 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
     assert sorted(trained) == [f"{number}/{place}" for number in range(6) for place in range(QUOTA)]
 
 
-@pytest.mark.nightly
 def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late():
     first = Run(9)  # `max_age` 6
     first.engines.held = {(1, 0), (2, 0)}
@@ -365,7 +360,6 @@ def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late()
     assert sorted(trained) == [f"{number}/{place}" for number in range(1, 9) for place in range(QUOTA)]
 
 
-@pytest.mark.nightly
 def test_an_evaluation_before_the_first_round_of_a_resumed_run_counts_for_that_round():
     run = Run(rounds=9)
     run.generation.begin_round("eval", 0)
@@ -376,7 +370,6 @@ def test_an_evaluation_before_the_first_round_of_a_resumed_run_counts_for_that_r
     assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
 
 
-@pytest.mark.nightly
 def test_the_log_has_ages_mixed_rows_and_lengths():
     args = SimpleNamespace(vllm_importance_sampling_mode="token_truncate")
     run, meter = Run(rounds=3), StalenessMeter(args)
@@ -395,7 +388,6 @@ def test_the_log_has_ages_mixed_rows_and_lengths():
     assert found["in_flight/trained_length"] > found["in_flight/ended_length"] > 0
 
 
-@pytest.mark.nightly
 def test_settings_that_depend_on_the_start_of_a_completion_keep_rows_from_being_continued():
     neutral = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.0, "presence_penalty": 0.0, "min_tokens": 0}
     assert settings_from_the_start(neutral) == []

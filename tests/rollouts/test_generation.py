@@ -31,7 +31,6 @@ def test_equal_prompts_apart_are_requests_of_their_own_and_rows_keep_their_order
     assert logprobs == [[[-0.5], [None]]] * 3 and ids[1] == [[0], [1]]
 
 
-@pytest.mark.nightly
 def test_a_rehearsal_draws_no_random_number_of_the_run():
     """Without `rollout_seed`, an engine samples rows without a seed with random numbers of its own."""
     generation = build(temperature=0.7)
@@ -97,7 +96,6 @@ def test_settings_reach_the_engine_and_generation_kwargs_win():
     assert build(generation_kwargs={"max_tokens": 3}).max_tokens == 3
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [{}, {"generation_kwargs": {"max_tokens": None}}])
 def test_without_a_limit_of_completions_the_engines_context_is_the_limit(settings):
     generation = build(max_completion_length=None, **settings)
@@ -105,13 +103,11 @@ def test_without_a_limit_of_completions_the_engines_context_is_the_limit(setting
     assert generation.engines.calls[-1].max_tokens == generation.max_tokens == generation.engines.max_model_len == 8
 
 
-@pytest.mark.nightly
 def test_more_than_the_sampled_tokens_log_prob_is_refused():
     with pytest.raises(ConfigurationError, match="logprobs=5"):
         build(logprobs=5)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     "settings", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"structured_outputs_regex": "a"},
                  *({"generation_kwargs": {name: value}} for name, value in

@@ -75,7 +75,6 @@ def test_a_sync_waits_for_the_look_ahead_before_its_barrier_and_only_then_change
     assert ahead.events == ["barrier", "sync", "generated ahead", "barrier", "sync"]
 
 
-@pytest.mark.nightly
 def test_a_sync_at_an_unchanged_step_neither_waits_for_the_look_ahead_nor_for_other_ranks():
     ahead, go = Ahead(), threading.Event()
     generate = ahead.host.ahead_engines.generate
@@ -130,7 +129,6 @@ def test_what_was_not_foreseen_is_generated_afresh(prompt, images, caplog):
     assert images or "round 1" in caplog.text
 
 
-@pytest.mark.nightly
 def test_a_prompt_that_fills_the_context_is_left_to_its_own_round():
     ahead = Ahead()
     ahead.round(0, [A], following=[[1] * 8])
@@ -139,7 +137,6 @@ def test_a_prompt_that_fills_the_context_is_left_to_its_own_round():
         ahead.round(1, [[1] * 8])
 
 
-@pytest.mark.nightly
 def test_a_tool_loops_first_turn_is_ahead_and_its_later_turns_are_fresh_beside_the_next_look_ahead():
     ahead, go = Ahead(), threading.Event()
     ahead.round(0, [A, B], following=[B, C])

@@ -131,7 +131,6 @@ def test_a_row_that_must_not_be_used_ends_the_run():
         groups.take(1, 0)
 
 
-@pytest.mark.nightly
 def test_the_thread_ends_with_the_last_row_and_another_one_begins_with_the_next():
     rows = Rows()
     groups = OpenGroups(rows)
@@ -172,7 +171,6 @@ def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_re
     ]
 
 
-@pytest.mark.nightly
 def test_a_row_that_was_begun_with_too_many_tokens_begins_again():
     rows = Rows()
     groups = OpenGroups(rows)
@@ -182,7 +180,6 @@ def test_a_row_that_was_begun_with_too_many_tokens_begins_again():
     assert groups.go_on(min_update=5, longest=3) == (1, SIZE - 1)
 
 
-@pytest.mark.nightly
 def test_dropped_groups_are_forgotten_when_their_rows_have_ended():
     rows, groups = opened(group(0))
     collecting = groups._thread
@@ -210,7 +207,6 @@ class Silent(Rows):
     rows_left = 0
 
 
-@pytest.mark.nightly
 def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alone():
     ends = [threading.Event(), threading.Event()]
     not_begun = iter(ends)
@@ -240,7 +236,6 @@ def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alo
     assert ends[1].wait(HANG_S) and not groups._turns
 
 
-@pytest.mark.nightly
 def test_a_group_whose_rollout_func_gave_no_mask_has_one_beside_a_group_with_one():
     """TRL counts the tokens of every row's mask."""
     outputs = [{"env_mask": [[1, 0]]}, {}, {"env_mask": None}]

@@ -106,7 +106,6 @@ def test_the_next_blocks_first_batch_is_known_when_a_block_begins(accumulation, 
     assert next_blocks(12, accumulation, block) == expected
 
 
-@pytest.mark.nightly
 def test_batches_are_fetched_with_the_trainers_own_and_at_most_a_block_early():
     fetched = []
     upcoming = UpcomingBatches((fetched.append(i) or [i] for i in range(20)), 3)
@@ -118,7 +117,6 @@ def test_batches_are_fetched_with_the_trainers_own_and_at_most_a_block_early():
     assert [next(upcoming) for _ in range(2)] == [[1], [2]] and len(fetched) == 6
 
 
-@pytest.mark.nightly
 def test_a_run_that_resumes_inside_a_block_without_its_rollouts_generates_the_batch_at_hand():
     batches = [[{"prompt": f"block {number // 8}"}] for number in range(96)]
     upcoming = UpcomingBatches(iter(batches[12:]), 3 * 8)  # step 3 of 4 batches each, in the middle of block 1
@@ -134,7 +132,6 @@ def test_a_run_that_resumes_inside_a_block_without_its_rollouts_generates_the_ba
     assert [rows[0]["prompt"] for rows in found] == [f"block {1 + rounds}" for rounds in range(4)]
 
 
-@pytest.mark.nightly
 def test_a_batch_that_is_not_of_this_epoch_has_no_next():
     upcoming = UpcomingBatches(iter([[0], [1]]), 1)
     next(upcoming.open_window())

@@ -65,7 +65,6 @@ def test_the_limit_fits_the_types_of_both_sides_and_the_users_own_wins(config):
     assert divergence_limit(0.0, torch.float32, torch.float32) == 0.0
 
 
-@pytest.mark.nightly
 def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end(config):
     """DeepSpeed casts the model after the trainer's `__init__`; autocast never does."""
     watcher = monitor(config(engine_dtype="float32"))
@@ -133,7 +132,6 @@ ALARMS = {  # log-probs of the trainer, if it computes any, and of the engine ->
 }  # fmt: skip
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("case", ALARMS)
 def test_log_probs_that_are_no_numbers_are_an_alarm(config, case):
     trainer, engine, words = ALARMS[case]
@@ -145,7 +143,6 @@ def test_log_probs_that_are_no_numbers_are_an_alarm(config, case):
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.nightly
 def test_a_batch_without_both_log_probs_is_not_looked_at(config):
     watcher = monitor(config())
     watcher.check({"completion_mask": torch.ones(1, 2), "old_per_token_logps": torch.ones(1, 2)})
@@ -197,7 +194,6 @@ CHANGED = [
 ]  # fmt: skip
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(("fields", "names"), CHANGED, ids=str)
 def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_line_that_names_them(
     config, fields, names, caplog
@@ -226,7 +222,6 @@ SCORED = [
 ]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("fields", SCORED, ids=str)
 def test_temperature_and_settings_that_only_forbid_tokens_or_end_rows_leave_it_on(config, fields, caplog):
     assert settings_not_scored(config(**fields)) == settings_not_scored(config(kind=GRPOConfig, **fields)) == []
@@ -313,7 +308,6 @@ def test_an_engine_that_holds_older_weights_or_scores_nan_trips_the_alarm_on_a_s
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_p": 0.9, "top_k": 5}], ids=str)
 def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, fields):
     watcher = stale_monitor(config(**fields), engines := Engines(logprob=-1.5))
@@ -323,7 +317,6 @@ def test_the_score_is_asked_for_at_the_temperature_at_which_trl_scores(config, f
         watcher.check(batch(FRESH, OLD, MASK), stale=True)
 
 
-@pytest.mark.nightly
 def test_a_row_is_scored_as_far_as_the_context_reaches(config):
     watcher = stale_monitor(config(), engines := Engines())
     engines.max_model_len = len(PROMPT) + 2
@@ -337,7 +330,6 @@ def test_a_row_is_scored_as_far_as_the_context_reaches(config):
     assert len(engines.asked) == 1
 
 
-@pytest.mark.nightly
 def test_a_completion_that_is_masked_out_does_not_count(config):
     watcher = stale_monitor(config(), Engines())
     watcher._generation.on_stale(made())
@@ -349,7 +341,6 @@ def test_a_completion_that_is_masked_out_does_not_count(config):
     assert watcher.last == 0.0
 
 
-@pytest.mark.nightly
 def test_a_score_belongs_to_one_round(config):
     """A round that is fresh after one that was not looked at."""
     watcher = stale_monitor(config(), engines := Engines())

@@ -111,7 +111,6 @@ def test_a_group_is_flat_if_and_only_if_trl_gives_all_its_rows_no_advantage(aggr
     assert without == [in_the_sum if in_sum else normalized for _, in_the_sum, normalized in GROUPS.values()]
 
 
-@pytest.mark.nightly
 def test_the_limit_of_a_standard_deviation_is_trls():
     step = 9.3e-10  # between neighbours of 0.01 in float32
     rows = [[0.01, 0.01 + step, 0.01, 0.01], [0.01, 0.01 + step, NAN, 0.01], [0.01, 0.01 + 40 * step, 0.01, 0.01]]
@@ -121,7 +120,6 @@ def test_the_limit_of_a_standard_deviation_is_trls():
     assert are_flat(rewards, one, "sum_then_normalize").tolist() == is_std_zero[:, 0].tolist() == [True, True, False]
 
 
-@pytest.mark.nightly
 def test_equal_rewards_are_flat_where_trls_rounding_makes_an_advantage_of_them():
     rewards = torch.full((1, 6, 1), 100.3)
     assert trls_advantages(rewards, torch.ones(1), "sum_then_normalize", "group").abs().max() > 0.05
@@ -251,7 +249,6 @@ def test_kept_groups_and_their_order_are_those_of_the_simulation_on_any_number_o
     assert not any(rank.rounds.groups.ids for rank in run)
 
 
-@pytest.mark.nightly
 def test_groups_and_tokens_that_were_dropped_are_counted_and_logged():
     rank = Rank(0, 1, order_of_trl(), 0, 0)
     for number in range(ROUNDS):
@@ -285,7 +282,6 @@ def test_an_attempt_has_rows_of_its_own_and_the_last_one_is_kept():
     assert group.attempt == MOST and group.inputs[0]["prompt"] == seen[-1]
 
 
-@pytest.mark.nightly
 def test_the_drawn_rows_are_uniform_over_the_dataset_and_differ_with_everything_that_counts():
     counts = np.bincount([drawn_index(0, 3, place, 1, 10) for place in range(20_000)], minlength=10)
     assert abs(counts / 2000 - 1).max() < 0.08  # 2000 +- 42 each, so this is 3.8 sigma
@@ -294,14 +290,12 @@ def test_the_drawn_rows_are_uniform_over_the_dataset_and_differ_with_everything_
     assert all(drawn_index(**arguments | {name: 9}, num_rows=2**40) != base for name in arguments)
 
 
-@pytest.mark.nightly
 def test_a_row_has_the_columns_that_the_dataloader_gives():
     kept = lambda collate, description: lambda rows: [{"prompt": row["prompt"]} for row in rows]  # noqa: E731
     group, again = group_of(), again_of(_get_collator_with_removed_columns=kept)
     assert again.next_group(group) and set(group.inputs[0]) == {"prompt"}
 
 
-@pytest.mark.nightly
 def test_the_seeds_of_an_attempt_are_its_own_and_those_of_its_global_rows():
     def seeds(ranks: int, attempt: int) -> list[list[int]]:
         rows, found = PLACES * SIZE // ranks, []
@@ -319,7 +313,6 @@ def test_the_seeds_of_an_attempt_are_its_own_and_those_of_its_global_rows():
 # ---- checkpoints
 
 
-@pytest.mark.nightly
 def test_a_checkpoint_has_the_drawn_row_and_the_attempt_of_an_open_group():
     """Rank 1 of 2 is at its second attempt for its first place; a resumed run begins that attempt again."""
     order, release = order_of_trl(), threading.Event()
@@ -373,7 +366,6 @@ def test_a_round_of_flat_groups_ends_the_run_on_every_rank_with_its_rewards_and_
         assert words in messages[1], messages[1]
 
 
-@pytest.mark.nightly
 def test_one_group_with_different_rewards_lets_the_run_go_on():
     again, rewards = again_of(), torch.zeros(PLACES * SIZE, 1)
     rewards[3] = 1.0

@@ -211,7 +211,6 @@ def keep_end(scorer: GroupScorer, one: Recorded) -> None:
         keep_scores(scorer, one)
 
 
-@pytest.mark.nightly
 def test_a_column_that_only_some_groups_log_has_none_in_the_others(scorer_of):
     def log_some(completions, log_extra, **_):
         if "xyz" in completions:
@@ -268,7 +267,6 @@ NAMES = {"loss", "reward", "reward_std", "frac_reward_zero_std", "rewards/seen/m
 
 
 @pytest.mark.real
-@pytest.mark.nightly
 def test_a_process_has_a_main_thread_keywords_of_a_partial_and_logs_plain_data(scorer_of):
     functions = (group_rewards.in_main_thread, partial(group_rewards.by_factor, factor=3.0), group_rewards.diary)
     scores = scorer_of(*functions, score_processes=1).score(group())
@@ -284,7 +282,6 @@ def in_thread(scorer: GroupScorer, one: Recorded):
     return one.scores
 
 
-@pytest.mark.nightly
 @pytest.mark.real
 def test_trls_accuracy_reward_gets_a_process_without_a_setting(scorer_of):
     scorer = scorer_of(accuracy_reward, group_rewards.letters)
@@ -306,7 +303,6 @@ def test_trls_accuracy_reward_gets_a_process_without_a_setting(scorer_of):
         scorer.score(one)
 
 
-@pytest.mark.nightly
 @pytest.mark.real
 def test_a_process_has_no_place_in_the_world_and_what_it_prints_is_the_ranks(scorer_of, monkeypatch, capfd):
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "A_JUDGES_KEY": "k"}
@@ -319,7 +315,6 @@ def test_a_process_has_no_place_in_the_world_and_what_it_prints_is_the_ranks(sco
     assert "a line on standard output" in printed.err and "a line on standard error" in printed.err
 
 
-@pytest.mark.nightly
 def test_what_another_process_cannot_find_or_get_stays_in_the_thread(scorer_of):
     def local(completions, **_):
         return [2.0] * len(completions)
@@ -331,7 +326,6 @@ def test_what_another_process_cannot_find_or_get_stays_in_the_thread(scorer_of):
     assert values[0] == values[1] == [2.0] * 4 and values[3] == [0.0, 1.0, 2.0, 3.0]
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("value", "kind"),
     [(datetime(2026, 1, 1), "datetime"), ((1, 2), "tuple"), ({"a": [{1.5: object()}]}, "object"), (1 << 70, "2**64")],
@@ -377,7 +371,6 @@ def test_a_function_that_fails_is_named_with_node_rank_and_row(name, processes, 
     scorer.close()
 
 
-@pytest.mark.nightly
 @pytest.mark.real
 def test_a_process_that_has_ended_between_two_groups_is_named(scorer_of):
     scorer = scorer_of(group_rewards.letters, score_processes=1)
@@ -452,7 +445,6 @@ def test_a_process_ends_with_its_rank_while_a_function_runs(tmp_path):
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("functions", "named", "said"),
     [
@@ -468,7 +460,6 @@ def test_a_scorer_without_functions_and_wrong_names_are_refused(functions, named
     assert all(word in str(refused.value) for word in said)
 
 
-@pytest.mark.nightly
 def test_calls_of_many_threads_end_without_seeing_each_other():
     calls, failures = RewardCalls(topology_of(1), None, print), []
 
@@ -489,13 +480,11 @@ def test_calls_of_many_threads_end_without_seeing_each_other():
     assert Call("f", 0.0, None) != Call("f", 0.0, None)  # else `list.remove` runs Python code between two threads
 
 
-@pytest.mark.nightly
 def test_a_column_with_the_name_of_a_rollouts_text_is_refused(scorer_of):
     with pytest.raises(ConfigurationError, match=r"\['completions'\]"):
         scorer_of(group_rewards.letters).score(group(completions="the right answer"))
 
 
-@pytest.mark.nightly
 @pytest.mark.real
 def test_a_stop_signal_that_a_scheduler_sends_to_all_processes_leaves_the_rewards_alone(scorer_of):
     scorer = scorer_of(group_rewards.slow_letters, score_processes=1)

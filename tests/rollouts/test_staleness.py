@@ -118,7 +118,6 @@ def test_staleness_is_reported_in_rounds_and_in_optimizer_steps_over_all_ranks()
     assert "staleness/rounds_mean" not in metrics(first, second)  # taken
 
 
-@pytest.mark.nightly
 def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
     one = meter()
     one._since -= 10.0  # ten seconds ago
@@ -131,7 +130,6 @@ def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
     )
 
 
-@pytest.mark.nightly
 def test_the_fullest_cache_of_all_engines_is_reported_if_engines_measure_it():
     nodes = [list(meter().take((0.0, 0.0), [(9.0, 10.0, 3.0, 0.0)], kv_use)) for kv_use in (0.25, 0.75)]
     found = summarize_rounds(nodes, [0.0, 0.0])

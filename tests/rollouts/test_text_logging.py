@@ -76,7 +76,6 @@ def test_a_single_process_keeps_its_own_rows():
     assert gather_to_main(rows) is rows
 
 
-@pytest.mark.nightly
 def test_an_exception_while_scoring_restores_the_gather():
     trl = ModuleType("trl")
     trl.gather_object = real = lambda value: ["real"]

@@ -85,7 +85,6 @@ def row_by_row(rank: int, prompts: list[list[int]]) -> list[list[int]]:
     return rows
 
 
-@pytest.mark.nightly
 def test_a_rollout_that_generates_row_by_row_samples_the_same_in_every_layout():
     found = [in_layout(*layout, row_by_row) for layout in LAYOUTS]
     assert found[1:] == found[:1] * 3 and len({len(row) for row in found[0]}) > 2
@@ -115,7 +114,6 @@ def test_seeds_differ_by_run_mode_round_and_call():
     assert max(seeds) < 2**63 - 24  # what torch's generator takes
 
 
-@pytest.mark.nightly
 def test_all_rows_and_turns_of_a_round_have_seeds_of_their_own():
     seeds = []
     for rank in range(2):
@@ -126,7 +124,6 @@ def test_all_rows_and_turns_of_a_round_have_seeds_of_their_own():
     assert len(set(seeds)) == len(seeds) == 28
 
 
-@pytest.mark.nightly
 def test_prompts_that_continue_no_row_are_new_requests_for_the_rows_in_order():
     generation = generation_of(1)
     generation.generate([A, B], None, 1)

@@ -61,7 +61,6 @@ def test_the_step_in_which_the_minutes_will_have_passed_ends_with_a_checkpoint(m
     assert run(callback, clock, [each * MINUTE for each in minutes]) == saved
 
 
-@pytest.mark.nightly
 def test_other_checkpoints_count_and_so_does_the_time_that_saving_takes(callback, clock):
     assert run(callback, clock, [4 * MINUTE] * 7, also_saved=(2,)) == [2, 5]
     assert run(callback, clock, [4 * MINUTE] * 6, save_s=30 * MINUTE) == [3, 6]  # counted from the end of a save

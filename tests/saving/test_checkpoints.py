@@ -145,7 +145,6 @@ def test_unfinished_checkpoints_on_another_node_are_an_error_here_too(tmp_path):
     assert CheckpointLog(tmp_path, accelerator([2])).last_whole() == tmp_path / "checkpoint-2"
 
 
-@pytest.mark.nightly
 def test_a_folder_is_called_deletable_only_beside_one_that_all_ranks_can_resume(tmp_path, caplog):
     (tmp_path / "checkpoint-4").mkdir()
     finish(tmp_path / "checkpoint-2")

@@ -67,7 +67,6 @@ def test_a_wrong_checkpoint_is_not_pushed(hub, tmp_path):
     assert hub.repos == {"tester/run": {}} and trainer.args.hub_token == TOKEN
 
 
-@pytest.mark.nightly
 def test_whole_checkpoints_are_checked_and_pushed_too(hub, tmp_path):
     trainer = build(tmp_path, hub_strategy="checkpoint")
     push_checkpoint(trainer)
@@ -76,7 +75,6 @@ def test_whole_checkpoints_are_checked_and_pushed_too(hub, tmp_path):
     assert not any(TOKEN.encode() in content for content in hub.repos["tester/run"].values())
 
 
-@pytest.mark.nightly
 def test_a_checkpoint_before_a_preemption_is_not_pushed(hub, tmp_path, capsys):
     trainer = build(tmp_path)
     trainer.host.preemption.leaves = True
@@ -108,7 +106,6 @@ def test_a_push_in_the_background_that_must_succeed_ends_the_run_at_the_next_loo
     assert hub.commits == ["End of training"]
 
 
-@pytest.mark.nightly
 def test_a_repository_that_must_be_there_is_an_error_at_the_start_and_after_saving_at_the_end(hub, tmp_path):
     trainer = build(tmp_path, must_succeed=True)
     trainer.hub_model_id = None
@@ -121,7 +118,6 @@ def test_a_repository_that_must_be_there_is_an_error_at_the_start_and_after_savi
     assert f"hf upload run {tmp_path}/run . --exclude '_*'" in str(caught.value) and TOKEN not in str(caught.value)
 
 
-@pytest.mark.nightly
 def test_without_node_mode_it_does_what_transformers_does(hub, tmp_path):
     trainer = build(tmp_path, node_mode=False)
     spoil(f"{trainer.args.output_dir}/checkpoint-1")
@@ -134,7 +130,6 @@ def test_without_node_mode_it_does_what_transformers_does(hub, tmp_path):
         trainer.push_to_hub()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("push", "stage", "gathers", "call", "refused"),
     [
@@ -152,7 +147,6 @@ def test_pushes_that_would_have_no_weights_are_refused_before_the_model(push, st
         check_push(args, {"model": "name", **call})
 
 
-@pytest.mark.nightly
 def test_under_fsdp_a_push_needs_the_whole_state():
     args, fsdp = SimpleNamespace(push_to_hub=True), {"ACCELERATE_USE_FSDP": "true"}
     with pytest.raises(ConfigurationError, match="fsdp_state_dict_type: FULL_STATE_DICT"):

@@ -66,7 +66,6 @@ def test_a_checkpoint_with_open_groups_resumes_only_in_the_same_way():
         check_same_way(folder, True, True, False)
 
 
-@pytest.mark.nightly
 def test_groups_of_another_size_are_refused():
     saved = SavedRollouts({}, {"open": {"arrays": [], "groups": [{"size": SIZE + 1}]}})
     with pytest.raises(ConfigurationError, match="5 rows.*`num_generations` is 4"):

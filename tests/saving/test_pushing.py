@@ -112,7 +112,6 @@ def test_a_fault_that_passes_costs_tries_only(hub, folder, capsys, fault):
     assert "failed" not in told and (hub._faults or told == "")
 
 
-@pytest.mark.nightly
 def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_only(hub, folder, capsys, monkeypatch):
     """The oldest checkpoint gives way while the newest one's push lists the folder, which contains both."""
     (folder / "checkpoint-1").mkdir()
@@ -129,7 +128,6 @@ def test_a_checkpoint_that_is_deleted_while_the_folder_is_listed_costs_a_try_onl
     assert hub.repos["tester/run"] == {"model.safetensors": b"weights", "config.json": b"{}"}
 
 
-@pytest.mark.nightly
 @pytest.mark.fault("37")
 def test_a_hub_that_is_silent_is_given_up(hub, folder, capsys, monkeypatch):
     monkeypatch.setattr(pushing, "STALL_S", 0.3)
@@ -141,7 +139,6 @@ def test_a_hub_that_is_silent_is_given_up(hub, folder, capsys, monkeypatch):
     assert "ReadTimeout" in capsys.readouterr().out
 
 
-@pytest.mark.nightly
 def test_no_try_begins_after_the_limit(hub, folder, capsys, monkeypatch):
     monkeypatch.setattr(pushing, "WAITS_S", (0.01, 1000.0))
     hub.fail(500, on=COMMIT)

@@ -165,7 +165,6 @@ def test_at_the_end_of_a_block_only_the_look_ahead_comes_back_and_only_with_stal
     assert (trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None) == bool(max_staleness)
 
 
-@pytest.mark.nightly
 def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption_does_not_wait(tmp_path):
     trainer, seen = trainer_at(4, tmp_path), []
     look_ahead = trainer.vllm_generation.look_ahead
@@ -178,7 +177,6 @@ def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption
     assert seen == ["generate"]  # which may take any time, while a checkpoint that writes nothing counts as stuck
 
 
-@pytest.mark.nightly
 def test_a_run_that_begins_anew_has_nothing_left_of_the_last_one(tmp_path):
     trainer = trainer_at(5, tmp_path)
     trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, rows)
@@ -204,7 +202,6 @@ def test_a_rank_whose_neighbour_has_no_file_generates_afresh_with_it(tmp_path):
     assert trainer._buffered_inputs is None
 
 
-@pytest.mark.nightly
 def test_trls_own_config_resumes_from_a_checkpoint_without_rollouts(tmp_path):
     folder = saved_at(4, tmp_path, ahead=False)
     rollouts_file(folder, 0).unlink()
@@ -212,7 +209,6 @@ def test_trls_own_config_resumes_from_a_checkpoint_without_rollouts(tmp_path):
     assert trainer._step == 4
 
 
-@pytest.mark.nightly
 def test_a_stream_has_no_length_and_its_position_counts_from_its_beginning(tmp_path):
     trainer = trainer_at(0, tmp_path, loader=Stream())
     resume = Resume(trainer)
@@ -222,7 +218,6 @@ def test_a_stream_has_no_length_and_its_position_counts_from_its_beginning(tmp_p
     assert resumed(trainer_at(5, tmp_path, loader=Stream()), saved_at(5, tmp_path))._step == 5
 
 
-@pytest.mark.nightly
 def test_a_checkpoint_written_again_by_fewer_ranks_is_whole(tmp_path):
     """A run of two ranks was killed inside it; its second rank's marker has nobody else to remove it."""
     log = CheckpointLog(tmp_path, Accelerator())
@@ -261,7 +256,6 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(tmp
         check_zero_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("from_rollouts", [True, False])
 def test_a_node_that_sees_only_its_own_ranks_knows_the_others(from_rollouts, tmp_path):
     """From its rollouts or, with `save_only_model`, from the note about the checkpoint."""
@@ -276,14 +270,12 @@ def test_a_node_that_sees_only_its_own_ranks_knows_the_others(from_rollouts, tmp
         check_zero_ranks(folder, Accelerator([[other, 1]]))
 
 
-@pytest.mark.nightly
 def test_nodes_that_changed_places_are_told(tmp_path):
     """Rank 0 finds rank 1's file and the other way round."""
     with pytest.raises(ConfigurationError, match=r"\[0, 1\].*--machine_rank"):
         check_zero_ranks(zero_checkpoint(tmp_path, 1), Accelerator([[1, 0]]))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("prefix", ["", "bf16_"])
 def test_what_a_larger_launch_left_in_a_folder_does_not_make_the_new_checkpoint_unusable(tmp_path, prefix):
     """Four ranks wrote it, or began to; then one rank came to the same step."""
@@ -300,7 +292,6 @@ def test_what_a_larger_launch_left_in_a_folder_does_not_make_the_new_checkpoint_
     } | {"rollouts_rank0.safetensors", "multinode.json", "latest"}  # fmt: skip
 
 
-@pytest.mark.nightly
 def test_zero_states_are_no_part_of_a_checkpoint_without_deepspeed(tmp_path):
     """One rank under ZeRO, then two under DDP at the same step."""
     folder, both = zero_checkpoint(tmp_path, 0), Accelerator()

@@ -227,7 +227,6 @@ def folders_with(tmp_path: Path, times: dict[int, float]) -> Path:
     return tmp_path
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("times", [
     {1: 10, 2: 20, 3: 30, 4: 40},
     {9: 10, 1: 20, 2: 30, 3: 40},  # an earlier run in the same folder went further
@@ -278,7 +277,6 @@ def test_the_old_checkpoint_stays_until_no_rank_marks_the_new_one_as_unfinished(
     assert log.last_whole() == tmp_path / "checkpoint-1"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_checkpoint_that_another_node_moves_or_that_cannot_be_moved_ends_no_run(
     refused, tmp_path, monkeypatch, caplog
@@ -310,7 +308,6 @@ def test_what_a_run_was_deleting_is_deleted_at_the_next_start_and_never_resumed_
     assert not left.exists() and (tmp_path / "checkpoint-1").exists()
 
 
-@pytest.mark.nightly
 def test_the_saved_arguments_have_the_users_limit(tmp_path):
     trainer = Saving(tmp_path, save_total_limit=3)
     saved = torch.load(trainer.save(1) / "training_args.bin", weights_only=False)
@@ -349,7 +346,6 @@ def test_a_disk_that_cannot_write_leaves_the_checkpoint_unfinished(tmp_path, mon
     assert trainer.last().name == "checkpoint-1"
 
 
-@pytest.mark.nightly
 def test_a_file_system_that_syncs_no_folders_will_do(tmp_path, monkeypatch):
     trainer = Saving(tmp_path)
     monkeypatch.setattr(os, "fsync", fails_on("checkpoint-1", errno.EINVAL))

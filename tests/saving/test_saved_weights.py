@@ -107,7 +107,6 @@ def test_a_defect_is_named_with_tensors_and_cure(saved, defect):
     assert all(word in text for word in words), text
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("size", [None, 0, 1, 7, 100, -1])
 def test_a_file_that_is_missing_or_was_cut_off_cannot_be_read(saved, size):
     model, folder = saved
@@ -152,7 +151,6 @@ def test_a_defect_of_a_shard_is_named(sharded, defect):
     assert all(word in text for word in words), text
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("content", ['{"weight_map": {', "{}", "[]", None])
 def test_an_index_that_was_cut_off_or_is_not_alone_is_refused(sharded, content):
     """transformers would load a file of an earlier save beside the shards."""
@@ -168,7 +166,6 @@ def test_an_index_that_was_cut_off_or_is_not_alone_is_refused(sharded, content):
 # ---- adapters -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.nightly
 def test_an_adapter_with_an_empty_a_is_found(tmp_path):
     model = lora()
     model.save_pretrained(tmp_path)
@@ -179,7 +176,6 @@ def test_an_adapter_with_an_empty_a_is_found(tmp_path):
     assert all(word in text for word in ["1 of 8", name, "(0,)", "(4, 64)"])
 
 
-@pytest.mark.nightly
 def test_the_whole_model_in_the_place_of_an_adapter_is_refused(tmp_path):
     model = lora()
     model.get_base_model().save_pretrained(tmp_path)
@@ -204,7 +200,6 @@ def test_a_sharded_model_still_knows_what_its_file_must_hold(saved):
     assert "1 of 26" in message(folder, model)
 
 
-@pytest.mark.nightly
 def test_a_sharded_adapter_still_knows_what_its_file_must_hold(tmp_path):
     model = lora(modules_to_save=["lm_head"])
     model.save_pretrained(tmp_path)

@@ -159,7 +159,6 @@ def test_auto_falls_back_with_a_reason_and_adapter_refuses(tmp_path):
         MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, lora_sync="always")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("other_node_serves", [True, False])
 def test_engines_without_lora_on_any_node_merge_on_all(other_node_serves):
     base = adapted().get_base_model()

@@ -60,7 +60,6 @@ def test_a_value_that_the_engines_dtype_cannot_hold_has_another_cure():
         check(source)
 
 
-@pytest.mark.nightly
 def test_a_buffer_may_be_infinite_but_not_nan():
     module = nn.Linear(4, 4)
     module.register_buffer("mask", torch.full((3,), -INF))
@@ -93,7 +92,6 @@ def test_frozen_weights_are_checked_before_the_first_sync_and_when_a_script_chan
         check(source, frozen=True)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [AdapterSource, PeftSource])
 def test_adapters_are_checked_whether_they_are_sent_or_merged(kind):
     base = get_peft_model(tiny_qwen2(), LoraConfig(r=4, target_modules=["q_proj"])).get_base_model()
@@ -171,7 +169,6 @@ def test_the_rank_that_holds_the_nan_finds_it_before_a_sync_and_before_a_save(ki
     assert ranks == ([found, clean] if kind == "ddp" else [clean, found])
 
 
-@pytest.mark.nightly
 def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
     """MiCS shares shards within smaller groups, NVMe has them on disk; ZeRO++ has a second copy of the same shard."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)

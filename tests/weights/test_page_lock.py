@@ -76,7 +76,6 @@ def test_slots_that_cannot_be_page_locked_are_slower_and_the_user_is_told(cudart
         slots.close()
 
 
-@pytest.mark.nightly
 def test_a_worker_that_cannot_page_lock_says_so_in_its_log(cudart, caplog):
     cudart(fails_at=1)
     slots = HostSlots(256, pin=False)
@@ -97,7 +96,6 @@ def test_no_file_is_left_when_page_locking_raises(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_memory_for_other_processes_is_no_expandable_segment(name, monkeypatch):
     changes: list[str] = []

@@ -72,7 +72,6 @@ def test_other_adapters_are_refused_with_the_way_out(record_property):
         PeftSource(experts.get_base_model(), torch.float32)
 
 
-@pytest.mark.nightly
 def test_two_adapters_at_once_are_merged_but_not_if_one_is_dora():
     two = adapted()
     two.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
@@ -142,7 +141,6 @@ def test_an_engine_with_what_is_sent_of_embedding_and_head_agrees_with_the_train
     assert torch.allclose(log_probs(engine_of(model, tied)), log_probs(model), atol=1e-4)
 
 
-@pytest.mark.nightly
 def test_tied_weights_that_a_wrapper_separates_are_an_error_of_the_next_sync():
     model = tiny_qwen2(tied=True)
     source = ModuleSource(model, torch.float32)

@@ -43,7 +43,6 @@ def test_ranges_hold_every_element_once_and_are_below_the_limit():
         assert [meta.range.is_last for meta in metas] == [False] * (len(metas) - 1) + [True]
 
 
-@pytest.mark.nightly
 def test_the_ranges_of_a_large_tensor_are_about_equal_and_aligned():
     metas = ranges_of((151936, 4096), 512 * MIB, 448, torch.bfloat16)  # Qwen3's embedding on 64 nodes of 7 ranks
     assert len(metas) == 3 and min(meta.num_bytes for meta in metas) > 0.98 * max(meta.num_bytes for meta in metas)
@@ -148,7 +147,6 @@ def test_half_a_tensor_of_a_failed_update_does_not_survive_and_gaps_are_errors()
         add(second, whole)
 
 
-@pytest.mark.nightly
 def test_buckets_on_a_gpu_leave_room_for_the_copy_that_pytorch_makes_on_the_way_to_host_memory(tmp_path):
     def body(rank: int) -> list[float]:
         devices = [torch.device(device) for device in ("cpu", "cuda")]

@@ -145,7 +145,6 @@ def test_two_cuts_of_a_tensor_share_each_element_once():
         assert new.padding < world
 
 
-@pytest.mark.nightly
 def test_only_much_padding_is_worth_a_collective():
     """At 448 ranks: 128 experts of 24 MiB in bfloat16, a matrix of 2048 rows, and a small one of 128."""
     experts, matrix = Cut(128 * 12 << 20, 12 << 20, 448), Cut(2048 * 8192, 5 * 8192, 448)
@@ -174,7 +173,6 @@ def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_
     assert on_gloo_ranks(body, 2, tmp_path) == [[True, False, False, False, False, False]] * 2
 
 
-@pytest.mark.nightly
 def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
     def body(rank: int) -> bool:
         gather = ShardGather(2, torch.device("cpu"))

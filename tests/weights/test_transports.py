@@ -79,7 +79,6 @@ def test_auto_takes_what_was_executed_and_says_why(machine, reason):
     assert choose("host", machine)[0] == "host"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("engines", "shared", "peers"),
     [((("GPU-b",),), False, [(1, 2)]), ((("GPU-c",),), True, []), ((("GPU-a",), ("GPU-c",)), True, [(0, 2)])],
@@ -120,7 +119,6 @@ def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
     assert told == [Broadcast("gloo", str(tmp_path / "store"), 5, first, 60.0) for first in (1, 3)]
 
 
-@pytest.mark.nightly
 def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
     """Otherwise torch warns at exit that a process group was never destroyed. Its peers may have ended before."""
     slots, ended = BroadcastSlots(16, CPU, tmp_path / "store", [1], 60.0), []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-SCRIPTS = Path(__file__).parents[2] / "e2e" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "tests" / "e2e" / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import common  # noqa: E402
