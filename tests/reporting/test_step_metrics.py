@@ -221,7 +221,6 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
     assert "perf/tokens_per_s" not in found  # taken
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_the_advice_has_the_tail_that_the_engines_measured(capsys, in_flight):
     one = report(OneRank(), weight_update="in_flight" if in_flight else "drain", max_staleness=int(not in_flight))
