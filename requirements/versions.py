@@ -37,7 +37,7 @@ SEAM = (
     "test_upgrading.py",
     "test_config.py",
     "rollouts",
-    "batches",
+    "batches/test_microbatches.py",
 )
 TESTS = {
     "trl": (*SEAM, "saving/test_resume.py"),

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -16,7 +17,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 import torch
-from costs import FileCosts, budgets, name_of, parts
+from costs import FileCosts, budgets, file_of, name_of, parts
 from private_memory import make_shared_memory_private, note_segments, unused_segments
 from store_host import StoreHost
 
@@ -68,15 +69,15 @@ def pytest_collection_modifyitems(config, items):
     """Begin with the most expensive files; with `--part`, keep one part of them."""
     allowed = budgets()
 
-    def cost(item) -> float:
-        return allowed.get(name_of(item), {}).get("cpu_s", 0)
-
-    items.sort(key=lambda item: (-cost(item), name_of(item)))
+    costs: dict[str, float] = defaultdict(float)
+    for file, name in {(file_of(item), name_of(item)) for item in items}:
+        costs[file] += allowed.get(name, {}).get("cpu_s", 0)
+    items.sort(key=lambda item: (-costs[file_of(item)], file_of(item)))
     if part := config.getoption("--part"):
         index, count = map(int, part.split("/"))
-        kept = parts({name_of(item): cost(item) for item in items}, count)[index]
-        config.hook.pytest_deselected(items=[item for item in items if name_of(item) not in kept])
-        items[:] = [item for item in items if name_of(item) in kept]
+        kept = parts(costs, count)[index]
+        config.hook.pytest_deselected(items=[item for item in items if file_of(item) not in kept])
+        items[:] = [item for item in items if file_of(item) in kept]
 
 
 def pytest_collection_finish():

@@ -1,7 +1,8 @@
 """Costs of each test file: CPU seconds, and the engines, launches and Pythons that it started.
 
-`budgets.json` holds the budgets. CPU seconds above a budget are printed as `OVER BUDGET`, because they depend on the
-machine; a count above it fails the run, because counts are exact. `--record-budgets` writes the file.
+`budgets.json` holds the budgets, of a file's nightly tests apart from those of the others. CPU seconds above a budget
+are printed as `OVER BUDGET`, because they depend on the machine; a count above it fails the run, because counts are
+exact. `--record-budgets` writes the file.
 """
 
 import json
@@ -25,6 +26,7 @@ FREE_CPU_S = 10.0
 # Between machines of the same kind, CPU seconds of a file differ by less than this
 MACHINE_FACTOR = 1.5
 TEMPLATE = "trl_multinode.testing.template"
+NIGHTLY = " (nightly)"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Costs = dict[str, float]
@@ -35,9 +37,14 @@ def budgets() -> dict[str, Costs]:
     return json.loads(BUDGETS.read_text()) if BUDGETS.exists() else {}
 
 
-def name_of(item: pytest.Item) -> str:
+def file_of(item: pytest.Item) -> str:
     """Return the path of an item's file below `tests/`."""
     return str(item.path.relative_to(TESTS))
+
+
+def name_of(item: pytest.Item) -> str:
+    """Return the name of an item's budget."""
+    return file_of(item) + (NIGHTLY if item.get_closest_marker("nightly") else "")
 
 
 def parts(costs: dict[str, float], count: int) -> list[set[str]]:
@@ -152,7 +159,7 @@ def write_budgets(files: dict[str, Costs]) -> None:
 
     A run may execute only a part of a file, so a budget becomes smaller only if its line is removed before.
     """
-    kept = {file: budget for file, budget in budgets().items() if (TESTS / file).exists()}
+    kept = {file: budget for file, budget in budgets().items() if (TESTS / file.removesuffix(NIGHTLY)).exists()}
     for file, costs in files.items():
         budget = kept.get(file, {})
         spent = {"cpu_s": round(costs["cpu_s"])} | {name: int(costs.get(name, 0)) for name in COUNTS}

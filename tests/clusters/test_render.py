@@ -115,23 +115,6 @@ def test_a_missing_file_and_missing_hosts_are_named(arguments, message, capsys):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["pbs", "4node.yaml", "--script", "a"], "'pbs'"),
-        (["slurm", "4node.yaml"], "--script"),
-        (["slurm", "4node.yaml", "--script", "a", "--name", "My_Run"], "--name"),
-        (["slurm", "4node.yaml", "--script", "a", "--env", "A"], "NAME=VALUE"),
-        (["slurm", "4node.yaml", "--script", "a", "--grace", "-1"], "--grace"),
-    ],
-)
-def test_wrong_options_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["render", *arguments])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.nightly
 @pytest.mark.real
 def test_it_runs_on_a_login_node_without_torch():
     code = "import sys; sys.modules |= dict.fromkeys(('torch', 'accelerate', 'trl', 'transformers', 'numpy'))\n"
