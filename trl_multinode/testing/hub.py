@@ -179,6 +179,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if fault is None and self.command == "POST" and "Authorization" not in self.headers:
+            fault = 401  # as the real hub, where nobody without a token changes anything
         answer = (fault, b"", {}) if fault is not None else self._answer(request, body)
         status, content, headers = answer
         self.send_response(status)
