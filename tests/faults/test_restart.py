@@ -155,6 +155,7 @@ class OneNode(SyncingHost):
             process.kill()
 
         if with_rows:
+            process.suspend()  # else the rows may end before the thread has seen them
             threading.Thread(target=later).start()
         else:
             process.kill()
