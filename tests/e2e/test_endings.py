@@ -73,7 +73,7 @@ ENDINGS: dict[str, tuple[Callable[[Nodes], None], str, set[int]]] = {
     ),
 }
 # One launch forks nothing, and one has vLLM's own process tree below forked ranks. Elsewhere vLLM's processes are
-# forked, too; `test_conformance.py` holds forks to be the same.
+# forked, too; `test_forked.py` and `test_conformance.py` hold forks to be the same.
 ORDINARY = "SIGKILL of the launcher of node 1"
 VLLMS_OWN_TREE = {ORDINARY, "vLLM's worker killed"}
 CASES = [

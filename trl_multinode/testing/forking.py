@@ -174,7 +174,7 @@ def fork_launcher(
         RuntimeError: `environment` has other values of variables that libraries read when they are imported.
     """
     template = _template_of(RANKS_KIND, environment)
-    if HOOK in environment:
+    if environment.get(HOOK):
         environment = {**environment, HOOK: from_template(environment[HOOK], environment)}
     return ForkedProcess(template.socket_path, LAUNCHER_PROGRAM, arguments, environment, log.fileno(), node)
 
