@@ -11,7 +11,9 @@ from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "in_flight.py"
 GROUP, WORLD = 4, 4
-SLOW = Faults().slow_tokens(0.06)  # generation takes longer than a step, whatever else the machine does
+SLOW = Faults().slow_tokens(0.06)  # generation takes longer than most steps
+# On a busy machine a step may take longer than a row, so some rows wait until the next step has begun
+HELD = SLOW.hold_rows(seconds=20)
 
 # Four ranks x 8 rows = 8 prompts a round, two groups a rank
 RUN = {

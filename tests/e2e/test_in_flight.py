@@ -6,8 +6,21 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
-from in_flight_runs import GROUP, SLOW, WORLD, check_whole, end, losses, losses_of, results, start, trained, versions
-from waiting import HANG_S
+from in_flight_runs import (
+    GROUP,
+    HELD,
+    SLOW,
+    WORLD,
+    check_whole,
+    end,
+    losses,
+    losses_of,
+    results,
+    start,
+    trained,
+    versions,
+)
+from waiting import HANG_S, until
 
 from trl_multinode.testing.faults import FAKE
 from trl_multinode.testing.models import tiny_qwen2
@@ -27,26 +40,26 @@ FEATURES = {
 }  # fmt: skip
 LOSSES = {"name": "losses", "prompts": 84}
 
-# Two ranks, 8 prompts a round in two optimizer steps, four rounds in each of two epochs; a checkpoint at every third
+# Two ranks, 8 prompts a round in two optimizer steps, five rounds in each of two epochs; a checkpoint at every third
 # step, so that every second one is inside a round
 KILLED = {
-    "output": "killed", "prompts": 32, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "mean": 24,
-    "steps_per_generation": 2,
+    "output": "killed", "prompts": 40, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3, "mean": 24,
+    "steps_per_generation": 2, "max_completion_length": 96, "learning_rate": 1e-4,
 }  # fmt: skip
-LAST, EPOCH = 16, 8  # steps
+LAST, EPOCH = 20, 10  # steps
 # where a run ends -> checkpoint from which the next one goes on
-KILLS = {("take", 4): 3, ("step", 6): 6, ("saving", 9): 6, None: LAST}
+KILLS = {("begin", 4): 3, ("step", 6): 6, ("saving", 9): 6, None: LAST}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """Three runs side by side, because their engines mostly sleep; one of them is killed three times."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("whole", "features", "killed")}
-    env = SLOW.environment(FAKE)
+    slow, held = SLOW.environment(FAKE), HELD.environment(FAKE)
     with (
-        Nodes(2, 2, folder=folders["whole"], env=env, forked=True) as whole,
-        Nodes(2, 2, folder=folders["features"], env=env, forked=True) as features,
-        Nodes(2, 1, folder=folders["killed"], env=env, forked=True) as killed,
+        Nodes(2, 2, folder=folders["whole"], env=held, forked=True) as whole,
+        Nodes(2, 2, folder=folders["features"], env=held, forked=True) as features,
+        Nodes(2, 1, folder=folders["killed"], env=slow, forked=True) as killed,
     ):
         start(whole, WHOLE)
         start(features, FEATURES)
@@ -63,6 +76,7 @@ def run_until_killed(nodes: Nodes, number: int, where: tuple[str, int] | None) -
     codes = nodes.wait(timeout_s=HANG_S)
     assert (codes == [0, 0]) == (where is None), nodes.rank_log(0)[-3000:]
     (nodes.folder / f"run{number}.log").write_text("".join(nodes.rank_log(rank) for rank in range(2)))
+    until(lambda: not any(map(nodes.pids, range(2))), "the engines of killed ranks to end")
 
 
 def test_every_id_of_every_epoch_is_trained_once_and_nothing_is_left_under_way(folders):
@@ -160,7 +174,6 @@ def test_ids_trained_before_and_after_three_kills_are_all_ids_once(killed):
     assert list(map(Counter, epochs)) == [Counter({f"{i} + {i + 1} =": GROUP for i in range(KILLED["prompts"])})] * 2
     assert any(len(row) > 1 for runs in found for row in versions(runs))
     logs = [(killed / f"run{number}.log").read_text() for number in range(len(KILLS))]
-    assert "AssertionError" not in logs[0], "no row was under way when the first run was killed"
     assert "checkpoint-9 is skipped: unfinished" in logs[-1]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from ..wire.messages import (
 from .fake_sampling import SAMPLING_KEYS, sample
 from .faults import Faults
 
+HELD_ROWS = range(8, 33, 8)  # single rows, counted from one, that `hold_rows` holds: those of four groups in eight
+
 
 class FakeRow(CompletionBuffer):
     """Completion that a thread of the fake engine makes."""
@@ -50,6 +53,10 @@ class FakeRow(CompletionBuffer):
     @property
     def ids(self) -> list[int]:
         return [*self.prompt, *self.tokens]
+
+    @property
+    def is_swapped(self) -> bool:
+        return bool(self._swaps)
 
 
 class Freezer:
@@ -71,6 +78,11 @@ class Freezer:
         finally:
             with self._changed:
                 self._active -= 1
+
+    def hold(self, row: FakeRow, limit_s: float) -> None:
+        """Wait until the weights are swapped under `row`, until it is aborted, or until the limit."""
+        with self._changed:
+            self._changed.wait_for(lambda: row.aborted or row.is_swapped, limit_s)
 
     async def freeze(self) -> None:
         with self._changed:
@@ -100,6 +112,8 @@ class FakeBackend(Backend):
         self._faults = Faults.from_command_line()
         self._delay_s = self._faults.delay_s(spec.index)
         self._token_delay_s = self._faults.token_delay_s()
+        self._hold_s = self._faults.hold_s()
+        self._single_rows = count(1)
         self._start_delay_s = self._faults.restart_delay_s() if spec.start else 0.0
         self._tokens = 0
         self._version = WeightVersion()
@@ -151,12 +165,14 @@ class FakeBackend(Backend):
             raise Refused(RequestRefused, f"the fake engine refuses the sampling settings {sorted(unknown)}")
         self._check_length(prompt)
         rows = [FakeRow(prompt) for _ in range(num)]
+        # Continuous rollouts request single rows
+        held = self._hold_s > 0 and num == 1 and next(self._single_rows) in HELD_ROWS
         self._running += rows
         show(rows)
         try:
             await asyncio.sleep(self._delay_s)
             ended = partial(asyncio.get_running_loop().call_soon_threadsafe, end_row)
-            await asyncio.to_thread(self._complete, rows, max_tokens, sampling, seed, ended)
+            await asyncio.to_thread(self._complete, rows, max_tokens, sampling, seed, ended, held)
         finally:
             for row in rows:
                 self._running.remove(row)
@@ -169,7 +185,13 @@ class FakeBackend(Backend):
             raise Refused(RequestRefused, f"the prompt has {len(prompt)} tokens, the context is {self._context}")
 
     def _complete(
-        self, rows: list[FakeRow], max_tokens: int, sampling: dict, seed: int | None, ended: Callable[[], object]
+        self,
+        rows: list[FakeRow],
+        max_tokens: int,
+        sampling: dict,
+        seed: int | None,
+        ended: Callable[[], object],
+        held: bool,
     ) -> None:
         for index, row in enumerate(rows):
             random = self._random if seed is None else torch.Generator().manual_seed(seed + index)
@@ -179,6 +201,9 @@ class FakeBackend(Backend):
                     if row.aborted:
                         return
                     left = self._sample(row, sampling, random, left - 1)
+                if left and held:
+                    self._freezer.hold(row, self._hold_s)
+                    held = False
                 if left and self._token_delay_s:
                     time.sleep(self._token_delay_s)
             ended()

@@ -1,10 +1,10 @@
 """Rounds in flight with completions of very different lengths. Usage: in_flight.py FOLDER JOBS_JSON
 
 A job is a trainer; several run one after the other. Of its settings, `name` is its results'; `kill` ends every rank by
-SIGKILL at an optimizer step: "take" before its round takes groups, "step" between its backward pass and its update,
-"saving" in the middle of its checkpoint; `resume` goes to `train()`; `compare` is a round whose tensors are compared
-with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`; `lora`, `tools` and
-`environment` (half of whose turns call a tool) are what they say. The job "losses" trains twice, see
+SIGKILL at an optimizer step: "begin" after its round has begun the next rows, "step" between its backward pass and its
+update, "saving" in the middle of its checkpoint; `resume` goes to `train()`; `compare` is a round whose tensors are
+compared with those of TRL's own method on the same rows; lengths are geometric with the mean `mean`; `lora`, `tools`
+and `environment` (half of whose turns call a tool) are what they say. The job "losses" trains twice, see
 in_flight_losses.py.
 """
 
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("RANK", "0")
@@ -138,16 +139,18 @@ def kill(trainer, where: str, step: int) -> None:
 
         def killed(*args, **kwargs):
             if trainer.state.global_step == step:
-                if where == "take":
-                    assert trainer.vllm_generation.continuous.groups.rows_under_way > 0
+                if where == "begin":
+                    method(*args, **kwargs)
+                    while not trainer.vllm_generation.continuous.groups.rows_under_way:  # the engine gets them soon
+                        time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             return method(*args, **kwargs)
 
         setattr(owner, name, killed)
 
     match where:
-        case "take":
-            cut_off(trainer.vllm_generation.continuous, "take")
+        case "begin":
+            cut_off(trainer.vllm_generation.continuous, "begin_following")
         case "step":
             cut_off(DeepSpeedEngine, "step")
         case "saving":
