@@ -38,7 +38,9 @@ LIBRARIES = {
         "__init__": "lazily",
     },
     "transformers": {
-        **dict.fromkeys(("config", "call_checks", "saving", "batches", "rehearsal", "reporting", "testing"), ""),
+        **dict.fromkeys(
+            ("config", "call_checks", "must_agree", "saving", "batches", "rehearsal", "reporting", "testing"), ""
+        ),
         "plan": "lazily",
     },
     "accelerate": {"check": "", "command": "lazily", "testing": ""},  # elsewhere it is TRL's accelerator
@@ -51,6 +53,7 @@ LIBRARIES = {
 COLLECTIVES = {
     "images": {"gather"},  # a flag per round, of models with images and sharded weights
     "rollouts.text_logging": {"gather_object"},
+    "rollouts.one_prompt": {"gather"},  # a number per row and round, where groups straddle ranks
     "weights.source": {"GatheredParameters", "full_tensor"},
     "weights.even_pieces": {"all_to_all_single"},  # of a tensor of few rows under FSDP2, in the world
     # of the weights, in two groups

@@ -20,11 +20,13 @@ from .call_checks import check_call
 from .config import NodeFields
 from .host import NodeHost
 from .libraries import replaced
+from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
 from .reporting import RunRecord, StepReport, report_choices, report_start, report_steps
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import NodeGeneration, Prompts
 from .rollouts.monitor import check_nan
+from .rollouts.one_prompt import check_one_prompt
 from .rollouts.rewards import RewardCalls
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
@@ -105,6 +107,7 @@ class NodeTrainer(HubTrainer):
     def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
         check_supported(settings, self._config, type(self).__name__)
         check_call(host, settings, call)
+        check_agreement(host, settings, call)
 
     def _default_args(self, model: Any) -> Any:
         name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
@@ -240,6 +243,7 @@ class NodeTrainer(HubTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         with self._guarded():
             if self.host is not None:
+                check_training(self.host, self.args, resume_from_checkpoint)
                 self.host.watch.ending.resumes |= resume_from_checkpoint is True
                 resume_from_checkpoint = self._resume.choose(resume_from_checkpoint)
                 self.weights_changed()
@@ -325,6 +329,11 @@ class RewardedNodeTrainer(NodeTrainer):
     def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
         with self._texts.during_scoring() if self.host is not None else nullcontext():
             return super()._one_round(make, following)
+
+    def _check_groups(self, inputs: list[dict[str, Any]]) -> None:
+        """Raise if a group of this training round has several prompts. An evaluation may fill its last batch up."""
+        if self.host is not None and self.model.training:
+            check_one_prompt(self.accelerator, inputs, self.num_generations)
 
     def _log_completion_extra(self, column: str, values: list) -> None:
         """Drop columns of reward functions unless completions are logged; TRL would gather them for no use."""

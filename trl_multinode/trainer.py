@@ -102,6 +102,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def _generate_and_score_completions(self, inputs: Batch) -> dict[str, Any]:
         if self.host is None:
             return super()._generate_and_score_completions(inputs)
+        self._check_groups(inputs)
         if self._is_vlm:
             check_images(self.accelerator, inputs)
         score = super()._generate_and_score_completions

@@ -40,6 +40,7 @@ class MultiNodeRLOOTrainer(RewardedNodeTrainer, RLOOTrainer):
         return found
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._check_groups(inputs)
         self._scores = [] if self.host is not None else None
         output = self._one_round(partial(super()._generate_and_score_completions, inputs))
         self._scores = None

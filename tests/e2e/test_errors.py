@@ -45,6 +45,22 @@ def test_a_small_dataset_is_found_before_any_weights_file_is_opened(tmp_path):
     assert "2 rows" in line and "4 prompts" in line
 
 
+@pytest.mark.fault("disagreement")
+def test_data_in_another_order_on_one_node_is_found_before_any_weights_file_is_opened(tmp_path):
+    """As with a shuffle without a seed: the advantages of a group would compare completions of two prompts."""
+    lines, _ = end_of_run(tmp_path, "shuffled", "ConfigurationError", exit_codes.CONFIGURATION)
+    assert len(lines) == 1
+    line = lines.pop()
+    assert "of `train_dataset` (" in line and "on ranks 0, 1 of node 0" in line and "on ranks 2, 3 of node 1" in line
+
+
+@pytest.mark.fault("disagreement")
+def test_a_learning_rate_that_a_script_changed_on_some_ranks_is_found_before_the_first_step(tmp_path):
+    lines, _ = end_of_run(tmp_path, "rates", "ConfigurationError", exit_codes.CONFIGURATION)
+    assert len(lines) == 1
+    assert "`learning_rate` (0.001 on rank 0 of node 0, 0.002 on rank 1" in lines.pop()
+
+
 @pytest.mark.fault("20")
 def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
     lines, logs = end_of_run(tmp_path, "long_prompt", "PromptTooLongError", exit_codes.ENGINE)
@@ -52,7 +68,7 @@ def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
     assert all("the slow round is done" in log for log in logs)
     assert len(lines) == 1
     line = lines.pop()
-    assert "node 1, rank 2" in line and "Row 3 of rank 2" in line and "100 tokens" in line
+    assert "node 1, rank 2" in line and "Row 0 of rank 2" in line and "100 tokens" in line
     assert "vllm_max_model_length" in line
 
 

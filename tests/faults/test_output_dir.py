@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import json
-import logging
 import os
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from store_host import RANKS, begin_early
 from waiting import HANG_S, until
 
 from trl_multinode import errors
-from trl_multinode.run import node_versions, owner, versions
+from trl_multinode.run import owner, versions
 from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import check_writable
 from trl_multinode.run.endings import exit_codes
@@ -174,32 +173,6 @@ def test_a_run_whose_disk_is_full_still_owns_its_folder(tmp_path, monkeypatch):
 
 
 # ---- versions of libraries
-
-
-@pytest.mark.parametrize(("package", "other", "ends"), [("vllm", "0.30.0", True), ("transformers", "4.0", False)])
-def test_row_28_versions_that_differ_between_nodes(tmp_path, store, monkeypatch, package, other, ends):
-    monkeypatch.setattr(node_versions, "LOOK_EVERY_S", 0.2)
-
-    def body(rank: int) -> None:
-        logging.getLogger("trl_multinode").addHandler(logging.StreamHandler())  # not pytest's
-        if rank // 2 == 1:
-            found = node_versions.local_versions()
-            monkeypatch.setattr(node_versions, "local_versions", lambda: {**found, package: other})
-        watch = begin_early(rank, store, tmp_path)
-        until((tmp_path / "seen").exists)
-        watch.close()
-
-    with forked(body, RANKS, tmp_path) as ranks:
-        code = exit_codes.CONFIGURATION if ends else 0
-        if not ends:
-            ranks[0].wait_for(f"{package}: ")
-            (tmp_path / "seen").touch()
-        assert [rank.wait() for rank in ranks] == [code] * RANKS, ranks[0].text
-        told = [rank.text for rank in ranks if f"{package}: " in rank.text]
-        assert len(told) == (RANKS if ends else 1)
-        assert all(f"{other} on node 1" in text and "on node 0" in text for text in told)
-        if ends:
-            assert "the run failed: node 0, rank 0, phase set-up: ConfigurationError: " in told[3]
 
 
 def test_row_28_versions_of_many_nodes_are_one_short_line():

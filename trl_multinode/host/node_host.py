@@ -22,6 +22,7 @@ from ..engine.node_engines import NodeEngines
 from ..engine.settings import EngineSettings, check_vllm, engine_dtype, training_dtype
 from ..errors import ConfigurationError
 from ..node_settings import NodeSettings
+from ..run.agreement import Disagreement, Facts, disagreements
 from ..run.begin import begin_run
 from ..run.clock import clock_offset
 from ..run.decision import StepDecision
@@ -165,6 +166,14 @@ class NodeHost(SyncingHost, EndingHost):
         if phase == "checkpoint":
             return f"{size_of(Path(self.args.output_dir) / f'checkpoint-{self.step()}') / 1e9:.1f} GB written"
         return ""
+
+    def facts(self) -> Facts:
+        """Return an empty collection for facts of this rank."""
+        return Facts(self.topology)
+
+    def agree(self, facts: Facts) -> list[Disagreement]:
+        """Compare facts of all ranks; every rank calls it and gets the same answer. A single process has none."""
+        return [] if self.topology.world_size == 1 else disagreements(self._meeting, self.topology, facts)
 
     # ---- pre-flight checks ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""First acts of a trainer on its node: a folder that can be written, its owner, the ending file, equal versions."""
+"""First acts of a trainer on its node: a folder that can be written, its owner, the ending file."""
 
 import errno
 import os
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ConfigurationError
-from .node_versions import VersionCheck
 from .owner import claim
 from .reporter import warn
 from .watch.watchdog import Watchdog
@@ -38,8 +37,6 @@ def begin_run(watch: Watchdog, folder: Path, step: Callable[[], int], start_time
     watch.ending.phase, watch.ending.step = watch.phase, step
     if topology.rank == 0:
         watch.at_close(claim(folder, watch.report).release)
-    if watch.is_first_trainer:
-        watch.add_chore(VersionCheck(topology, watch.report))
 
 
 def check_writable(folder: Path, node: int) -> None:

@@ -64,7 +64,7 @@ def differences(per_node: Sequence[dict[str, str]], names: Sequence[str] | None 
             nodes[versions.get(library, MISSING)].append(name)
         if len(nodes) > 1:
             by_count = dict(sorted(nodes.items(), key=lambda entry: -len(entry[1])))
-            is_error = library in MUST_AGREE and len({_major_minor(version) for version in nodes}) > 1
+            is_error = library in MUST_AGREE and len({major_minor(version) for version in nodes}) > 1
             found.append(Difference(library, by_count, is_error))
     return sorted(found, key=lambda difference: not difference.is_error)
 
@@ -78,7 +78,8 @@ def _installed(distributions: tuple[str, ...]) -> str:
     return MISSING
 
 
-def _major_minor(version: str) -> tuple[str, ...]:
+def major_minor(version: str) -> tuple[str, ...]:
+    """Return the first two parts of a version."""
     return tuple(version.split("+")[0].split(".")[:2])
 
 

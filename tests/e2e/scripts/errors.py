@@ -1,4 +1,4 @@
-"""Runs into an error. Usage: errors.py FOLDER early|small_dataset|long_prompt|nan."""
+"""Runs into an error. Usage: errors.py FOLDER early|small_dataset|shuffled|rates|long_prompt|nan."""
 
 import sys
 import time
@@ -66,6 +66,15 @@ if case == "small_dataset":
     model = str(Path(folder) / "model")  # a config without weights: whoever opened a weights file would say that
     tiny_qwen2().config.save_pretrained(model)
     make_trainer(model, Recorder(), folder, prompts[:2], **settings)
+elif case == "shuffled":
+    model = str(Path(folder) / "model")
+    tiny_qwen2().config.save_pretrained(model)
+    order = prompts[::-1] if RANK // 2 else prompts
+    make_trainer(model, Recorder(), folder, order, **settings)
+elif case == "rates":  # changed after the trainer was built
+    trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings)
+    trainer.args.learning_rate *= 1 + RANK
+    trainer.train()
 elif case == "early":
     if RANK == 1:
         raise ValueError("on purpose")
@@ -78,7 +87,7 @@ elif case == "nan":
 else:
     trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, vllm_max_model_length=40, **settings)
     trainer.vllm_generation.sync_weights()
-    rows = ["1 + 2 ="] * 4 if RANK != 2 else ["1 + 2 ="] * 3 + ["long " * 20]
+    rows = ["1 + 2 ="] * 4 if RANK != 2 else ["long " * 20] * 4
     with trainer.host.watch.guard():
         generate_slowly_on_rank_2(trainer)
         trainer._generate_and_score_completions([{"prompt": row} for row in rows])

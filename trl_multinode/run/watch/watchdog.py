@@ -69,7 +69,6 @@ class Watchdog:
         self._closed = threading.Event()
         self._watch = watch_of(topology)
         self._store = self._watch.store.of_trainer(self.run)
-        self.is_first_trainer = self._watch.num_built == 0
         if (gone := self._watch.attach(self)) is not None:
             self._watch.fail(f"the script of rank {gone} has ended without this trainer", code=USER_CODE)
 

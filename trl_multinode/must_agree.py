@@ -1,0 +1,284 @@
+"""What all ranks must have in common before a model loads: arguments, model, tokenizer, data, script, libraries.
+
+`accelerate launch` is typed on every node, so a node may have an old file, and a script may draw something anew in
+each of its processes. Neither TRL nor a collective notices: gradients of different losses are averaged, and groups of
+different datasets are mixed.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from .call_checks import config_of, datasets_of
+from .errors import ConfigurationError
+from .host import NodeHost
+from .run.agreement import Disagreement, Facts
+from .run.reporter import warn
+from .run.values import digest_of, flat, text_of
+from .run.versions import MUST_AGREE, local_versions, major_minor
+
+OURS = ("trl", "transformers", "trl_multinode")  # packages whose fields must agree; a user's own may differ
+
+# field -> why it may differ between ranks
+MAY_DIFFER = {
+    "local_rank": "it is the rank's own",
+    "report_to": "scripts name a tracker on rank 0 only",
+    "run_name": "only the process that reports reads it, and scripts put a time into it",
+    "project": "only the process that reports reads it",
+    "trackio_space_id": "only the process that reports reads it",
+    "trackio_bucket_id": "only the process that reports reads it",
+    "trackio_static_space_id": "only the process that reports reads it",
+    "disable_tqdm": "it shows or hides a bar",
+    "log_level": "it is about this rank's own lines",
+    "log_level_replica": "it is about this rank's own lines",
+    "hub_token": "it is secret, and only rank 0 pushes",
+    "debug": "it is about this rank's own lines",
+    "skip_memory_metrics": "it is about this rank's own memory",
+    "dataloader_num_workers": "a rank may have more cores; the order of the rows is the same",
+    "dataloader_pin_memory": "it is about this rank's own memory",
+    "dataloader_persistent_workers": "it is about this rank's own processes",
+    "dataloader_prefetch_factor": "it is about this rank's own processes",
+    "dataloader_multiprocessing_context": "it is about this rank's own processes",
+    "num_completions_to_print": "only rank 0 prints",
+    "repeat_warnings": "it is about this rank's own lines",
+    "vllm_server_base_url": "node mode has no server",
+    "vllm_server_host": "node mode has no server",
+    "vllm_server_port": "node mode has no server",
+    "vllm_group_port": "node mode has no server",
+}
+
+# field -> why it may differ between nodes, but not between the ranks of a node
+MAY_DIFFER_BY_NODE = {
+    "vllm_devices": "a node may have other GPUs",
+    "num_engines": "a node may have other GPUs",
+    "engine_kwargs": "a node may have other GPUs, or other paths",
+    "vllm_gpu_memory_utilization": "a node may have other GPUs",
+    "sync_bucket_mb": "a node may have less memory; the buckets of a sync are planned by each node",
+    "device_tflops": "a node may have other GPUs",
+    "model_init_kwargs": "it may hold paths of the node",
+    "deepspeed": "it may be a path of the node; its contents are compared",
+    "fsdp_config": "it may be a path of the node; what accelerate read of it is compared",
+}
+
+# variables that accelerate makes of its config file
+LAUNCH_VARIABLES = (
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_USE_",
+    "ACCELERATE_DYNAMO_",
+    "FSDP_",
+    "PARALLELISM_CONFIG_",
+)
+PATHS = ("_path", "_file", "_dir", "_folder")  # ends of names whose values belong to a node
+
+# entries of a config that name the copy, and the program that wrote it
+OF_A_COPY = {"_name_or_path", "base_model_name_or_path", "name_or_path", "transformers_version", "peft_version"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
+ROWS = 1024  # of a dataset, compared if the fingerprints differ
+CURE = (
+    "Start the same script with the same arguments and files on every node, and let it draw nothing that differs per "
+    "process: shuffle with a seed, sort lists of files, take a time from one place."
+)
+
+
+def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
+    """
+    Compare what the ranks were given. All ranks take part, through the store of the run.
+
+    Args:
+        host ([`NodeHost`]):
+            Host of this rank.
+        args ([`~transformers.TrainingArguments`]):
+            Training arguments.
+        call (`Mapping[str, Any]`):
+            All arguments of the trainer, by name.
+
+    Raises:
+        `ConfigurationError`: on every rank, with the first things that differ, their values and the ranks.
+    """
+    facts = host.facts()
+    add_arguments(facts, args)
+    add_launch(facts, args)
+    add_model(facts, args, call)
+    add_functions(facts, call)
+    for name, dataset in named_datasets(call):
+        facts.add(f"`{name}`", sizes_of(dataset))
+    for library, version in local_versions().items():
+        if library in MUST_AGREE:
+            facts.add(f"version of {library}", ".".join(major_minor(version)))
+    refuse(host.agree(facts))
+    warn_of(host, args)
+    check_rows(host, args, call)
+
+
+def check_training(host: NodeHost, args: Any, resume_from_checkpoint: str | bool | None) -> None:
+    """Compare the arguments again, which a script may have changed since, and the checkpoint. All ranks take part.
+
+    Raises:
+        `ConfigurationError`: as [`check_agreement`].
+    """
+    facts = host.facts()
+    add_arguments(facts, args)
+    facts.add("`resume_from_checkpoint` of `train`", resume_from_checkpoint)
+    refuse(host.agree(facts))
+
+
+def refuse(found: Sequence[Disagreement]) -> None:
+    """Raise `ConfigurationError` if there are disagreements; the same on every rank."""
+    if found:
+        raise ConfigurationError(f"The ranks disagree on {'; '.join(map(str, found))}. {CURE}")
+
+
+def warn_of(host: NodeHost, args: Any) -> None:
+    """Warn, on rank 0, of what may differ but rarely should: versions of libraries, fields of the user's own class."""
+    facts = host.facts()
+    facts.add_all({f"version of {library}": version for library, version in local_versions().items()})
+    facts.add_all({f"`{one.name}`": getattr(args, one.name) for one in fields(args) if not is_ours(args, one.name)})
+    found = host.agree(facts)
+    if found and host.topology.rank == 0:
+        warn(f"the ranks differ in {'; '.join(map(str, found))}. The run goes on.")
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(facts: Facts, args: Any) -> None:
+    """Add the fields that TRL, transformers and this library define, except those that may differ."""
+    for one in fields(args):
+        if one.name in MAY_DIFFER or one.name == "output_dir" or not is_ours(args, one.name):
+            continue
+        facts.add(f"`{one.name}`", getattr(args, one.name, None), by_node=one.name in MAY_DIFFER_BY_NODE)
+    facts.add("`output_dir`", os.path.abspath(args.output_dir), by_node=args.save_on_each_node)
+
+
+def is_ours(args: Any, name: str) -> bool:
+    """Return whether the first class that defines a field is one of the libraries'."""
+    owner = next(kind for kind in reversed(type(args).__mro__) if name in vars(kind).get("__annotations__", {}))
+    return owner.__module__.split(".")[0] in OURS
+
+
+def add_launch(facts: Facts, args: Any) -> None:
+    """Add what the config file of `accelerate launch` says, and the text of the script."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    for name, text in flat("DeepSpeed's `", getattr(plugin, "deepspeed_config", None) or {}):
+        facts.add(f"{name.replace('`.', '`')}`", text, by_node=name.endswith(PATHS))
+    for name, value in os.environ.items():
+        if name.startswith(LAUNCH_VARIABLES):
+            facts.add(f"variable {name}", value, by_node=name.lower().endswith(PATHS))
+    script = Path(sys.argv[0])
+    if script.is_file():
+        content = script.read_bytes()
+        facts.add(f"script {script.name}", f"{len(content)} bytes, digest {digest_of(content)[:8]}")
+
+
+# ---- model, tokenizer, functions ------------------------------------------------------------------------------------
+
+
+def add_model(facts: Facts, args: Any, call: Mapping[str, Any]) -> None:
+    """Add the configs of model and adapter, and the contents of tokenizer and chat template."""
+    model = call["model"]
+    config = config_of(model, args).to_dict()
+    facts.add("model config", {name: value for name, value in config.items() if name not in OF_A_COPY})
+    given = call.get("peft_config") or getattr(model, "peft_config", None)
+    adapters = given if isinstance(given, Mapping) else {"default": given} if given else {}
+    for name, adapter in adapters.items():
+        parts = {part: value for part, value in adapter.to_dict().items() if part not in OF_A_COPY}
+        facts.add(f"adapter {name}", parts)
+    tokenizer = call.get("processing_class")
+    facts.add_all(tokenizer_files(model) if tokenizer is None else tokenizer_parts(tokenizer))
+
+
+def tokenizer_files(model: str | PreTrainedModel) -> dict[str, str]:
+    """Return a digest of each file of the tokenizer that TRL will load for a model."""
+    name = model if isinstance(model, str) else model.config._name_or_path
+    found = {}
+    for file in TOKENIZER_FILES if name else ():
+        # `None` if the model has no such file
+        path = cached_file(
+            name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if path is not None:
+            found[f"tokenizer file {file}"] = digest_of(Path(path).read_bytes())
+    return found
+
+
+def tokenizer_parts(given: Any) -> dict[str, Any]:
+    """Return the contents of a tokenizer, or of that in a processor."""
+    tokenizer = getattr(given, "tokenizer", given)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else text_of(getattr(tokenizer, "get_vocab", dict)())
+    return {
+        "chat template": getattr(given, "chat_template", None),
+        "vocabulary of the tokenizer": digest_of(vocabulary),
+        "special tokens": getattr(tokenizer, "special_tokens_map", None),
+    }
+
+
+def add_functions(facts: Facts, call: Mapping[str, Any]) -> None:
+    """Add the names of rewards and tools in their order, which `reward_weights` and the prompts follow."""
+    for argument in ("reward_funcs", "tools", "rollout_func", "environment_factory"):
+        given = call.get(argument)
+        one_by_one = given if isinstance(given, list | tuple) else [given]
+        facts.add(f"`{argument}`", [name_of(one) for one in one_by_one])
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, of a class, or of a reward model."""
+    return getattr(function, "__name__", None) or text_of(function)
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+def named_datasets(call: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of the datasets of a trainer; a dataset that is missing is `None`."""
+    for argument in ("train_dataset", "eval_dataset"):
+        given = call.get(argument)
+        names = [f"{argument}[{name}]" for name in given] if isinstance(given, Mapping) else [argument]
+        yield from zip(names, datasets_of(given) or [None], strict=True)
+
+
+def sizes_of(dataset: Any) -> dict[str, Any]:
+    """Return what can be said of a dataset without reading it; nothing is read of a stream."""
+    rows = len(dataset) if hasattr(dataset, "__len__") else None
+    return {"type": type(dataset).__name__, "rows": rows, "columns": getattr(dataset, "column_names", None)}
+
+
+def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
+    """Compare rows of the datasets whose fingerprints differ, as they are stored: without transforms, undecoded."""
+    facts = host.facts()
+    datasets = {f"`{name}`": dataset for name, dataset in named_datasets(call)}
+    facts.add_all({name: getattr(dataset, "_fingerprint", None) for name, dataset in datasets.items()})
+    differing = {one.name for one in host.agree(facts)}
+    rows = host.facts()
+    for name, dataset in datasets.items():
+        # a list has no fingerprint
+        if name in differing or isinstance(dataset, list):
+            rows.add_all({f"row {row} of {name}": text for row, text in stored_rows(dataset, args.seed)})
+    if differing or any(isinstance(dataset, list) for dataset in datasets.values()):
+        refuse(host.agree(rows))
+
+
+def stored_rows(dataset: Any, seed: int) -> Iterator[tuple[int, str]]:
+    """Yield number and text of the first row, the last one, and others drawn by `seed`; they need no decoding."""
+    count = len(dataset)
+    drawn = random.Random(seed).sample(range(count), min(count, ROWS))
+    numbers = sorted({*drawn[: ROWS - 2], 0, count - 1}) if count else []
+    stored = dataset.with_format("arrow") if hasattr(dataset, "with_format") else dataset
+    rows = stored[numbers].to_pylist() if stored is not dataset else [dataset[number] for number in numbers]
+    return zip(numbers, (text_of(without_paths(row)) for row in rows), strict=True)
+
+
+def without_paths(value: Any) -> Any:
+    """Return a stored row with the names of its files instead of their paths, which belong to a node."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"bytes", "path"}:
+            return value["bytes"] or os.path.basename(value["path"] or "")
+        return {name: without_paths(part) for name, part in value.items()}
+    return [without_paths(part) for part in value] if isinstance(value, list) else value

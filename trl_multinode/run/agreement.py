@@ -1,0 +1,148 @@
+"""Facts that must be equal on all ranks, or on the ranks of a node, compared through the store.
+
+A rank that differs is found by digests, so that a launch whose ranks agree costs one meeting and 40 bytes per rank. If
+the digests differ, the facts are split into parts by their names, and the meeting repeats for the parts that differ,
+until they are single facts; their values travel in a last one.
+"""
+
+import base64
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .meeting import Meeting
+from .topology import Topology
+from .values import digest_of, flat, shown
+
+MOST_SETS = 4  # that differ and are split further, and so about the number of facts that a message names
+NAME_DIGITS = 8  # of a name's digest; they tell the facts of a run apart
+MOST_NAMED = 6  # ranks or nodes
+ALL = "all"
+ABSENT = "nothing"
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A fact that is not the same where it must be."""
+
+    name: str
+    values: dict[str, list[int]]  # value -> ranks, the lowest rank first
+    ranks_per_node: int
+
+    def __str__(self) -> str:
+        found = ", ".join(f"{value} on {self._places(ranks)}" for value, ranks in self.values.items())
+        return f"{self.name} ({found})"
+
+    def _places(self, ranks: Sequence[int]) -> str:
+        nodes = sorted({rank // self.ranks_per_node for rank in ranks})
+        return f"{_named('rank', ranks)} of {_named('node', nodes)}"
+
+
+class Facts:
+    """Facts of one rank.
+
+    ```python
+    facts = Facts(topology)
+    facts.add("seed", 42)
+    facts.add("vllm_devices", [3], by_node=True)  # may differ between nodes, not between the ranks of one
+    ```
+    """
+
+    def __init__(self, topology: Topology):
+        self.scopes = (ALL, f"node{topology.node}")
+        self.texts: dict[tuple[str, str], str] = {}  # scope, name -> text
+
+    def add(self, name: str, value: Any, by_node: bool = False) -> None:
+        """Add a value, a nested dict as one fact for each of its parts."""
+        self.texts |= {(self.scopes[by_node], part): text for part, text in flat(name, value)}
+
+    def add_all(self, values: Mapping[str, Any], by_node: bool = False) -> None:
+        for name, value in values.items():
+            self.add(name, value, by_node)
+
+
+def disagreements(meeting: Meeting, topology: Topology, facts: Facts) -> list[Disagreement]:
+    """
+    Compare the facts of all ranks. Every rank calls it, and gets the same answer.
+
+    Args:
+        meeting ([`Meeting`]):
+            Meeting of all ranks.
+        topology (`Topology`):
+            Topology of this rank.
+        facts ([`Facts`]):
+            Facts of this rank.
+
+    Returns:
+        `list[Disagreement]`: facts that differ, ordered by name; not all of them if they are many.
+    """
+    sets = [_Set(scope, "") for scope in facts.scopes]
+    while True:
+        mine = {one: one.digest(facts) for one in sets}
+        differing = _differing(meeting.wait(" ".join(f"{one}={digest}" for one, digest in mine.items())))
+        if not differing:
+            return []
+        if all(one.is_single for one in differing):
+            return _values(meeting, topology, facts, differing)
+        # a set of another node is split there; this rank has no fact in it
+        sets = [part for one in differing for part in one.parts()]
+
+
+@dataclass(frozen=True, order=True)
+class _Set:
+    """Facts of a scope whose names have digests that begin with `prefix`."""
+
+    scope: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{self.scope}/{self.prefix}"
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.prefix) == NAME_DIGITS
+
+    def parts(self) -> "list[_Set]":
+        return [_Set(self.scope, self.prefix + digit) for digit in "0123456789abcdef"]
+
+    def facts(self, facts: Facts) -> list[tuple[str, str]]:
+        return sorted(
+            (name, text)
+            for (scope, name), text in facts.texts.items()
+            if scope == self.scope and digest_of(name).startswith(self.prefix)
+        )
+
+    def digest(self, facts: Facts) -> str:
+        return digest_of(json.dumps(self.facts(facts))) if self.scope in facts.scopes else ""
+
+
+def _differing(words: Iterable[str]) -> list[_Set]:
+    digests: dict[_Set, set[str]] = defaultdict(set)
+    for word in words:
+        name, _, digest = word.partition("=")
+        if digest:  # a rank of another node has none
+            scope, _, prefix = name.partition("/")
+            digests[_Set(scope, prefix)].add(digest)
+    return sorted(one for one, found in digests.items() if len(found) > 1)[:MOST_SETS]
+
+
+def _values(meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[_Set]) -> list[Disagreement]:
+    mine = []
+    for one in sets:
+        if one.scope in facts.scopes:
+            name, text = next(iter(one.facts(facts)), ("", ABSENT))
+            mine.append([str(one), topology.rank, name, shown(text)])
+    words = meeting.wait(" ".join(base64.b64encode(json.dumps(value).encode()).decode() for value in mine))
+    entries = sorted(json.loads(base64.b64decode(word)) for word in words)
+    names = {where: name for where, _, name, _ in entries if name}
+    values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for where, rank, _, text in entries:
+        values[names[where]][text].append(rank)
+    return [Disagreement(name, dict(found), topology.ranks_per_node) for name, found in sorted(values.items())]
+
+
+def _named(what: str, numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - MOST_NAMED} more" if len(numbers) > MOST_NAMED else ""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:MOST_NAMED]))}{more}"

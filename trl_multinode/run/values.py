@@ -1,0 +1,66 @@
+"""Values as text that is equal on two ranks exactly if the values are, for settings, configs and rows of a dataset."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+LONGEST = 160  # characters that a message shows of a value
+
+
+def text_of(value: Any) -> str:
+    """Return a value as text without addresses in memory; of an object without a text of its own, its class."""
+    return value if isinstance(value, str) else json.dumps(_plain(value), sort_keys=True, ensure_ascii=False)
+
+
+def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each part of a value: `config.rope.theta` of a nested dict, one part of anything else."""
+    if isinstance(value, Mapping) and value:
+        for key, part in value.items():
+            yield from flat(f"{name}.{key}", part)
+    else:
+        yield name, text_of(value)
+
+
+def digest_of(content: str | bytes) -> str:
+    """Return 16 hex digits that tell contents apart."""
+    data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def shown(text: str) -> str:
+    """Return a text as a message shows it: a long one by its beginning, its length and its digest."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]!r}... ({len(text)} characters, digest {digest_of(text)[:8]})"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in the types of JSON."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if value == value else "nan"
+        case Enum():
+            return _plain(value.value)
+        case bytes():
+            return f"{len(value)} bytes, {digest_of(value)}"
+        case Mapping():
+            return {str(key): _plain(part) for key, part in value.items()}
+        case Set():
+            return sorted(text_of(part) for part in value)
+        case list() | tuple():
+            return [_plain(part) for part in value]
+    if isinstance(value, type):
+        return value.__qualname__
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name, None)) for one in fields(value)}
+    if callable(getattr(value, "to_dict", None)):
+        return _plain(value.to_dict())
+    if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
+        return value.__qualname__
+    text = str(value)
+    return type(value).__qualname__ if " at 0x" in text or "object at" in text else text
