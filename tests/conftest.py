@@ -130,6 +130,18 @@ def processes_of_tests() -> set[tuple[int, str]]:
     return {(p.pid, title) for p in children if (title := title_of(p))}
 
 
+@pytest.fixture(autouse=True)
+def handles_signals_as_before():
+    """A stop signal that stays ignored would be ignored by every process that a later test starts."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    changed = {number.name for number, handler in before.items() if signal.getsignal(number) != handler}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert not changed, f"handlers of {changed} changed"
+
+
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_behind():
     """Per module, because a module may share one engine among its tests."""

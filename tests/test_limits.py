@@ -20,7 +20,7 @@ from waiting import HANG_S, until
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.heartbeats.frames import bytes_written, innermost_frames, work_of
-from trl_multinode.run.heartbeats.node_slots import NodeSlots
+from trl_multinode.run.heartbeats.node_slots import NAME, NodeSlots, open_shared
 from trl_multinode.run.limits import file_limit_cure, raise_file_limit
 from trl_multinode.run.reconnecting import ReconnectingStore, prefixed
 from trl_multinode.run.store import connect_store
@@ -197,3 +197,20 @@ def test_ranks_of_a_node_read_each_others_slots(tmp_path, store):
 
     with forked(body, 2, tmp_path) as ranks:
         assert [rank.result for rank in ranks] == [[0, 200]] * 2  # the frames are cut to fit
+
+
+@pytest.mark.parametrize("what", ["a file", "other memory", "too short", "a path", "no number", "nothing"])
+def test_nothing_but_the_memory_of_a_rank_is_opened_for_a_name_in_the_store(tmp_path, what):
+    """Whoever reaches the port of the store can write there: a file of the user would be overwritten."""
+    file = tmp_path / "precious"
+    file.write_bytes(bytes(8192))
+    handle = {
+        "a file": lambda: os.open(file, os.O_RDWR),
+        "other memory": lambda: os.memfd_create("other"),
+        "too short": lambda: os.memfd_create(NAME),
+    }.get(what, lambda: os.open("/dev/null", os.O_RDWR))()
+    place = {"a path": str(file), "no number": "../precious 1", "nothing": ""}.get(what, f"{os.getpid()} {handle}")
+    with pytest.raises(OSError, match="store|not the memory|bytes"):
+        open_shared(place, 8192)
+    os.close(handle)
+    assert file.read_bytes() == bytes(8192)

@@ -15,7 +15,14 @@ from forks import FORK, forked
 from pidfds import forbid_pidfds
 from waiting import HANG_S
 
+from trl_multinode.rollouts.rewards import RewardCalls
+from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.run import store as run_store
+from trl_multinode.run.endings.exit_codes import PEER_LOST, USER_CODE
+from trl_multinode.run.heartbeats import beats as beats_module
+from trl_multinode.run.heartbeats import judges as judges_module
+from trl_multinode.run.heartbeats.beats import Activity, Beats
+from trl_multinode.run.heartbeats.judges import Limits
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch import watch_thread as watch_module
@@ -98,8 +105,48 @@ def test_a_wait_goes_on_when_the_watch_thread_gives_the_store_up():
 
     of_the_run = run_store.RunStore(ALONE, 0)
     of_the_run._topology, of_the_run._store = LAUNCHED_2, Store()
-    of_the_run.wait_for_all(0.0, threading.Event())
+    of_the_run.wait_for_all(0.0, threading.Event(), missed=lambda: None)
     assert of_the_run.alone and not of_the_run.all_finished()
+
+
+def hang_in_a_reward(host: SimpleNamespace) -> None:
+    RewardCalls.of(host).limit(lambda **_: time.sleep(HANG_S), "hang")(prompts=[], completions=[])
+
+
+def hang_in_a_tool(host: SimpleNamespace) -> None:
+    with ToolCalls.of(host).named("the tool `hang`", ""):
+        time.sleep(HANG_S)
+
+
+def hang_in_a_step(host: SimpleNamespace) -> None:
+    beats_module.WRITE_EVERY_S = judges_module.READ_STATES_EVERY_S = 0.2
+    limits = Limits(heartbeat_s=HANG_S, stuck_s=1.0, start_s=HANG_S, beat_s=0.2)
+    Beats(host.topology, host.watch, limits, lambda: Activity("train", 0.0, 4, synced=True))
+    time.sleep(HANG_S)
+
+
+HANGS = {
+    hang_in_a_reward: ("`hang`", "`reward_timeout` (got 0.5 s)", USER_CODE),
+    hang_in_a_tool: ("`hang`", "`tool_timeout` (got 0.5 s)", USER_CODE),
+    hang_in_a_step: ("rank 0", "`stuck_timeout` 1 s", PEER_LOST),
+}
+
+
+@pytest.mark.fault("one_process")
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+def test_limits_hold_in_a_world_of_one_rank(tmp_path, hang, launched):
+    """A notebook, or the config file for one GPU: no other rank and no store."""
+
+    def body(rank: int) -> None:
+        topology = LAUNCHED if launched else ALONE
+        settings = SimpleNamespace(reward_timeout=0.5, tool_timeout=0.5, tool_errors="answer")
+        hang(SimpleNamespace(topology=topology, settings=settings, watch=Watchdog(topology)))
+
+    with forked(body, 1, tmp_path) as (rank,):
+        what, setting, code = HANGS[hang]
+        assert rank.wait() == code, rank.text
+        assert what in rank.text.splitlines()[-1] and setting in rank.text.splitlines()[-1]
 
 
 @pytest.mark.parametrize("prepare", [pytest.param(lambda: None, marks=pytest.mark.fault("14")), forbid_pidfds])

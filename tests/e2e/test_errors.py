@@ -61,6 +61,14 @@ def test_a_learning_rate_that_a_script_changed_on_some_ranks_is_found_before_the
     assert "`learning_rate` (0.001 on rank 0 of node 0, 0.002 on rank 1" in lines.pop()
 
 
+@pytest.mark.fault("leaves_alone")
+def test_sys_exit_0_in_a_reward_of_one_rank_ends_the_run(tmp_path):
+    """Before, the other ranks waited for ever: "1 of 4 ranks have finished"."""
+    lines, _ = end_of_run(tmp_path, "leaves", "SystemExit", exit_codes.USER_CODE)
+    assert len(lines) == 1
+    assert "node 0, rank 1, phase reward: SystemExit: " in lines.pop()
+
+
 @pytest.mark.fault("20")
 def test_a_prompt_longer_than_the_context_names_its_row_on_all_ranks(tmp_path):
     lines, logs = end_of_run(tmp_path, "long_prompt", "PromptTooLongError", exit_codes.ENGINE)

@@ -116,6 +116,9 @@ def test_row_ending_files_of_local_main_processes(tmp_path, monkeypatch):
     ending.write_good()
     found = json.loads(copy.read_text())
     assert (found["code"], found["cause"], found["continues"]) == (0, "", False)
+    ending.resumes = None
+    ending.write(Fatal("node 0, rank 0: gone", 4))
+    assert json.loads(copy.read_text())["continues"] is None, "the script has not called `train`"
     Ending(node(1)).begin(folder)
     assert not list(folder.iterdir())  # it would be taken for the end of the new run
 

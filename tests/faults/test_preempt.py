@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +171,21 @@ def test_row_15_a_launcher_that_the_signal_would_end_is_named_at_the_start(tmp_p
         assert "node 0: a SIGUSR1" in parent.text and "trap '' USR1; exec" in parent.text
 
 
+@pytest.mark.parametrize(
+    ("resumes", "then"), [(True, "continues from it"), (False, "begins at step 1"), (None, "begins")]
+)
+def test_row_15_the_line_says_what_a_new_launch_of_this_script_does(tmp_path, resumes, then):
+    def body(rank: int) -> None:
+        watch = Watchdog(LAUNCHED)
+        watch.ending.resumes = resumes
+        with suppress(Preempted):
+            Preemption(LAUNCHED, None, 60.0, watch).leave("/run/checkpoint-3")
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.wait() == 0
+        assert then in rank.text and "/run/checkpoint-3 is saved" in rank.text
+
+
 def test_row_15_ranks_that_leave_ignore_the_signals_of_their_launcher(tmp_path):
     """torchrun sends SIGTERM to the local main process, which still ends its engines, when another rank has left."""
 
@@ -287,7 +303,7 @@ def callback(asked: bool, output_dir: Path = Path("run")) -> SaveAtPreemption:
         LAUNCHED,
         None,
         60.0,
-        SimpleNamespace(add_chore=lambda _: None, is_first=lambda _: False, ending=SimpleNamespace()),
+        SimpleNamespace(add_chore=lambda _: None, is_first=lambda _: False, ending=SimpleNamespace(resumes=True)),
     )
     found = SaveAtPreemption(preemption, str(output_dir))
     found.on_train_begin(None, None, None)

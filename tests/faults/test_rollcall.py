@@ -393,9 +393,9 @@ def test_no_command_outlives_a_check_that_is_killed(started):
     until(lambda: not is_running(pid), "the command to end")
 
 
-def ended(code: int) -> str:
+def ended(code: int, **more: object) -> str:
     """Return shell words that leave the ending file of a run."""
-    return f"""echo '{{"code": {code}, "cause": "a"}}' > $TRL_MULTINODE_ENDING_FILE; """
+    return f"echo '{json.dumps({'code': code, 'cause': 'a'} | more)}' > $TRL_MULTINODE_ENDING_FILE; "
 
 
 @pytest.mark.parametrize(
@@ -405,6 +405,11 @@ def ended(code: int) -> str:
         # a command that failed after a run that ended well has failed
         (ended(0) + "exit 2", 2), (ended(0) + "kill -11 $$", 139), (ended(0) + "exit 0", 0),
         (ended(6) + "exit 0", 6), (ended(6) + "exit 1", 6),
+        # a job file starts a run that ends with 143 again, which may not replace the checkpoint
+        (ended(143, continues=True, checkpoint="c") + "exit 1", 143),
+        (ended(143, continues=False, checkpoint="c") + "exit 1", 1),
+        (ended(143, continues=False, checkpoint=None) + "exit 1", 143),
+        (ended(143, continues=None, checkpoint="c") + "exit 1", 143),
     ],
 )  # fmt: skip
 def test_the_code_is_that_of_the_ending_or_of_the_command(started, text, code):

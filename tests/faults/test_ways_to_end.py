@@ -22,8 +22,10 @@ from trl_multinode.errors import EngineDiedError
 from trl_multinode.run import reporter
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE
+from trl_multinode.run.meeting import Meeting
+from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
-from trl_multinode.run.watch import arrivals, early, leaving, watch_thread
+from trl_multinode.run.watch import arrivals, early, leaving, watch_thread, watchdog
 from trl_multinode.run.watch.watch_thread import WatchThread
 from trl_multinode.run.watch.watchdog import Watchdog
 
@@ -102,6 +104,22 @@ def one_raises(raising: int, error: Exception) -> Callable[[Here], None]:
             here.wait()
 
     return body
+
+
+class Unshowable(Exception):
+    def __str__(self) -> str:
+        return str(1 // 0)
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        time.sleep(2 * HANG_S)
+        return "too late"
+
+
+def one_raises_without_a_word(here: Here) -> None:
+    watch_thread.EXPLAIN_S = leaving.PRINTING_S = 0.5
+    one_raises(2, Wordless())(here)
 
 
 def all_raise(here: Here) -> None:
@@ -194,6 +212,47 @@ def sys_exit_inside(here: Here) -> None:
             here.wait()
     finally:
         watch.close()  # as at exit
+
+
+def one_leaves_well(here: Here) -> None:
+    """Code that a model has written, run by `exec` in a reward function, calls `sys.exit(0)`."""
+    watch = here.trainer()
+    try:
+        with watch.guard():
+            here.until_now()
+            if here.rank == 1:
+                sys.exit(0)
+            meet(watch)
+    finally:
+        watch.close()  # as at exit
+
+
+def one_leaves_well_and_the_others_are_in_a_collective(here: Here) -> None:
+    watchdog.LEAVE_S = 1.0
+    with here.trainer().guard():
+        here.until_now()
+        if here.rank == 1:
+            sys.exit(0)
+        here.wait()
+
+
+def one_closes_early(here: Here) -> None:
+    """As after a callback that stops the training of one rank."""
+    watch = here.trainer()
+    with watch.guard():
+        meet(watch)
+        here.until_now()
+        if here.rank != 2:
+            meet(watch)
+    watch.close()
+
+
+def meet(watch: Watchdog) -> None:
+    meeting = meetings.setdefault(watch, Meeting(watch.topology, connect_store(watch.topology, watch.run), str))
+    meeting.wait()
+
+
+meetings: dict[Watchdog, Meeting] = {}
 
 
 def system_exit_outside(here: Here) -> None:
@@ -447,6 +506,15 @@ ENDINGS = [
         line=("node 1, rank 2, phase reward: ValueError: no reward for row 3",), code=USER_CODE,
         log=(2, "    raise error")),
         marks=pytest.mark.fault("17")),
+    pytest.param(Ending("the text of an error raises", one_raises(2, Unshowable()),
+        line=("node 1, rank 2, phase reward: Unshowable: ", "raised ZeroDivisionError"), code=USER_CODE),
+        marks=pytest.mark.fault("17")),
+    pytest.param(Ending("the text of an error never comes", one_raises_without_a_word,
+        line=("node 1, rank 2, phase reward: Wordless, ",), code=OTHER),
+        marks=pytest.mark.fault("17")),
+    pytest.param(Ending("an error has 20 MB of text", one_raises(2, ValueError("begin " + "x" * 20_000_000 + " end")),
+        line=("node 1, rank 2, phase reward: ValueError: begin xx", "characters left out", "xx end"), code=USER_CODE),
+        marks=pytest.mark.fault("17")),
     Ending("all raise", all_raise, ("phase reward: ValueError: row of rank",), USER_CODE),
     Ending("one raises while the others close", one_raises_when_the_others_are_through,
         line=("node 0, rank 1, phase reward: OSError: disk full",), code=USER_CODE),
@@ -474,6 +542,15 @@ ENDINGS = [
     Ending("SIGINT", wait_for_a_signal, fault=send(SIGINT, to=1),
         line=("node 0, rank 1, phase reward", "SIGINT"), code=OTHER),
     Ending("sys.exit in the trainer", sys_exit_inside, ("node 0, rank 1, phase reward", "3"), USER_CODE),
+    pytest.param(Ending("sys.exit(0) in the trainer of one rank", one_leaves_well,
+        line=("node 0, rank 1, phase reward: SystemExit", "exit code 0"), code=USER_CODE),
+        marks=pytest.mark.fault("leaves_alone")),
+    pytest.param(Ending("sys.exit(0) of one rank in a step", one_leaves_well_and_the_others_are_in_a_collective,
+        line=("node 0, rank 1, phase reward: SystemExit", "exit code 0"), code=USER_CODE),
+        marks=pytest.mark.fault("leaves_alone")),
+    pytest.param(Ending("one rank ends its training early", one_closes_early,
+        line=("node 1, rank 2, phase reward: this rank has closed its trainer",), code=USER_CODE),
+        marks=pytest.mark.fault("leaves_alone")),
     Ending("a trainer is closed by an exit", system_exit_outside,
         line=("node 0, rank 1, phase reward: SystemExit", "code 3"), code=USER_CODE),
     Ending("a script ends with 3", script_ends_with(3),

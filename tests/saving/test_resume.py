@@ -36,6 +36,7 @@ class Accelerator:
 
     device = torch.device("cpu")
     process_index, num_processes, is_local_main_process, distributed_type = 0, 2, True, "DEEPSPEED"
+    is_main_process = True
 
     def __init__(self, other: list | None = None):
         self.other = other
@@ -328,6 +329,26 @@ def test_a_run_goes_on_without_a_rollouts_file_of_ours_and_logs_rank_and_folder(
     zero = zero_checkpoint(tmp_path / "other", 0, 1)
     rollouts_file(zero, 0).write_bytes(path.read_bytes())
     check_zero_ranks(zero, Accelerator([[2, 1]]))
+
+
+def test_a_launch_that_begins_anew_beside_checkpoints_names_them_and_the_way_to_continue(tmp_path, caplog):
+    """As a requeued job does whose script calls a plain `train()`."""
+    trainer, newest = trainer_at(0, tmp_path), saved_at(3, tmp_path)
+
+    def warned(wanted, resumes: bool) -> bool:
+        caplog.clear()
+        resume = Resume(trainer)
+        resume.choose(wanted)
+        resume.warn_of_replaced(resumes)
+        return "checkpoint-3" in caplog.text and "last_checkpoint()" in caplog.text
+
+    assert warned(None, resumes=False)
+    assert not warned(None, resumes=True)
+    assert not warned(str(newest), resumes=False)
+    trainer.accelerator.is_main_process = False
+    assert not warned(None, resumes=False)
+    trainer = trainer_at(0, tmp_path / "empty")
+    assert not warned(None, resumes=False)
 
 
 def test_an_unfinished_checkpoint_that_the_script_names_is_refused(tmp_path):

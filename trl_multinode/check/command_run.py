@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from ..run.endings.exit_codes import OTHER, PREEMPTED
 from ..wire.leftovers import CHECK_PREFIX, OWNER_LOCK
 from ..wire.locks import hold, release
 from ..wire.process_end import end_with_parent
@@ -96,6 +97,16 @@ def code_of(ending: Path, own: int) -> int:
         code == 0 and own != 0
     ):  # the run ended well, and a later line of the command failed
         return own
+    if code == PREEMPTED and found.get("continues") is False and found.get("checkpoint"):
+        # 143 would make a job file start a script again that begins at step 1 and replaces this checkpoint
+        print(
+            f"the run was pre-empted and has saved {found['checkpoint']}, but its script begins at step 1 when it is "
+            f"launched again, so the exit code is {OTHER} and not {PREEMPTED}. It continues with "
+            "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())`.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return OTHER
     if code != own:
         print(f"the run ended with exit code {code}: {found.get('cause')}", file=sys.stderr, flush=True)
     return code

@@ -19,7 +19,7 @@ from .cores import engine_cores
 from .node_engines import NodeEngines
 from .process import EngineProcess, wait_until_ready
 from .restarts import EngineRestarts
-from .run_folder import RunFolder
+from .run_folder import RunFolder, check_private
 from .settings import EngineSettings, save_without_weights
 
 if TYPE_CHECKING:
@@ -155,7 +155,9 @@ class EngineFleet:
                 f"Rank {self._topology.rank} (node {self._topology.node}) got no engines from its local main process "
                 f"within {seconds:.0f} s: {error}. See {self._logs}, or raise `engine_start_timeout`."
             ) from error
-        return Path(self._store.get(key).decode())
+        folder = Path(self._store.get(key).decode())
+        check_private(folder)
+        return folder
 
     def close(self, engines: NodeEngines | None) -> None:
         """End the node's engines, cleanly if this rank is connected to them. A second call does nothing."""

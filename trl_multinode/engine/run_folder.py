@@ -1,9 +1,11 @@
 """Private folder of a run on one node."""
 
+import os
+import stat
 import tempfile
 from pathlib import Path
 
-from ..errors import EngineStartError
+from ..errors import EngineError, EngineStartError
 from ..wire.leftovers import OWNER_LOCK, PREFIX, remove_folder
 from ..wire.locks import hold, release
 
@@ -30,6 +32,23 @@ class RunFolder:
     def remove(self) -> None:
         remove_folder(self.path)
         release(self.path / OWNER_LOCK)
+
+
+def check_private(folder: Path) -> None:
+    """Check a folder that the store names, because whoever reaches the store can write there.
+
+    Raises:
+        `EngineError`: if it is no folder of this user to which nobody else has access.
+    """
+    try:
+        found = folder.lstat()
+    except OSError as error:
+        raise EngineError(f"The run's folder {folder} cannot be opened ({error}). Was it removed?") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise EngineError(
+            f"The store of the run names {folder} as the folder of this node's engines, which is no private folder "
+            "(0700) of this user. Start all ranks of a node as one user, and look who else can reach the store."
+        )
 
 
 def _short_folder(prefix: str, parent: str | None = None) -> Path | None:

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ConfigurationError, RolloutError
 from ..libraries import replaced
+from ..run.endings.error_text import described
 from ..run.reporter import report
 from .recorded import Recorded, Scores
 from .reward_call import Call, with_rows
@@ -184,8 +185,8 @@ class GroupScorer:
                 yield call
         except Exception as error:
             raise RolloutError(
-                f"{self._where}: the reward function `{call.name}` failed{call.row()} with {type(error).__name__}: "
-                f"{error}. Mend it, or return None for a row that it cannot score."
+                f"{self._where}: the reward function `{call.name}` failed{call.row()} with {described(error)}. "
+                "Mend it, or return None for a row that it cannot score."
             ) from error
 
     def _checked(self, place: int, rewards: Sequence[Any], rows: int) -> list[float | None]:

@@ -22,6 +22,7 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
+from ..run.endings.error_text import described
 from ..wire.process_end import open_end
 from ..wire.stop_signals import preempt_signals
 from .reward_call import Call, with_rows
@@ -94,7 +95,7 @@ class Functions:
             )
             found.rewards = [None if reward is None else float(reward) for reward in rewards]
         except Exception as error:
-            found.error, found.row = f"{type(error).__name__}: {error}", call.row()
+            found.error, found.row = described(error), call.row()
             found.trace = traceback.format_exc()
         finally:
             self._call = None

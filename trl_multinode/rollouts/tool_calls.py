@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import RolloutError
 from ..libraries import replaced
+from ..run.endings.error_text import described
 from .reward_call import Call
 from .rewards import RewardCalls
 
@@ -96,7 +97,7 @@ class ToolCalls(RewardCalls):
     def error(self, what: str, place: str, error: BaseException) -> RolloutError:
         """Return the error that ends the run."""
         found = RolloutError(
-            f"{self._topology}: {what} failed{place} with {type(error).__name__}: {error}. Mend it, or let it answer "
+            f"{self._topology}: {what} failed{place} with {described(error)}. Mend it, or let it answer "
             "with the fault instead of raising it."
         )
         found.__cause__ = error

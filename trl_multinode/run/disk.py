@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..errors import DiskError
+from .endings.error_text import described, text_of_error
 
 OF_A_DISK = {errno.ENOSPC: "full", errno.EDQUOT: "full (quota)", errno.EROFS: "read-only"}
 CLEAR = ("No space left on device", "StorageFull", "Disk quota exceeded")  # without an errno, in another error's text
@@ -31,9 +32,10 @@ def as_disk_error(error: BaseException, folders: Mapping[str, Path]) -> BaseExce
         return error
     for each in _chain(error):
         state = OF_A_DISK.get(each.errno or 0) if isinstance(each, OSError) else None
-        if state is not None or any(word in str(each) for word in CLEAR):
+        text = text_of_error(each)
+        if state is not None or any(word in text for word in CLEAR):
             return _named(error, state or "full", _path_of(each) or _nearly_full(folders) or _all(folders))
-        if any(word in str(each) for word in VAGUE) and (places := _nearly_full(folders)):
+        if any(word in text for word in VAGUE) and (places := _nearly_full(folders)):
             return _named(error, "full", places)
     return error
 
@@ -41,7 +43,7 @@ def as_disk_error(error: BaseException, folders: Mapping[str, Path]) -> BaseExce
 def _named(error: BaseException, state: str, places: list[str]) -> DiskError:
     where = "; ".join(places)
     return DiskError(
-        f"A file could not be written, because the disk is {state}: {where} ({type(error).__name__}: {error}). Free "
+        f"A file could not be written, because the disk is {state}: {where} ({described(error)}). Free "
         "some space, or choose another folder, and launch again; older checkpoints are whole."
     )
 

@@ -206,7 +206,15 @@ class Preemption:
             for number in preempt_signals():
                 signal.signal(number, signal.SIG_IGN)
         if self._topology.rank == 0:
-            report(f"pre-empted: {checkpoint} is saved, and a new launch continues from it. All ranks leave now")
+            then = (
+                "continues from it"
+                if self._watch.ending.resumes
+                else (
+                    "begins at step 1, because the script calls `train` without a checkpoint; it continues with "
+                    "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())`"
+                )
+            )
+            report(f"pre-empted: {checkpoint} is saved. All ranks leave now, and a new launch {then}")
         raise Preempted
 
     def _key(self, step: int) -> str:

@@ -23,9 +23,10 @@ Keys of a trainer, below its number:
 | `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
 | `arrived/<number>` | every rank that comes to a meeting | the number of arrivals; see [`Meeting`](meeting.py) |
 | `at/<rank>`, `state/<rank>` | every rank | the number of its last meeting; what it does, for ranks that wait for it |
-| `slots/<node>` | local main processes | path of the node's [shared memory](node_slots.py) |
+| `slots/<node>` | local main processes | pid and descriptor of the node's [shared memory](node_slots.py) |
 | `beat/<node>` | one rank of the node, every second | the states of its ranks; see [`Beats`](beats.py) |
 | `asked/<number>` | ranks that bring a request to a meeting | the requests |
+| `leaves/<n>` | every rank that ends its script inside the trainer with a good code | the number of these ranks |
 | `met/<number>` | the last rank of a meeting | all requests; the key wakes the ranks that wait for it |
 | `save/<step>` | rank 0 | whether the step ends with a checkpoint; see [`StepDecision`](decision.py) |
 | `preempt/<training>/<step>` | the first rank at its end | whether all leave; see [`Preemption`](preemption.py) |
@@ -50,6 +51,7 @@ from .topology import Topology
 GRACE_S = 6.0  # time for all ranks to read `fatal`; after it a rank exits even if others have not read it
 STORE_TIMEOUT_S = 20.0  # a store that does not respond for so long counts as gone
 PROGRESS_EVERY_S = 15.0
+MISSED_EVERY_S = 2.0
 
 
 def connect_store(topology: Topology, run: int | None, environ: Mapping[str, str] = os.environ) -> Store | None:
@@ -104,6 +106,7 @@ class RunStore:
     def __init__(self, topology: Topology, run: int | None, store: Store | None = None):
         self._topology = topology
         self._store = connect_store(topology, run) if store is None else store
+        self._left: set[str] = set()
 
     def of_trainer(self, run: int) -> "RunStore":
         """Return the keys of a trainer, through the client of this object."""
@@ -221,7 +224,28 @@ class RunStore:
         except RuntimeError:
             return False
 
-    def wait_for_all(self, linger_s: float, stopped: threading.Event) -> None:
+    def is_missed(self) -> bool:
+        """Return whether another rank waits for this one at a [`Meeting`](meeting.py) to which it has not come."""
+        found: list[bool] = []
+
+        def look(store: Store) -> None:
+            key = f"at/{self._topology.rank}"
+            mine = int(store.get(key)) if store.check([key]) else 0
+            found.append(store.check([f"arrived/{mine + 1}"]))
+
+        self.lend(look)
+        return any(found)
+
+    def all_leave(self, key: str) -> bool:
+        """Return whether all ranks have called this with `key`; each call of a rank with a new key counts it once."""
+        if key not in self._left:
+            self._left.add(key)
+            self.lend(lambda store: store.add(f"leaves/{key}", 1))
+        found: list[int] = []
+        self.lend(lambda store: found.append(store.add(f"leaves/{key}", 0)))
+        return bool(found) and found[0] >= self._topology.world_size
+
+    def wait_for_all(self, linger_s: float, stopped: threading.Event, missed: Callable[[], None]) -> None:
         """Wait until every rank of the run has finished. If a rank fails, the watch thread ends the wait.
 
         Args:
@@ -230,14 +254,20 @@ class RunStore:
                 the full count first.
             stopped (`threading.Event`):
                 Event that is set if this rank may end although the store is gone.
+            missed (`Callable[[], None]`):
+                Function that is called if another rank still needs this one, and would wait for it for ever.
         """
         if (store := self._store) is None:
             return
-        reported = time.monotonic()
+        reported = looked = time.monotonic()
         try:
             store.add("done", 1)
             while (done := store.add("done", 0)) < self._topology.world_size:
                 time.sleep(0.2)
+                if time.monotonic() - looked > MISSED_EVERY_S:
+                    looked = time.monotonic()
+                    if self.is_missed():
+                        missed()
                 if time.monotonic() - reported > PROGRESS_EVERY_S:
                     reported = time.monotonic()
                     report(f"{self._topology}: {done} of {self._topology.world_size} ranks have finished")

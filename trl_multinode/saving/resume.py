@@ -12,9 +12,12 @@ from ..rollouts.look_ahead import from_arrays, to_arrays
 from ..run.reporter import report, warn
 from .checkpoint_files import check_finished, check_format, epochs_behind, was_in_flight
 from .checkpoints import CheckpointLog, check_zero_ranks, micro_steps_done
+from .newest import newest_whole
 from .open_groups import OpenGroupsFile, check_same_way
 from .rotation import total_limit
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
+
+RESUMING = "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())`"
 
 
 class Resume:
@@ -54,7 +57,7 @@ class Resume:
             if self._folder is None:
                 raise ConfigurationError(
                     f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint. "
-                    "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())` starts anew in that case."
+                    f"{RESUMING} starts anew in that case."
                 )
         else:
             self._folder = Path(wanted) if wanted else None
@@ -73,6 +76,17 @@ class Resume:
         self._must_restore = True
         self.epochs = epochs_behind(self._folder) if self._folder else 0
         return str(self._folder) if self._folder else None
+
+    def warn_of_replaced(self, resumes: bool) -> None:
+        """Warn, on rank 0, if training begins anew beside checkpoints of an earlier launch, which it would replace."""
+        folder = Path(self._trainer.args.output_dir)
+        newest = None if self._folder is not None or resumes else newest_whole(folder)
+        if newest is not None and self._accelerator.is_main_process:
+            warn(
+                f"training begins at step 1, and {folder} has checkpoints of an earlier launch, the newest of them "
+                f"{newest.name}: new ones replace those of the same steps, and `save_total_limit` deletes others. "
+                f"{RESUMING} continues from it; use another `output_dir` to keep it."
+            )
 
     # ---- at the first step ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Runs into an error. Usage: errors.py FOLDER early|small_dataset|shuffled|rates|long_prompt|nan."""
+"""Runs into an error. Usage: errors.py FOLDER early|small_dataset|shuffled|rates|leaves|long_prompt|nan."""
 
 import sys
 import time
@@ -75,6 +75,16 @@ elif case == "rates":  # changed after the trainer was built
     trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings)
     trainer.args.learning_rate *= 1 + RANK
     trainer.train()
+elif case == "leaves":
+    record = Recorder()
+
+    def exec_answers(prompts, completion_ids, trainer_state, **_):
+        """What `exec` of a model's answer does some day."""
+        if RANK == 1 and trainer_state.global_step == 1:
+            sys.exit(0)
+        return record(prompts, completion_ids)
+
+    make_trainer(tiny_qwen2(), exec_answers, folder, prompts, **settings).train()
 elif case == "early":
     if RANK == 1:
         raise ValueError("on purpose")

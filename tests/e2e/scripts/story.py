@@ -101,7 +101,7 @@ def noticed(trainer) -> dict:
     healed = difference(trainer)
     perturb(trainer.model)
     trainer.weights_changed()
-    rows = [{"prompt": prompt} for prompt in PROMPTS[:4]]
+    rows = [{"prompt": PROMPTS[0]} for _ in range(4)]
     stale_head = message(lambda: trainer._generate_and_score_completions(rows))
     sync(trainer)
     return {"lost": lost, "healed_again": healed, "stale_head": stale_head}

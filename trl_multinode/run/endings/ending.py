@@ -31,7 +31,8 @@ class Ending:
         self.step: Callable[[], int] = lambda: 0
         self.checkpoint: Callable[[], Path | None] = lambda: None  # the last whole one
         self.preempted: Fatal | None = None  # of a run that has saved a checkpoint for a signal
-        self.resumes = False  # whether the script continues from it when it is launched again
+        # whether the script continues from it when it is launched again; `None`: it has not begun to train
+        self.resumes: bool | None = None
 
     def begin(self, folder: Path) -> None:
         """Write into `folder` from now on, and delete the file of an earlier run there.
@@ -54,7 +55,7 @@ class Ending:
     def write(self, fatal: Fatal) -> None:
         """Write the file of a run that failed."""
         place = self._place()
-        continues = self.resumes and place["checkpoint"] is not None
+        continues = None if self.resumes is None else self.resumes and place["checkpoint"] is not None
         end = {"code": fatal.code, "cause": fatal.line, "continues": continues}
         or_default(lambda: self._write({**place, **end}), None)
 

@@ -16,6 +16,7 @@ from ...errors import (
     PeerFailureError,
     RolloutError,
 )
+from .error_text import text_of_error
 from .user_code import is_users
 
 OTHER = 1  # none of the causes below
@@ -66,4 +67,7 @@ def is_symptom(error: BaseException) -> bool:
     """Return whether another process's end caused the error: an engine's end of file, a collective without a peer."""
     if isinstance(error, EngineDiedError | PeerFailureError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
+    if not isinstance(error, RuntimeError):
+        return False
+    text = text_of_error(error)
+    return any(word in text for word in ("gloo", "NCCL", "Connection"))

@@ -168,11 +168,11 @@ class RunJudge:
         phases = Counter(state.phase for state in states)
         counts = ", ".join(f"{count} in {phase}" for phase, count in phases.most_common())
         slowest = _behind(states)[0]
+        why = f": they probably wait in different collectives ({counts})" if len(states) > 1 else ""
         return (
             f"PeerFailureError: no rank has made progress for {same_s:.0f} s (`stuck_timeout` "
-            f"{self._limits.stuck_s:g} s) although all send heartbeats: they probably wait in different collectives "
-            f"({counts}). Raise the setting if a step may take so long. The slowest is "
-            f"{slowest.name(self._topology.ranks_per_node)}, {slowest.doing()}"
+            f"{self._limits.stuck_s:g} s) although all send heartbeats{why}. Raise the setting if a step may take so "
+            f"long. The slowest is {slowest.name(self._topology.ranks_per_node)}, {slowest.doing()}"
         )
 
     def _report_slow(self, states: list[RankState], same_s: float) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from ..topology import Topology
 
+NAME = "trl_multinode_beats"
 SLOT_BYTES = 2048
 TIME, HEADER = struct.Struct("<d"), struct.Struct("<8xII")  # last sign of life; bytes of the text, its checksum
 
@@ -40,19 +41,19 @@ class NodeSlots:
         """Make or find the memory; return whether it is open. A call never waits.
 
         Raises:
-            `OSError`: if the kernel does not let this rank open it.
+            `OSError`: if the kernel does not let this rank open it, or if the store names something else.
         """
         key, size = f"slots/{self._topology.node}", SLOT_BYTES * self._topology.ranks_per_node
         if self._memory is not None:
             return True
         if self._topology.is_local_main:
-            handle = os.memfd_create("trl_multinode_beats", os.MFD_CLOEXEC)
+            handle = os.memfd_create(NAME, os.MFD_CLOEXEC)
             os.ftruncate(handle, size)  # stays open, because the others open it by its number
-            store.set(key, f"/proc/{os.getpid()}/fd/{handle}")
+            store.set(key, f"{os.getpid()} {handle}")
         elif not store.check([key]):
             return False
         else:
-            handle = os.open(store.get(key).decode(), os.O_RDWR | os.O_CLOEXEC)
+            handle = open_shared(store.get(key).decode(), size)
         self._memory = mmap.mmap(handle, size)
         if self._topology.is_local_main:
             weakref.finalize(self, os.close, handle)
@@ -95,3 +96,32 @@ class NodeSlots:
             if zlib.crc32(text) == check:  # otherwise its rank is just writing: the last value holds
                 self._last[rank] = check, json.loads(text)
         return {rank: value for rank, (_, value) in self._last.items()}
+
+
+def open_shared(place: str, size: int) -> int:
+    """
+    Open the memory of another process. Whoever reaches the store can write there, so nothing else is opened.
+
+    Args:
+        place (`str`):
+            Pid and descriptor, from the store.
+        size (`int`):
+            Bytes that it must have.
+
+    Returns:
+        `int`: a descriptor.
+
+    Raises:
+        `OSError`: if it is no such memory, or the kernel does not let this process open it.
+    """
+    pid, _, number = place.partition(" ")
+    if not (pid.isdecimal() and number.isdecimal() and pid.isascii() and number.isascii()):
+        raise OSError(f"the store names no descriptor: {place[:80]!r}")
+    path = f"/proc/{pid}/fd/{number}"
+    if (target := os.readlink(path)) != f"/memfd:{NAME} (deleted)":
+        raise OSError(f"{path} is not the memory of a local main process, but {target[:80]!r}")
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if (found := os.fstat(handle).st_size) != size:  # a page that is missing would end this process by SIGBUS
+        os.close(handle)
+        raise OSError(f"{path} has {found} bytes, expected {size}")
+    return handle

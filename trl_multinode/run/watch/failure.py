@@ -7,11 +7,10 @@ from ..endings.fatal import Fatal
 
 
 class LocalFailure:
-    """First failure of this rank. A cause replaces a symptom, which is due later."""
+    """First failure of this rank. One that is due earlier replaces it, as a cause does with a symptom."""
 
     def __init__(self) -> None:
         self._found: tuple[Fatal, float] | None = None  # and the time at which to report it
-        self._only_symptom = False
         self._lock = threading.Lock()
 
     def add(self, fatal: Fatal, delay_s: float) -> None:
@@ -24,9 +23,9 @@ class LocalFailure:
                 Seconds in which another rank may report a better explanation; 0 for a cause.
         """
         with self._lock:
-            if self._found is None or (delay_s == 0.0 and self._only_symptom):
-                self._found = fatal, time.monotonic() + delay_s
-                self._only_symptom = delay_s > 0.0
+            due = time.monotonic() + delay_s
+            if self._found is None or due < self._found[1]:
+                self._found = fatal, due
 
     def is_found(self) -> bool:
         """Return whether this rank has failed, due or not."""

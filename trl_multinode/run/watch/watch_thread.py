@@ -12,11 +12,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .. import store as stores
 from ..addresses import register, with_nodes
 from ..endings.ending import Ending
+from ..endings.error_text import described, text_of_error
 from ..endings.exit_codes import ENGINE, OTHER, PEER_LOST, PREEMPTED, USER_CODE, code_of, is_symptom
 from ..endings.fatal import Fatal, store_gone
 from ..limits import raise_file_limit
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from .watchdog import Watchdog
 
 POLL_S = 0.5  # a failure then reaches every rank within about a second
+EXPLAIN_S = 5.0  # in which an error must have said what it is, beside its class
 SYMPTOM_DELAY_S = 1.0  # symptoms (end of file, SIGTERM) are reported later than causes (a process ended)
 NODE_0_LEFT_EVERY_S = 5.0
 
@@ -116,7 +119,7 @@ class WatchThread:
             if error is None:
                 self.ending.write_good()
             else:
-                line = f"{self.topology}, phase {phase}: {type(error).__name__}: {' '.join(str(error).split())}"
+                line = f"{self.topology}, phase {phase}: {' '.join(described(error).split())}"
                 self.ending.write(Fatal(line, code_of(error)))
 
     def stop(self) -> None:
@@ -148,16 +151,22 @@ class WatchThread:
 
     def fail_with(self, error: BaseException) -> None:
         """Report the error, print the traceback, and wait until the watch thread ends the process with `os._exit`."""
-        explained = error
-        for trainer in self.trainers:
-            explained = trainer.explain(explained)
-        interrupted = isinstance(explained, KeyboardInterrupt)
-        cause = "stopped by SIGINT" if interrupted else f"{type(explained).__name__}: {explained}"
+        # at once, because the text of an error of unknown code may never come
+        self.report(f"{type(error).__name__}, whose text did not come", EXPLAIN_S)
+        explained = self._explained(error)
+        cause = "stopped by SIGINT" if isinstance(explained, KeyboardInterrupt) else described(explained)
         code = code_of(explained, has_trainer=bool(self.trainers))
         with self._printing:
             self.report(cause, SYMPTOM_DELAY_S if is_symptom(explained) else 0.0, code)
             traceback.print_exception(error)  # after the report: stderr may be a pipe that nobody reads
         self._wait_for_the_end(code)
+
+    def _explained(self, error: BaseException) -> BaseException:
+        explained = error
+        for trainer in self.trainers:
+            with suppress(Exception):  # an explanation that fails must not hide the error
+                explained = trainer.explain(explained)
+        return explained
 
     def fail(self, cause: str, delay_s: float = 0.0, code: int = OTHER) -> None:
         """Report a failure, and wait until the watch thread ends the process."""
@@ -173,7 +182,7 @@ class WatchThread:
         """End all ranks; a rank that waited for them with its own error would wait for ever."""
         if self.alone:
             return
-        how = f"exit code {int(status)}" if isinstance(status, int) else f"the message {str(status)!r}"
+        how = f"exit code {int(status)}" if isinstance(status, int) else f"the message {text_of_error(status)!r}"
         self.fail(f"SystemExit: the script of this rank ended with {how}", code=USER_CODE)
 
     def on_uncaught(self, error: BaseException) -> bool:
@@ -247,7 +256,7 @@ class WatchThread:
             self._watch()
         except Exception as error:
             traceback.print_exception(error)
-            line = f"{self.topology}: the watchdog itself failed: {type(error).__name__}: {error}"
+            line = f"{self.topology}: the watchdog itself failed: {described(error)}"
             self._leave(self.store.publish(Fatal(line)))
 
     def _watch_store(self) -> None:

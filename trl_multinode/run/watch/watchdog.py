@@ -5,21 +5,30 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from torch.distributed import HashStore
 
 from ..endings.ending import Ending
 from ..endings.exit_codes import USER_CODE
 from ..store import when_written
 from ..topology import Topology
 from .early import early_watch
+from .exits import is_good
 from .signals import ends_well
 from .watch_thread import POLL_S, WatchThread
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+LEAVE_S = 120.0  # in which all ranks must leave the trainer, if one does so by `sys.exit(0)`
+LEAVE_CURE = (
+    "Catch SystemExit where a reward function or a tool runs unknown code, and let a callback stop all ranks by "
+    "`control.should_training_stop`."
+)
 _runs = itertools.count()  # numbers a script's trainers, which all ranks build in the same order
 _current: WatchThread | None = None  # of this process, unless the thread runs since the import
 
@@ -67,8 +76,12 @@ class Watchdog:
         self.explain: Callable[[BaseException], BaseException] = lambda error: error  # names a full disk
         self.closes = False  # whether this rank is in `close`, and waits for the others or has waited
         self._closed = threading.Event()
+        self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
+        self._leaving: SystemExit | None = None
         self._watch = watch_of(topology)
         self._store = self._watch.store.of_trainer(self.run)
+        # a single process has limits too, whose chores write and read as those of a launch
+        self._own_store = HashStore() if self._watch.alone else None
         if (gone := self._watch.attach(self)) is not None:
             self._watch.fail(f"the script of rank {gone} has ended without this trainer", code=USER_CODE)
 
@@ -115,7 +128,10 @@ class Watchdog:
     def do_chores(self) -> None:
         """Call the registered functions. The watch thread calls this."""
         for chore in self._chores:
-            self._store.lend(chore)
+            if self._own_store is None:
+                self._store.lend(chore)
+            else:
+                chore(self._own_store)
 
     def at_close(self, call: Callable[[], None]) -> None:
         """Register a function that is called when this trainer is closed, or when the run fails."""
@@ -179,7 +195,31 @@ class Watchdog:
                 close()
             elif ends_all and not self._watch.alone and not self._closed.is_set():
                 self.fail_with(error)
+            elif isinstance(error, SystemExit) and is_good(error.code):
+                self._leave_with_all(error)
             raise
+
+    def _leave_with_all(self, error: SystemExit) -> None:
+        """Wait until all ranks leave the trainer by `sys.exit(0)`, as this one does; if another stays, end the run.
+
+        Code that a model has written calls `sys.exit(0)`, and `exec` runs it in a reward function of one rank.
+        """
+        if self._leaving is error or self._watch.alone or self._closed.is_set():
+            return
+        self._leaving = error
+        key, deadline = str(next(self._exits)), time.monotonic() + LEAVE_S
+        while not self._store.all_leave(key):
+            if self._store.is_missed() or time.monotonic() > deadline:
+                how = f"SystemExit: this rank left the trainer with exit code {error.code or 0}, and others did not."
+                self._watch.fail(f"{how} {LEAVE_CURE}", code=USER_CODE)
+            time.sleep(POLL_S)
+
+    def _fail_if_missed(self) -> None:
+        self._watch.fail(
+            "this rank has closed its trainer or ended its script, and others wait for it in the trainer. All ranks "
+            f"must call the trainer's methods equally often. {LEAVE_CURE}",
+            code=USER_CODE,
+        )
 
     def fail_with(self, error: BaseException) -> None:
         """Print the traceback, report the error, and wait until the watch thread ends the process with `os._exit`."""
@@ -201,7 +241,7 @@ class Watchdog:
 
     def _close(self, error: BaseException | None) -> None:
         self.closes = True
-        self._store.wait_for_all(2 * POLL_S, self._watch.stopped)
+        self._store.wait_for_all(2 * POLL_S, self._watch.stopped, self._fail_if_missed)
         self._closed.set()
         for call in self.closings:
             call()

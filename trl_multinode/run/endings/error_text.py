@@ -1,0 +1,22 @@
+"""The text of an error of unknown code: its `__str__` may raise, may never return, or may return 20 MB."""
+
+from typing import Any
+
+LONGEST = 4000  # characters; the store, a terminal and a job's mail show a line
+END = 1000  # of them, from the end of a longer text
+
+
+def text_of_error(error: Any) -> str:
+    """Return the text of an error, or of another object that ends a script, shortened in its middle."""
+    try:
+        text = str(error)
+    except BaseException as fault:
+        return f"(its text cannot be shown: {type(error).__name__}.__str__ raised {type(fault).__name__})"
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST - END]} ... ({len(text) - LONGEST} characters left out) ... {text[-END:]}"
+
+
+def described(error: BaseException) -> str:
+    """Return class and text of an error."""
+    return f"{type(error).__name__}: {text_of_error(error)}"
