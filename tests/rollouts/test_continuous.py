@@ -342,22 +342,32 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
 def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late():
     first = Run(9)  # `max_age` 6
     first.engines.held = {(1, 0), (2, 0)}
-    first.first()
+    trained = [*first.first(), *first.train(1, first.engines.end), *first.train(2, first.engines.end)]
+    first.engines.end()
     first.wait_for_rows(2 * SIZE)
     arrays, notes = to_arrays(first.continuous, lambda group: 10 * group.number + group.place)
-    second, trained = Run(9, max_age=OPEN), []
+    second = Run(9, max_age=OPEN)
     restore(second.continuous, arrays, notes, lambda index, prompt: {"prompt": f"{index // 10}/{index % 10}"})
     second.step = first.step
-    for number in range(1, 9):
+    groups, set_due, dues = second.continuous.groups, second.continuous.groups.set_due, {}
+
+    def set_due_noted(rule) -> None:
+        set_due(rule)
+        dues.update({group.id: group.due for group in groups.snapshot()})
+
+    groups.set_due = set_due_noted
+    for number in range(3, 9):
 
         def end(number=number):
-            """Slow rows of the checkpoint end when they are due, and at the latest in round 3, beside newer ones."""
+            """Slow rows of the checkpoint end when they are due, and at the latest in round 4, beside newer ones."""
             open_groups = second.continuous.groups.snapshot()
-            slow = {g.id for g in open_groups if g.due > number and number < 3} & first.engines.held
+            slow = {g.id for g in open_groups if g.due > number and number < 4} & first.engines.held
             second.engines.end(*(g.id for g in open_groups if g.id not in slow))
 
         trained += second.train(number, end)
-    assert sorted(trained) == [f"{number}/{place}" for number in range(1, 9) for place in range(QUOTA)]
+    assert sorted(trained) == [f"{number}/{place}" for number in range(9) for place in range(QUOTA)]
+    # rounds 1 and 2 are over, and a round trains two groups
+    assert dues == {(1, 0): 3, (2, 0): 3, (4, 0): 4, (4, 1): 4}
 
 
 def test_an_evaluation_before_the_first_round_of_a_resumed_run_counts_for_that_round():

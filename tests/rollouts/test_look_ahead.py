@@ -132,6 +132,22 @@ def test_a_run_that_resumes_inside_a_block_without_its_rollouts_generates_the_ba
     assert [rows[0]["prompt"] for rows in found] == [f"block {1 + rounds}" for rounds in range(4)]
 
 
+def test_no_batch_follows_the_last_step_of_a_run_that_ends_inside_an_epoch():
+    """Rounds of 8 micro-steps in 2 optimizer steps; the run ends after 3 of 12 rounds."""
+    upcoming = UpcomingBatches(iter([[number] for number in range(96)]), 3 * 8)
+    found = []
+    for step in range(6):
+        fetch = upcoming.open_window()
+        window = [next(fetch) for _ in range(4)]
+        trainer = SimpleNamespace(
+            _upcoming=upcoming, steps_per_round=8, _step=4 * step,
+            state=SimpleNamespace(max_steps=6, global_step=step), args=SimpleNamespace(gradient_accumulation_steps=4),
+        )  # fmt: skip
+        found.append([MultiNodeGRPOTrainer._after(trainer, window[0], rounds) for rounds in (1, 2, 3)])
+    of_round = [[8 * number] if number < 3 else None for number in range(6)]
+    assert found == [of_round[1 + step // 2 :][:3] for step in range(6)]
+
+
 def test_a_batch_that_is_not_of_this_epoch_has_no_next():
     upcoming = UpcomingBatches(iter([[0], [1]]), 1)
     next(upcoming.open_window())

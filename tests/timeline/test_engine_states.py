@@ -140,7 +140,6 @@ def test_a_full_disk_costs_one_line_of_the_log_and_no_engine(capsys):
     assert capsys.readouterr().out.count("engine 1: ") == 1
 
 
-@pytest.mark.nightly
 def test_the_owner_records_the_loss_of_a_process_that_cannot(tmp_path):
     process = object.__new__(EngineProcess)
     process._state_path, process._place = (
