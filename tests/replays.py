@@ -49,7 +49,7 @@ def reward(completion_ids, **_):
 
 def make(
     folder: Path, model=None, engine=None, tool_tokens=False, prompts=PROMPTS, peft_config=None, rollout_func=None,
-    **settings,
+    kind=ShortReplay, **settings,
 ):  # fmt: skip
     """A trainer with SGD and no clipping, so that gradients of later steps can be compared too.
 
@@ -72,7 +72,7 @@ def make(
     args = GRPOConfig(**(defaults | settings))
     gradients = Gradients()
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if peft_config else None
-    trainer = ShortReplay(
+    trainer = kind(
         model, reward, args, dataset, processing_class=tiny_tokenizer(), callbacks=[gradients], peft_config=lora
     )
     trainer.gradients, trainer.tool_tokens = gradients.steps, tool_tokens

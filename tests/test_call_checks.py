@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate import ParallelismConfig
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 from trl.rewards import accuracy_reward
 
@@ -42,6 +42,28 @@ def test_quantized_weights_are_refused_wherever_they_are_asked_for(model, fields
     with pytest.raises(ConfigurationError, match="`quantization_config`") as refused:
         check_model(model(), args(**fields), call)
     record_property("message", str(refused.value))
+
+
+def frozen(model):
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def with_an_adapter(folder, **loaded):
+    get_peft_model(tiny_qwen2(), LoraConfig(target_modules=["q_proj"])).save_pretrained(folder)
+    return PeftModel.from_pretrained(tiny_qwen2(), folder, **loaded)
+
+
+def test_a_model_without_a_trained_parameter_is_refused(tmp_path):
+    """Before: a gradient norm of 0 to the end, or an `IndexError` under ZeRO-3 after the engines had started."""
+    with pytest.raises(ConfigurationError, match="is_trainable=True"):
+        check_model(with_an_adapter(tmp_path), args(), {})
+    with pytest.raises(ConfigurationError, match="requires_grad"):
+        check_model(frozen(tiny_qwen2()), args(), {})
+    check_model(with_an_adapter(tmp_path, is_trainable=True), args(), {})
+    check_model(frozen(tiny_qwen2()), args(), {"peft_config": LoraConfig(target_modules=["q_proj"])})
+    check_model(tiny_qwen2(), args(), {})
 
 
 def test_folders_of_their_own_are_refused_where_other_nodes_would_have_no_weights(tmp_path):

@@ -60,14 +60,14 @@ def test_the_best_and_the_worst_drafts_are_kept(scores, number, kept):
 class Generation:
     """Engines that count up, and end a completion whose token is 0."""
 
-    max_tokens = 6
+    max_completion_length = 6
 
     def __init__(self):
         self.calls = []
 
     def generate(self, prompts, images, num_generations):
-        self.calls.append((prompts, self.max_tokens))
-        rows = [[(prompt[-1] + 1 + step) % 10 for step in range(self.max_tokens)] for prompt in prompts]
+        self.calls.append((prompts, self.max_completion_length))
+        rows = [[(prompt[-1] + 1 + step) % 10 for step in range(self.max_completion_length)] for prompt in prompts]
         rows = [row[: row.index(0) + 1] if 0 in row else row for row in rows]
         return prompts, rows, [[[-float(token)] for token in row] for row in rows], None
 
@@ -95,7 +95,7 @@ def test_only_kept_drafts_without_an_end_are_finished():
     assert found["completion_ids"] == [[2, 3, 4, 5, 6, 7]] * 2 + [[9, 0]] * 2
     assert found["logprobs"] == [[-2.0, -3.0, -4.0, -5.0, -6.0, -7.0]] * 2 + [[-9.0, -0.0]] * 2
     assert [(len(asked), limit) for asked, limit in generation.calls] == [(8, 2), (2, 4)]
-    assert generation.max_tokens == 6
+    assert generation.max_completion_length == 6
     trainer.model.training = False  # plain samples, in two calls
     assert len(recipe("two_stage").two_stages(arguments, ["1"], trainer)["completion_ids"]) == 1
     assert [len(asked) for asked, _ in generation.calls[2:]] == [1, 1]

@@ -278,6 +278,19 @@ def check_model(model: str | PreTrainedModel, args: TrainingArguments, call: dic
     check_quantization(config, args, call)
     check_heads(config, getattr(args, "vllm_tensor_parallel_size", 1))
     check_dora(model, args, call.get("peft_config"))
+    check_trained(model, call.get("peft_config"))
+
+
+def check_trained(model: str | PreTrainedModel, peft_config: Any) -> None:
+    """Reject a model without a trained parameter: every step would have a gradient of zero, or fail under ZeRO-3."""
+    if isinstance(model, str) or peft_config is not None or any(one.requires_grad for one in model.parameters()):
+        return
+    cure = (
+        "Load the adapter with `PeftModel.from_pretrained(model, adapter, is_trainable=True)`."
+        if hasattr(model, "peft_config")
+        else "Let some parameters have `requires_grad=True`, or pass a `peft_config`."
+    )
+    raise ConfigurationError(f"No parameter of the model ({type(model).__name__}) is trained. {cure}")
 
 
 def check_heads(config: PreTrainedConfig, size: int) -> None:

@@ -24,7 +24,7 @@ from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
 from .reporting import RunRecord, StepReport, report_choices, report_start, report_steps
 from .rollouts.aligning import aligned_before_gather
-from .rollouts.generation import NodeGeneration, Prompts
+from .rollouts.generation import SAMPLING, NodeGeneration, Prompts
 from .rollouts.monitor import check_nan
 from .rollouts.one_prompt import check_one_prompt
 from .rollouts.rewards import RewardCalls
@@ -127,7 +127,8 @@ class NodeTrainer(HubTrainer):
     def _wire(self, host: NodeHost) -> None:
         host.follow(self)
         if getattr(self, "max_completion_length", 0) is None:  # TRL's tool loop compares lengths with it
-            self.max_completion_length = self.vllm_generation.max_tokens
+            self.max_completion_length = self.vllm_generation.max_completion_length
+        self._sampled = {name: getattr(self, name) for name in SAMPLING if hasattr(self, name)}
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
         iterations = getattr(self, "num_iterations", 1)
@@ -184,6 +185,7 @@ class NodeTrainer(HubTrainer):
 
     def _begin_round(self, following: Callable[[], Prompts | None] | None = None) -> None:
         """Begin a round, before TRL generates for a new batch of prompts. Every rank calls it, in the same mode."""
+        self._forward_sampling()
         if self.model.training:
             self.vllm_generation.begin_round("train", self._step // self.steps_per_round, following)
         else:
@@ -191,6 +193,13 @@ class NodeTrainer(HubTrainer):
             self._eval_rounds += 1
         if getattr(self, "vllm_sync_frequency", 1) > 1 and self.vllm_generation.must_sync:
             self.vllm_generation.sync_weights()  # TRL would wait for the next multiple of it, even after a resume
+
+    def _forward_sampling(self) -> None:
+        """Give the engines the sampling settings that a callback has changed in this trainer."""
+        for name, before in self._sampled.items():
+            if (value := getattr(self, name)) != before:
+                setattr(self.vllm_generation, name, value)
+                self._sampled[name] = value
 
     def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
         """Run `make`, TRL's method that generates one round, and return its output."""

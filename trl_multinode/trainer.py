@@ -10,6 +10,7 @@ import torch
 from trl import GRPOTrainer
 
 from .batches.microbatches import BalancedGRPOTrainer
+from .batches.own_loss import LOSSES, RatioCheck, owner_of
 from .config import MultiNodeGRPOConfig
 from .errors import ConfigurationError, RolloutError
 from .host import NodeHost
@@ -59,6 +60,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     _recorder: Recorder | None = None  # of whole rollouts, if they run ahead of their round
     _scorer: GroupScorer | None = None  # of groups, before their round
     _again: SamplingAgain | None = None  # of groups with equal rewards, with `dynamic_sampling`
+    _ratio_check: RatioCheck | None = None  # of a loss of the user's own, with rounds ahead
     _first_row = 0  # of the batch that generates, among the rows of this rank
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -75,6 +77,8 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         host.user_calls = [self._tool_calls.state, self._reward_calls.state]
         if self.environment_factories is not None:
             self._tool_calls.watch_environments(self)
+        owner = owner_of(type(self), *LOSSES)
+        self._ratio_check = RatioCheck(owner) if owner is not None and host.settings.rounds_ahead else None
         if host.settings.dynamic_sampling:
             self._again = SamplingAgain(host.settings, self)
         if runs_ahead(self, host.settings):
@@ -82,6 +86,15 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             self._scorer = GroupScorer(self, host, self._reward_calls) if host.settings.score_groups else None
             device = self.accelerator.device
             self.vllm_generation.record(GroupMaker(self._recorder, device, self._scorer, self._again))
+
+    def _check_call(self, host: NodeHost, settings: Any, call: dict[str, Any]) -> None:
+        super()._check_call(host, settings, call)
+        if host.settings.dynamic_sampling and (owner := owner_of(type(self), "_calculate_rewards")) is not None:
+            raise ConfigurationError(
+                f"`dynamic_sampling=True` looks at the rewards of the functions, and `{owner.__name__}` has a "
+                "`_calculate_rewards` of its own, so groups would be dropped for rewards that are not trained. Shape "
+                "the rewards in a reward function, or leave `dynamic_sampling` out."
+            )
 
     def close(self) -> None:
         if self._recorder is not None:  # after an error, threads of groups may be in tools
@@ -98,6 +111,16 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
                 self._upcoming = UpcomingBatches(epoch_iterator, self.rounds_ahead * self.steps_per_round)
             epoch_iterator = self._upcoming.open_window()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        inputs = super()._prepare_inputs(generation_batch)
+        return inputs if self._ratio_check is None else self._ratio_check.watched(inputs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self._ratio_check is not None and self.accelerator.sync_gradients:
+            self._ratio_check.check()
+        return loss
 
     def _generate_and_score_completions(self, inputs: Batch) -> dict[str, Any]:
         if self.host is None:

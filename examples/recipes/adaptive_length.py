@@ -45,16 +45,17 @@ class AdaptiveLength(TrainerCallback):
 
     def __init__(self, generation: Any, arguments: AdaptiveArguments):
         self._generation, self._arguments = generation, arguments
-        self._longest = generation.max_tokens
+        self._longest = generation.max_completion_length
 
     def on_train_begin(self, args, state, control, **_):
-        self._generation.max_tokens = length_after(state.log_history, self._arguments, self._longest)
+        self._generation.max_completion_length = length_after(state.log_history, self._arguments, self._longest)
 
     def on_log(self, args, state, control, **_):
-        before = self._generation.max_tokens
+        before = self._generation.max_completion_length
         self.on_train_begin(args, state, control)
-        if state.is_world_process_zero and self._generation.max_tokens != before:
-            print(f"Completions may now have {self._generation.max_tokens} tokens (before: {before}).", flush=True)
+        if state.is_world_process_zero and self._generation.max_completion_length != before:
+            now = self._generation.max_completion_length
+            print(f"Completions may now have {now} tokens (before: {before}).", flush=True)
 
 
 def build(arguments: AdaptiveArguments, **keywords: Any) -> Any:

@@ -53,11 +53,11 @@ def best_and_worst(scores: Sequence[float], number: int) -> list[int]:
 
 def generate(generation: Any, prompts: list[list[int]], max_tokens: int) -> list[Candidate]:
     """Generate one completion for each prompt, with a limit of its own."""
-    limit, generation.max_tokens = generation.max_tokens, max_tokens
+    limit, generation.max_completion_length = generation.max_completion_length, max_tokens
     try:
         _, tokens, logprobs, _ = generation.generate(prompts=prompts, images=None, num_generations=1)
     finally:
-        generation.max_tokens = limit
+        generation.max_completion_length = limit
     rows = zip(prompts, tokens, logprobs, strict=True)
     return [Candidate(prompt, list(ids), [token[0] for token in values]) for prompt, ids, values in rows]
 
@@ -83,7 +83,7 @@ def tokenize(prompts: list, tokenizer: Any) -> list[list[int]]:
 def two_stages(arguments: TwoStageArguments, prompts: list, trainer: Any) -> dict[str, list]:
     """Make this rank's completions, as a `rollout_func` of TRL."""
     generation, tokenizer = trainer.vllm_generation, trainer.processing_class
-    limit, drafts = generation.max_tokens, arguments.drafts if trainer.model.training else 1
+    limit, drafts = generation.max_completion_length, arguments.drafts if trainer.model.training else 1
     chosen: list[Candidate] = []
     ids = tokenize(prompts, tokenizer)
     made = iter(generate(generation, [row for row in ids for _ in range(drafts)], min(arguments.draft_tokens, limit)))

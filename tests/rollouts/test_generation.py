@@ -1,11 +1,18 @@
 """TRL's generation seam on stub engines: requests per run of equal rows, seeds per row, versions."""
 
+import inspect
+import re
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from stubs import A, B, C, asked, build
+from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_multinode.errors import ConfigurationError, PromptTooLongError, WeightVersionError
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.node_trainer import NodeTrainer
+from trl_multinode.rollouts.generation import OF_THE_START, SAMPLING
 from trl_multinode.wire.messages import WeightVersion
 
 # ---- requests
@@ -93,14 +100,64 @@ def test_settings_reach_the_engine_and_generation_kwargs_win():
         "structured_outputs": {"regex": "a+"},
     }  # fmt: skip
     assert generation._host.keywords == {"mode": "node", "max_num_seqs": 8}
-    assert build(generation_kwargs={"max_tokens": 3}).max_tokens == 3
+    assert build(generation_kwargs={"max_tokens": 3}).max_completion_length == 3
+
+
+def test_what_a_callback_changes_of_trls_attributes_reaches_the_next_request():
+    generation = build(temperature=0.5, generation_kwargs={"stop": ["x"]})
+    generation.max_completion_length, generation.temperature, generation.min_p = 3, 0.9, None
+    generation.generation_kwargs["stop"] = ["y"]
+    generation.generate([A], None, 1)
+    call = generation.engines.calls[-1]
+    assert (call.max_tokens, call.sampling["temperature"], call.sampling["min_p"]) == (3, 0.9, 0.0)
+    assert call.sampling["stop"] == ["y"]
+
+
+@pytest.mark.parametrize("name", OF_THE_START)
+def test_an_attribute_that_only_the_start_of_an_engine_reads_cannot_be_set(name):
+    with pytest.raises(ConfigurationError, match=f"`vllm_generation.{name}`"):
+        setattr(build(), name, 2)
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampling_cannot_change_while_rows_are_open(name):
+    ahead, drained = build(), build()
+    ahead._host.settings = NodeSettings(max_staleness=1)
+    if name == "max_completion_length":  # a shorter row needs no correction
+        ahead.max_completion_length = 5
+        ahead.continuous = object()  # rows of a stream have their limit from its start
+    with pytest.raises(ConfigurationError, match=f"`vllm_generation.{name}`"):
+        setattr(ahead, name, 3)
+    setattr(ahead, name, getattr(ahead, name))
+    setattr(drained, name, 3)
+
+
+def test_every_attribute_of_trls_object_is_forwarded_or_refused_or_its_own():
+    source = inspect.getsource(VLLMGeneration.__init__) + inspect.getsource(VLLMGeneration._init_vllm)
+    theirs = set(re.findall(r"^ +self\.([a-z]\w*) = ", source, re.MULTILINE))
+    made_by_it = {"model", "accelerator", "llm", "vllm_client"}  # objects, which no callback replaces
+    assert theirs - made_by_it <= {*SAMPLING, *OF_THE_START}
+    assert {*SAMPLING, *OF_THE_START} <= theirs
+
+
+def test_a_sampling_attribute_that_a_callback_changes_in_the_trainer_reaches_the_engines():
+    """TRL's loss divides logits by `trainer.temperature`, and its engine would go on with the old one."""
+    generation = build(temperature=0.5)
+    trainer = SimpleNamespace(vllm_generation=generation, _sampled={"temperature": 0.5, "top_p": 1.0}, top_p=1.0)
+    generation.top_p, trainer.temperature = 0.8, 0.7
+    NodeTrainer._forward_sampling(trainer)
+    assert (generation.temperature, generation.top_p, trainer._sampled["temperature"]) == (0.7, 0.8, 0.7)
+    generation.temperature = 0.6
+    NodeTrainer._forward_sampling(trainer)
+    assert generation.temperature == 0.6, "the trainer's has not changed since"
 
 
 @pytest.mark.parametrize("settings", [{}, {"generation_kwargs": {"max_tokens": None}}])
 def test_without_a_limit_of_completions_the_engines_context_is_the_limit(settings):
     generation = build(max_completion_length=None, **settings)
     generation.generate([A], None, 1)
-    assert generation.engines.calls[-1].max_tokens == generation.max_tokens == generation.engines.max_model_len == 8
+    limit = generation.engines.max_model_len
+    assert generation.engines.calls[-1].max_tokens == generation.max_completion_length == limit == 8
 
 
 def test_more_than_the_sampled_tokens_log_prob_is_refused():

@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from ..run.topology import Topology
 from .batching import Plan, plan_micro_steps
 from .layouts import PER_TOKEN, Compact, Row, cut_rows, join_rows, lengths, record_to_row, row_to_record
 from .local_metrics import LocalMetrics
+from .own_loss import reason_of_loss
 from .row_exchange import RowExchange
 
 MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # the loss of a micro-batch is a mean over its rows
@@ -41,7 +42,7 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
     layers = sorted({*(getattr(config, "layer_types", None) or [])} - KNOWN_LAYERS)
     reasons = {
         f"loss_type={trainer.loss_type!r} is not a sum over rows": (
-            trainer.loss_type not in SUM_OVER_TOKENS and not trainer.is_mean_over_rows
+            trainer.loss_reduction is None and trainer.loss_type not in MEAN_OVER_ROWS + SUM_OVER_TOKENS
         ),
         "the entropy bonus is a mean over the tokens of a micro-batch": trainer._entropy_bonus_enabled,
         "top_entropy_quantile is taken over a micro-batch": trainer.top_entropy_quantile < 1.0,
@@ -52,7 +53,7 @@ def reason_against(trainer: GRPOTrainer) -> str | None:
         f"layers of type {layers} may see padding": bool(layers),
         "context parallelism cuts the batch itself": bool(getattr(trainer.accelerator, "parallelism_config", None)),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return reason_of_loss(type(trainer)) or next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def with_tool_mask(trainer: Any, inputs: Tensors) -> Tensors:
@@ -100,11 +101,23 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
     loss that sums over tokens, a step does both for each of its generation blocks. A no-grad pass also sends the
     log-probs back, and an optimizer step gathers the metrics once.
 
+    A subclass with a `_compute_loss` or `compute_loss` of its own keeps TRL's micro-batches, with a line, unless it
+    declares `loss_reduction`:
+
+    ```python
+    class MyTrainer(GRPOTrainer):
+        loss_reduction = "rows"  # the mean over the rows of the batch; "tokens": TRL's sum over tokens
+
+        def _compute_loss(self, model, inputs): ...
+    ```
+
     Raises:
         `ConfigurationError`: while training, on every rank, if a row is longer than `micro_batch_tokens`.
     """
 
-    _mean_over_rows = False  # `True` in a trainer whose own loss is a mean over rows with any `loss_type`
+    # How a subclass with a loss of its own reduces it: "rows", the mean over the rows of its batch, or "tokens", the
+    # sum over its tokens divided by `inputs["num_items_in_batch"]`; `None` is TRL's loss with its `loss_type`
+    loss_reduction: ClassVar[str | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -119,7 +132,9 @@ class BalancedGRPOTrainer(GRPOTrainer, MicroSteps):
     @property
     def is_mean_over_rows(self) -> bool:
         """`True` if the loss of a micro-batch is a mean over its rows."""
-        return self._mean_over_rows or self.loss_type in MEAN_OVER_ROWS
+        if self.loss_reduction is not None:
+            return self.loss_reduction == "rows"
+        return self.loss_type in MEAN_OVER_ROWS
 
     def _prepare_inputs(self, generation_batch: Any) -> Tensors:
         if self._balance is not None and self._balance.inside:

@@ -29,5 +29,5 @@ class MultiNodeGMPOTrainer(MultiNodeGRPOTrainer, GMPOTrainer):
 
     _trl, _config = GMPOTrainer, MultiNodeGMPOConfig
     _rounds_of = GRPOTrainer
-    _mean_over_rows = True
+    loss_reduction = "rows"
     _name = "GMPO"  # TRL's class has GRPO's name

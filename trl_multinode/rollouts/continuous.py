@@ -222,6 +222,6 @@ def rounds_of(
         settings.rounds_ahead,
         settings.oldest_rounds,
         partial(generation.seeds.of_round, "train"),
-        longest=0 if settings_from_the_start(generation.sampling) else generation.max_tokens,
+        longest=0 if settings_from_the_start(generation.sampling) else generation.max_completion_length,
         open_groups=open_groups,
     )

@@ -30,6 +30,17 @@ from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
 from .stand_in import Ask
 
+# Attributes of TRL's `VLLMGeneration` that it reads at every `generate`, and those that only its start reads
+SAMPLING = (
+    "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length", "generation_kwargs",
+    "structured_outputs_regex",
+)  # fmt: skip
+OF_THE_START = (
+    "mode", "tensor_parallel_size", "gpu_memory_utilization", "max_model_length", "max_num_seqs", "enable_sleep_mode",
+    "model_impl", "trust_remote_code", "logprobs", "server_base_url", "server_host", "server_port", "group_port",
+    "server_timeout", "processing_class",
+)  # fmt: skip
+
 
 class NodeGeneration:
     """Generation on the engines of this rank's node. Every training rank builds one.
@@ -66,28 +77,23 @@ class NodeGeneration:
             raise ConfigurationError(f"Node mode returns the sampled token's log-prob only, got logprobs={logprobs}.")
         self.model = model
         self.accelerator = accelerator
-        self.sampling = {
-            "repetition_penalty": repetition_penalty,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": 0.0 if min_p is None else min_p,
-            **(generation_kwargs or {}),
-        }
-        max_tokens = self.sampling.pop("max_tokens", max_completion_length)
-        if structured_outputs_regex is not None:
-            self.sampling["structured_outputs"] = {"regex": structured_outputs_regex}
+        # TRL's names: a callback may change them between two rounds
+        self.repetition_penalty, self.temperature = repetition_penalty, temperature
+        self.top_p, self.top_k, self.min_p = top_p, top_k, min_p
+        self.generation_kwargs = dict(generation_kwargs or {})
+        self.structured_outputs_regex = structured_outputs_regex
         self.version = WeightVersion()
         self._weights_changed = True  # since the last successful sync
         self.seeds = RowSeeds(host.settings.rollout_seed, accelerator.process_index)
         self._host = host
         self._phases = host.phases
         self.engines: NodeEngines = host.start_engines(model, processing_class, engine_keywords)
+        max_tokens = self.generation_kwargs.pop("max_tokens", max_completion_length)
         # an engine ends a completion where its context ends, so this number limits nothing else
-        self.max_tokens: int = self.engines.max_model_len if max_tokens is None else max_tokens
+        self.max_completion_length: int = self.engines.max_model_len if max_tokens is None else max_tokens
         self.last_sync = SyncTimings()
         # one stream, which from then on is the only user of these connections
-        self._stream = cache(lambda: host.ahead_engines.open_stream(self.max_tokens, self.sampling))
+        self._stream = cache(lambda: host.ahead_engines.open_stream(self.max_completion_length, self.sampling))
         self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
         host.on_lost = self._restore
         self.continuous = rounds_of(self, host.settings, self._stream()) if host.settings.in_flight else None
@@ -100,6 +106,42 @@ class NodeGeneration:
         self.on_stale: Callable[[RoundRollouts], None] = lambda made: None
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
         self.begin_round("train", 0)
+        self._is_ready = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Let a callback change what TRL's object would read at its next `generate`, and refuse what has no effect."""
+        if name in self._fixed() and value != getattr(self, name):
+            raise ConfigurationError(
+                f"`vllm_generation.{name}` cannot change (got {value!r}) while rounds run ahead: rows that are open "
+                "were sampled with the setting before. Use `max_staleness=0` without `weight_update='in_flight'`."
+            )
+        if name in OF_THE_START:
+            raise ConfigurationError(
+                f"`vllm_generation.{name}` has no effect in node mode after the engines have started (got {value!r}). "
+                f"{', '.join(SAMPLING)} can change; for anything else set the config and build the trainer anew."
+            )
+        super().__setattr__(name, value)
+
+    def _fixed(self) -> tuple[str, ...]:
+        """Return the sampling attributes that cannot change now, because open rows have the setting before."""
+        if "_is_ready" not in vars(self) or not self._host.settings.rounds_ahead and self.continuous is None:
+            return ()
+        # a round that is generated ahead may end with the old limit, which needs no correction
+        return SAMPLING if self.continuous is not None else tuple(set(SAMPLING) - {"max_completion_length"})
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling settings of the next requests, by vLLM's names."""
+        regex = self.structured_outputs_regex
+        return {
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": 0.0 if self.min_p is None else self.min_p,
+            **self.generation_kwargs,
+            **({} if regex is None else {"structured_outputs": {"regex": regex}}),
+        }
 
     def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
         """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
@@ -392,7 +434,7 @@ class NodeGeneration:
 
     def _ask(self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion) -> list[Rollout]:
         """Return completions of exactly these weights, in row order. The look-ahead's thread calls it too."""
-        groups = engines.generate(requests, self.max_tokens, self.sampling, version.update)
+        groups = engines.generate(requests, self.max_completion_length, self.sampling, version.update)
         rows = [row for group in groups for row in group]
         for row in rows:
             engines[row.engine].check_version(row.version, version)

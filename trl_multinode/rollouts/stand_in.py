@@ -100,7 +100,7 @@ class AheadGeneration:
 
     def __init__(self, ask: Ask, seeds: RowSeeds, longest: int, rank: int, first_row: int, max_tokens: int):
         self.turns: list[Turn] = []
-        self.max_tokens = max_tokens
+        self.max_completion_length = max_tokens
         self._ask, self._seeds, self._longest = ask, seeds, longest
         self._place = rank, first_row
 
@@ -116,7 +116,7 @@ class AheadGeneration:
                 "Requests of a rollout that runs ahead carry no images. Use `max_staleness=0` without `score_groups`."
             )
         check_lengths(prompts, self._longest, *self._place)
-        rows = self._ask(prompts, self._seeds.of_call(prompts), self.max_tokens)
+        rows = self._ask(prompts, self._seeds.of_call(prompts), self.max_completion_length)
         self.turns.append(Turn(prompts, rows))
         completion_ids = [row.tokens.tolist() for row in rows]
         self._seeds.add_completions(completion_ids)
@@ -181,7 +181,7 @@ class Recorder:
         first_row = group.place * size
         generation, rank = trainer.vllm_generation, trainer.accelerator.process_index
         seeds = generation.seeds.of_group(group.seed_mode, group.number, first_row, size, self._rank_rows)
-        limits = generation.engines.max_model_len, rank, first_row, generation.max_tokens
+        limits = generation.engines.max_model_len, rank, first_row, generation.max_completion_length
         vars(stand_in).update(
             host=None,  # every method is TRL's
             accelerator=LocalAccelerator(trainer.accelerator),

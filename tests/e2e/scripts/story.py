@@ -109,7 +109,7 @@ def noticed(trainer) -> dict:
 
 def generate_once(trainer, num_tokens: int = 4) -> None:
     generation = trainer.vllm_generation
-    generation.max_tokens, generation.sampling["ignore_eos"] = num_tokens, True
+    generation.max_completion_length, generation.generation_kwargs["ignore_eos"] = num_tokens, True
     generation.generate([[10 + RANK, 20, 30]] * 4, None, 4)
 
 
