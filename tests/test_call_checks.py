@@ -6,7 +6,7 @@ import pytest
 from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, GPT2Config, Qwen2Config
 from trl.rewards import accuracy_reward
 
 from trl_multinode import GRPOConfig, call_checks
@@ -42,6 +42,19 @@ def test_quantized_weights_are_refused_wherever_they_are_asked_for(model, fields
     with pytest.raises(ConfigurationError, match="`quantization_config`") as refused:
         check_model(model(), args(**fields), call)
     record_property("message", str(refused.value))
+
+
+@pytest.mark.parametrize(
+    ("config", "adapter", "found"),
+    [
+        (GPT2Config(), None, ["resid_pdrop=0.1", "embd_pdrop=0.1", "attn_pdrop=0.1"]),
+        (Qwen2Config(), LoraConfig(lora_dropout=0.05), ["lora_dropout=0.05"]),
+        (Qwen2Config(attention_dropout=0.2), LoraConfig(), ["attention_dropout=0.2"]),
+        (Qwen2Config(), None, []),
+    ],
+)
+def test_dropout_is_named_before_the_model_loads(config, adapter, found):
+    assert call_checks.dropouts_of(config, adapter) == found
 
 
 def frozen(model):

@@ -52,9 +52,26 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     if call.get("tools") or call.get("environment_factory"):
         context = getattr(config_of(call["model"], args).get_text_config(), "max_position_embeddings", 0)
         host.check_context(context)
+    dropouts = dropouts_of(config_of(call["model"], args), call.get("peft_config"))
+    if dropouts and not getattr(args, "disable_dropout", False) and host.topology.rank == 0:
+        warn(
+            f"dropout is on ({', '.join(dropouts)}): its noise is in the trainer's log-probs, where TRL's importance "
+            "ratio and the check for stale weights count it. `disable_dropout=True` turns it off."
+        )
     if ignored := ignored_settings(args):
         reason = "engines belong to their node's local main process, and any rank may send a request at any time"
         warn(f"{', '.join(ignored)}: no effect in node mode, because {reason}.")
+
+
+def dropouts_of(config: PreTrainedConfig, adapter: Any) -> list[str]:
+    """Return the settings of a model and its adapter that switch dropout layers of its language model on."""
+    known = config.get_text_config().to_dict() | {"lora_dropout": getattr(adapter, "lora_dropout", 0.0)}
+    return [
+        f"{name}={rate:g}"
+        for name, rate in known.items()
+        if name.endswith(("dropout", "pdrop", "dropout_prob")) and not name.startswith(("classifier", "summary"))
+        if isinstance(rate, float) and rate > 0
+    ]
 
 
 def check_fsdp_version(environ: Mapping[str, str] = os.environ) -> None:

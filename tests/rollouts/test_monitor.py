@@ -348,3 +348,14 @@ def test_a_score_belongs_to_one_round(config):
     watcher.check(batch(FRESH, OLD, MASK), stale=True)
     watcher.check(batch(FRESH, OLD, MASK), stale=True)  # nothing was asked: nothing is compared
     assert len(engines.asked) == 1
+
+
+@pytest.mark.parametrize(("rate", "trains"), [(0.3, True), (0.3, False), (0.0, True)])
+def test_the_alarm_names_dropout_of_the_trainers_forward(config, rate, trains):
+    """An adapter with a dropout of 0.3 differs by 0.128 per token with equal weights."""
+    found = monitor(config())
+    found._host._model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(rate)).train(trains)
+    found._host._model.dtype = torch.float32
+    with pytest.raises(LogprobDivergenceError) as error:
+        found.check(batch([[-1.0, -2.0]], [[-1.5, -2.5]]))
+    assert ("`disable_dropout=True`" in str(error.value)) == (rate > 0 and trains)

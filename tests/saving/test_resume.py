@@ -1,5 +1,6 @@
 """Where a resumed trainer is put, and what every rank saves and restores for it."""
 
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import save_file
 from waiting import HANG_S
 
@@ -217,6 +219,26 @@ def test_a_stream_has_no_length_and_its_position_counts_from_its_beginning(tmp_p
     resume.restore_position()
     assert trainer._step == 0
     assert resumed(trainer_at(5, tmp_path, loader=Stream()), saved_at(5, tmp_path))._step == 5
+
+
+@pytest.mark.parametrize(
+    ("epoch", "data", "fields", "refused"),
+    [
+        (1.4, "stream", {}, True), (2.1, "stream", {}, True), (0.4, "stream", {}, False), (1.4, "table", {}, False),
+        (1.4, "stream", {"ignore_data_skip": True}, False),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_a_later_pass_over_a_stream_is_refused_with_the_pass(epoch, data, fields, refused, tmp_path):
+    """Before: 6 prompts in 3 steps, stopped at step 4; the resumed run trained those of step 4 again."""
+    folder, table = saved_at(4, tmp_path), Dataset.from_dict({"prompt": ["a", "b"]})
+    (folder / "trainer_state.json").write_text(json.dumps({"epoch": epoch}))
+    trainer = trainer_at(4, tmp_path, loader=Stream(), **fields)
+    trainer.train_dataset = table.to_iterable_dataset() if data == "stream" else table
+    if refused:
+        with pytest.raises(ConfigurationError, match=rf"checkpoint-4 is in pass {int(epoch) + 1} "):
+            Resume(trainer).choose(str(folder))
+    else:
+        assert Resume(trainer).choose(str(folder)) == str(folder)
 
 
 def test_a_checkpoint_written_again_by_fewer_ranks_is_whole(tmp_path):

@@ -103,9 +103,9 @@ class DivergenceMonitor:
             kwargs = ", ".join(self._host.settings.engine_kwargs) or "none set"
             raise LogprobDivergenceError(
                 f"{self._where}: engine and trainer differ by {self.last:.3f} per token (limit {self.limit:g}) with "
-                f"the weights of {self._generation.version}: some of the engine's weights are stale or wrong, its "
-                f"`engine_kwargs` ({kwargs}) make it compute something else, or the completions are not the engine's "
-                "(a `rollout_func`, an environment, edited rows). Check that vLLM supports reloading this "
+                f"the weights of {self._generation.version}: {noise_of(self._host._model)}some of the engine's "
+                f"weights are stale or wrong, its `engine_kwargs` ({kwargs}) make it compute something else, or the "
+                "completions are not the engine's (a `rollout_func`, an environment, edited rows). Check that vLLM supports reloading this "
                 "architecture; `logprob_divergence_limit` sets the limit, 0 turns the check off."
             )
 
@@ -179,6 +179,18 @@ def check_nan(
             f"{trainer_version if 'trainer' in sides else engine_version}. {NAN_CURES[sides[-1]]}"
         )
     return tokens, count
+
+
+def noise_of(model: Any) -> str:
+    """Return a clause about the dropout in the trainer's log-probs, if a layer of the model or its adapter has any."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    rates = [one.p for one in modules if isinstance(one, torch.nn.Dropout) and one.training and one.p > 0]
+    if not rates:
+        return ""
+    return (
+        f"the trainer's have the noise of {len(rates)} dropout layers (up to {max(rates):g}), which "
+        "`disable_dropout=True` turns off; or "
+    )
 
 
 def settings_not_scored(args: Any) -> list[str]:

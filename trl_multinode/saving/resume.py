@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from ..errors import ConfigurationError
 from ..rollouts.look_ahead import from_arrays, to_arrays
@@ -49,7 +50,8 @@ class Resume:
 
         Raises:
             `ConfigurationError`: if `wanted` is `True` and no checkpoint is finished; if the checkpoint is unfinished,
-                or was written by another number of ranks, or by a newer version of this library.
+                was written by another number of ranks or by a newer version of this library, or is in a later pass
+                over a stream than the first.
         """
         self._log.delete_leftovers()
         if wanted is True:
@@ -75,7 +77,26 @@ class Resume:
             report(f"resuming from {self._folder}")
         self._must_restore = True
         self.epochs = epochs_behind(self._folder) if self._folder else 0
+        self._check_stream()
         return str(self._folder) if self._folder else None
+
+    def _check_stream(self) -> None:
+        """Refuse a checkpoint of a later pass over a stream.
+
+        transformers skips as many batches as were trained, but of one pass only: it would begin the pass anew, and
+        train its first prompts twice. A stream's state in its trainer file counts passes as epochs.
+        """
+        if self._folder is None or not self.epochs or getattr(self._trainer.args, "ignore_data_skip", False):
+            return
+        dataset = self._trainer.train_dataset
+        if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+            return
+        raise ConfigurationError(
+            f"{self._folder} is in pass {self.epochs + 1} over a stream ({type(dataset).__name__}), whose "
+            "position in a later pass than the first cannot be restored. Use a `Dataset` with an index, a stream that "
+            "is as long as the training, or `ignore_data_skip=True`, which begins the pass anew and trains some "
+            "prompts again."
+        )
 
     def warn_of_replaced(self, resumes: bool) -> None:
         """Warn, on rank 0, if training begins anew beside checkpoints of an earlier launch, which it would replace."""
