@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate import ParallelismConfig
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_model
 from transformers import BitsAndBytesConfig, GPT2Config, Qwen2Config
 from trl.rewards import accuracy_reward
 
@@ -55,6 +55,18 @@ def test_quantized_weights_are_refused_wherever_they_are_asked_for(model, fields
 )
 def test_dropout_is_named_before_the_model_loads(config, adapter, found):
     assert call_checks.dropouts_of(config, adapter) == found
+
+
+def test_methods_of_peft_are_sent_or_refused_before_a_model_loads():
+    """Before, prompt tuning in bfloat16 trained to the end while the engines sampled without the virtual tokens."""
+    model, kinds = tiny_qwen2(), set(PeftType) - {PeftType.LORA}
+    check_model(model, args(), {"peft_config": LoraConfig()})
+    for kind in kinds:
+        with pytest.raises(ConfigurationError, match=f"got {kind.value}:"):
+            check_model(model, args(), {"peft_config": SimpleNamespace(peft_type=kind)})
+    prompts = get_peft_model(tiny_qwen2(), PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    with pytest.raises(ConfigurationError, match="PROMPT_TUNING.*colocate"):
+        check_model(prompts, args(), {})
 
 
 def frozen(model):

@@ -22,6 +22,9 @@ OF_EVERY_REWARD = {"prompts", "completions", "completion_ids", "trainer_state", 
 NEED_MATH_VERIFY = {"accuracy_reward", "reasoning_accuracy_reward"}  # TRL's, which find out in the first call
 
 
+SENT_ADAPTERS = {"LORA"}  # PEFT's methods whose layers a sync sends; `weights/peft_source.py` checks their variants
+
+
 def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None:
     """
     Check that node mode supports a trainer's arguments.
@@ -294,6 +297,7 @@ def check_model(model: str | PreTrainedModel, args: TrainingArguments, call: dic
     config = config_of(model, args)
     check_quantization(config, args, call)
     check_heads(config, getattr(args, "vllm_tensor_parallel_size", 1))
+    check_adapters(model, call.get("peft_config"))
     check_dora(model, args, call.get("peft_config"))
     check_trained(model, call.get("peft_config"))
 
@@ -344,9 +348,24 @@ def check_quantization(config: PreTrainedConfig, args: TrainingArguments, call: 
         )
 
 
+def adapters_of(model: str | PreTrainedModel, peft_config: Any) -> list[Any]:
+    """Return the configs of the adapters that a model has or will get."""
+    return [peft_config] if peft_config else list(getattr(model, "peft_config", {}).values())
+
+
+def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
+    """Reject PEFT's methods besides LoRA: prompt tuning adds no layer, for example, and engines would not see it."""
+    kinds = {str(getattr(one.peft_type, "value", one.peft_type)) for one in adapters_of(model, peft_config)}
+    if wrong := kinds - SENT_ADAPTERS:
+        raise ConfigurationError(
+            f"Node mode sends LoRA adapters (also rsLoRA and DoRA), got {', '.join(sorted(wrong))}: the engines would "
+            "generate without it. Use LoRA, or vllm_mode='colocate' or 'server'."
+        )
+
+
 def check_dora(model: str | PreTrainedModel, args: TrainingArguments, peft_config: Any) -> None:
     """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
-    configs = [peft_config] if peft_config else list(getattr(model, "peft_config", {}).values())
+    configs = adapters_of(model, peft_config)
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3 and any(getattr(one, "use_dora", False) for one in configs):
         raise ConfigurationError(

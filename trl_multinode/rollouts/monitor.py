@@ -105,8 +105,8 @@ class DivergenceMonitor:
                 f"{self._where}: engine and trainer differ by {self.last:.3f} per token (limit {self.limit:g}) with "
                 f"the weights of {self._generation.version}: {noise_of(self._host._model)}some of the engine's "
                 f"weights are stale or wrong, its `engine_kwargs` ({kwargs}) make it compute something else, or the "
-                "completions are not the engine's (a `rollout_func`, an environment, edited rows). Check that vLLM supports reloading this "
-                "architecture; `logprob_divergence_limit` sets the limit, 0 turns the check off."
+                "completions are not the engine's (a `rollout_func`, an environment, edited rows). Check that vLLM "
+                "supports reloading this architecture; `logprob_divergence_limit` sets the limit, 0 turns it off."
             )
 
     def ask(self, made: RoundRollouts) -> None:
