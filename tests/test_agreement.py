@@ -156,6 +156,27 @@ class Unprintable:
         self.rank = rank
 
 
+@dataclass
+class Judge:
+    url: str
+
+    def __call__(self, completions, **_):
+        return [0.0] * len(completions)
+
+
+def used_tokenizer(rank: int):
+    tokenizer = tiny_tokenizer()
+    if rank == 0:
+        tokenizer(["a b", "a"], truncation=True, padding=True, max_length=2)
+    return tokenizer
+
+
+def nested_model(rank: int):
+    model = tiny_qwen2()
+    model.config.vision_config = {"_name_or_path": f"/copy{rank // 2}", "depth": 2}
+    return model
+
+
 def mapped_over_an_object(rank: int) -> Dataset:
     state = Unprintable(rank)
     return Dataset.from_list(ROWS).map(lambda row: row | {"seen": state is not None})
@@ -173,6 +194,10 @@ QUIET: dict[str, Callable[[int], tuple[dict, dict]]] = {
     "report_to and names": lambda rank: ({"report_to": [] if rank else ["tensorboard"], "run_name": f"{rank}"}, {}),
     "bars and workers": lambda rank: ({"disable_tqdm": rank > 0, "dataloader_num_workers": rank}, {}),
     "settings of the node": lambda rank: ({"num_engines": 1 + rank // 2, "engine_kwargs": {"a": rank // 2}}, {}),
+    "a device of its own": lambda rank: ({"model_init_kwargs": {"device_map": {"": rank}, "dtype": "float32"}}, {}),
+    "a reward with its node's URL": lambda rank: ({}, {"reward_funcs": [Judge(f"http://host{rank // 2}")]}),
+    "only rank 0 tokenized the dataset": lambda rank: ({}, {"processing_class": used_tokenizer(rank)}),
+    "a nested config of another copy": lambda rank: ({}, {"model": nested_model(rank)}),
     "own folders": lambda rank: ({"save_on_each_node": True, "output_dir": f"run{rank // 2}"}, {}),
     "a map over an object": lambda rank: ({}, {"train_dataset": mapped_over_an_object(rank)}),
     "a random transform": lambda rank: ({}, {"train_dataset": with_random_transform(rank)}),
@@ -244,6 +269,7 @@ def test_arguments_and_checkpoint_are_compared_again_when_training_begins(tmp_pa
                 texts.append("")
             except ConfigurationError as error:
                 texts.append(str(error))
+        must_agree.check_training(host, config(save_on_each_node=True), f"run{rank // 2}/checkpoint-1")
         return texts
 
     with forked(body, RANKS, tmp_path) as ranks:

@@ -5,6 +5,7 @@ each of its processes. Neither TRL nor a collective notices: gradients of differ
 different datasets are mixed.
 """
 
+import json
 import os
 import random
 import sys
@@ -125,7 +126,7 @@ def check_training(host: NodeHost, args: Any, resume_from_checkpoint: str | bool
     """
     facts = host.facts()
     add_arguments(facts, args)
-    facts.add("`resume_from_checkpoint` of `train`", resume_from_checkpoint)
+    facts.add("`resume_from_checkpoint` of `train`", resume_from_checkpoint, by_node=args.save_on_each_node)
     refuse(host.agree(facts))
 
 
@@ -153,7 +154,10 @@ def add_arguments(facts: Facts, args: Any) -> None:
     for one in fields(args):
         if one.name in MAY_DIFFER or one.name == "output_dir" or not is_ours(args, one.name):
             continue
-        facts.add(f"`{one.name}`", getattr(args, one.name, None), by_node=one.name in MAY_DIFFER_BY_NODE)
+        value = getattr(args, one.name, None)
+        if one.name == "model_init_kwargs" and value:  # `device_map` names the rank's own device
+            value = {name: part for name, part in value.items() if name != "device_map"}
+        facts.add(f"`{one.name}`", value, by_node=one.name in MAY_DIFFER_BY_NODE)
     facts.add("`output_dir`", os.path.abspath(args.output_dir), by_node=args.save_on_each_node)
 
 
@@ -183,15 +187,20 @@ def add_launch(facts: Facts, args: Any) -> None:
 def add_model(facts: Facts, args: Any, call: Mapping[str, Any]) -> None:
     """Add the configs of model and adapter, and the contents of tokenizer and chat template."""
     model = call["model"]
-    config = config_of(model, args).to_dict()
-    facts.add("model config", {name: value for name, value in config.items() if name not in OF_A_COPY})
+    facts.add("model config", without_copies(config_of(model, args).to_dict()))
     given = call.get("peft_config") or getattr(model, "peft_config", None)
     adapters = given if isinstance(given, Mapping) else {"default": given} if given else {}
     for name, adapter in adapters.items():
-        parts = {part: value for part, value in adapter.to_dict().items() if part not in OF_A_COPY}
-        facts.add(f"adapter {name}", parts)
+        facts.add(f"adapter {name}", without_copies(adapter.to_dict()))
     tokenizer = call.get("processing_class")
     facts.add_all(tokenizer_files(model) if tokenizer is None else tokenizer_parts(tokenizer))
+
+
+def without_copies(value: Any) -> Any:
+    """Return a config without the entries that name a copy of the model, in nested configs too."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: without_copies(part) for name, part in value.items() if name not in OF_A_COPY}
 
 
 def tokenizer_files(model: str | PreTrainedModel) -> dict[str, str]:
@@ -212,7 +221,11 @@ def tokenizer_parts(given: Any) -> dict[str, Any]:
     """Return the contents of a tokenizer, or of that in a processor."""
     tokenizer = getattr(given, "tokenizer", given)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = backend.to_str() if backend is not None else text_of(getattr(tokenizer, "get_vocab", dict)())
+    if backend is None:
+        vocabulary = text_of(getattr(tokenizer, "get_vocab", dict)())
+    else:  # the last call leaves its padding and truncation there, and only one rank may have tokenized the dataset
+        state = json.loads(backend.to_str())
+        vocabulary = text_of({name: part for name, part in state.items() if name not in ("padding", "truncation")})
     return {
         "chat template": getattr(given, "chat_template", None),
         "vocabulary of the tokenizer": digest_of(vocabulary),
@@ -229,8 +242,8 @@ def add_functions(facts: Facts, call: Mapping[str, Any]) -> None:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function, of a class, or of a reward model."""
-    return getattr(function, "__name__", None) or text_of(function)
+    """Return the name of a function, of an object's class, or of a reward model. An object may have its node's URL."""
+    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
