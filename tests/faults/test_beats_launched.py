@@ -15,7 +15,7 @@ from store_host import topology_of
 from waiting import HANG_S, until
 
 from trl_multinode.run.heartbeats.judges import READ_STATES_EVERY_S
-from trl_multinode.run.heartbeats.node_slots import NodeSlots
+from trl_multinode.run.heartbeats.node_slots import NAME, NodeSlots
 from trl_multinode.testing.faults import FAKE
 from trl_multinode.testing.namespaces import INTERFACE, namespaces_available
 from trl_multinode.testing.nodes import Nodes
@@ -92,7 +92,8 @@ class MemoryOf:
 
     def get(self, key: str) -> bytes:
         files = Path(f"/proc/{self._pid}/fd").iterdir()
-        return next(str(file).encode() for file in files if "trl_multinode_beats" in os.readlink(file))
+        number = next(file.name for file in files if NAME in os.readlink(file))
+        return f"{self._pid} {number}".encode()
 
 
 def line_of(nodes: Nodes, rank: int) -> str | None:
