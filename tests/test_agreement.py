@@ -116,6 +116,9 @@ DIFFERENT: dict[str, tuple[dict, Callable[[], dict], list[str]]] = {
     "columns": ({}, lambda: {"train_dataset": Dataset.from_list(ROWS).remove_columns("answer")}, ["columns"]),
     "one row": ({}, lambda: {"train_dataset": other_rows(17, answer=5)}, ["row 17 of `train_dataset`", '"answer": 5']),
     "an evaluation": ({}, lambda: {"eval_dataset": {"a": Dataset.from_list(ROWS)}}, ["`eval_dataset"]),
+    "a token in a dict": (
+        {"engine_kwargs": {"hf_token": "precious"}}, dict, ["`engine_kwargs`.hf_token", "(hidden, "],
+    ),
     "a list": ({}, lambda: {"train_dataset": ROWS[::-1]}, ["`train_dataset`"]),
 }  # fmt: skip
 
@@ -132,6 +135,7 @@ def test_what_differs_is_named_with_values_ranks_and_nodes_on_every_rank(tmp_pat
     assert len(texts) == 1, "every rank has the same error"
     (text,) = texts
     assert all(part in text for part in named), text
+    assert "precious" not in text
 
 
 def test_an_order_that_differs_by_process_names_rows(tmp_path, store):
@@ -149,6 +153,7 @@ def test_an_order_that_differs_by_process_names_rows(tmp_path, store):
 @dataclass
 class OwnConfig(GRPOConfig):
     host_name: str = ""
+    judge_api_key: str = ""
 
 
 class Unprintable:
@@ -201,6 +206,7 @@ QUIET: dict[str, Callable[[int], tuple[dict, dict]]] = {
     "own folders": lambda rank: ({"save_on_each_node": True, "output_dir": f"run{rank // 2}"}, {}),
     "a map over an object": lambda rank: ({}, {"train_dataset": mapped_over_an_object(rank)}),
     "a random transform": lambda rank: ({}, {"train_dataset": with_random_transform(rank)}),
+    "no dataset of several": lambda rank: ({}, {"eval_dataset": {}}),
     "a stream": lambda rank: ({}, {"train_dataset": Dataset.from_list(ROWS).to_iterable_dataset()}),
 }  # fmt: skip
 
@@ -237,11 +243,12 @@ def test_a_field_of_the_users_own_class_and_a_patch_version_are_a_line_of_rank_0
     def given(rank: int) -> tuple[Any, dict]:
         if last(rank):
             monkeypatch.setattr(must_agree, "local_versions", lambda: versions | {"peft": "0.1"})
-        return config(OwnConfig, host_name=f"host{rank}"), call()
+        return config(OwnConfig, host_name=f"host{rank}", judge_api_key=f"precious{rank}"), call()
 
     first, *others = compared(tmp_path, store, given)
     assert others == [[""]] * (RANKS - 1)
     assert first[0] == "" and "`host_name`" in first[1] and "version of peft" in first[1], first
+    assert "`judge_api_key` ((hidden, " in first[1] and "precious" not in first[1]
 
 
 def test_row_28_a_library_that_must_be_the_same_is_not(tmp_path, store, monkeypatch):

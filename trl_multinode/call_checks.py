@@ -20,8 +20,6 @@ from .saving.hub import check_push
 # Arguments with which TRL calls a reward function, beside the columns of the dataset
 OF_EVERY_REWARD = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
 NEED_MATH_VERIFY = {"accuracy_reward", "reasoning_accuracy_reward"}  # TRL's, which find out in the first call
-
-
 SENT_ADAPTERS = {"LORA"}  # PEFT's methods whose layers a sync sends; `weights/peft_source.py` checks their variants
 
 

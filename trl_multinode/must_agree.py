@@ -1,4 +1,4 @@
-"""What all ranks must have in common before a model loads: arguments, model, tokenizer, data, script, libraries.
+"""Ranks compare what they were given before a model loads: arguments, model, tokenizer, data, script, libraries.
 
 `accelerate launch` is typed on every node, so a node may have an old file, and a script may draw something anew in
 each of its processes. Neither TRL nor a collective notices: gradients of different losses are averaged, and groups of
@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .call_checks import config_of, datasets_of
+from .call_checks import config_of
 from .errors import ConfigurationError
 from .host import NodeHost
 from .run.agreement import Disagreement, Facts
@@ -83,8 +83,8 @@ OF_A_COPY = {"_name_or_path", "base_model_name_or_path", "name_or_path", "transf
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja")
 ROWS = 1024  # of a dataset, compared if the fingerprints differ
 CURE = (
-    "Start the same script with the same arguments and files on every node, and let it draw nothing that differs per "
-    "process: shuffle with a seed, sort lists of files, take a time from one place."
+    "Start the same script with the same arguments, files and versions on every node, and let it draw nothing that "
+    "differs per process: shuffle with a seed, sort lists of files, take a time from one place."
 )
 
 
@@ -253,8 +253,10 @@ def named_datasets(call: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield name and value of the datasets of a trainer; a dataset that is missing is `None`."""
     for argument in ("train_dataset", "eval_dataset"):
         given = call.get(argument)
-        names = [f"{argument}[{name}]" for name in given] if isinstance(given, Mapping) else [argument]
-        yield from zip(names, datasets_of(given) or [None], strict=True)
+        if isinstance(given, Mapping):
+            yield from ((f"{argument}[{name}]", dataset) for name, dataset in given.items())
+        else:
+            yield argument, given
 
 
 def sizes_of(dataset: Any) -> dict[str, Any]:

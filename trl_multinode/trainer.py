@@ -114,7 +114,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         inputs = super()._prepare_inputs(generation_batch)
-        return inputs if self._ratio_check is None else self._ratio_check.watched(inputs)
+        # balanced micro-batches are made of slices that this library reads whole, so only they themselves are watched
+        is_read_by_the_loss = self._balance is None or self._balance.inside
+        if self._ratio_check is None or not self.model.training or not is_read_by_the_loss:
+            return inputs
+        return self._ratio_check.watched(inputs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

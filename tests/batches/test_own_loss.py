@@ -82,7 +82,10 @@ def test_a_loss_without_the_importance_ratio_is_refused_in_the_first_step_of_rou
     check.check()  # a step that had only old rows of the buffer
     with pytest.raises(ConfigurationError, match="`MeanOverRows`.*importance_sampling_ratio"):
         step(lambda inputs: inputs["advantages"].sum())
-    for read in (lambda inputs: inputs[RATIO], lambda inputs: inputs.get(RATIO)):
+    # a copy may be read unseen, so it counts
+    entries = (lambda x: x[RATIO], lambda x: x.get(RATIO), lambda x: x.pop(RATIO))
+    copies = (lambda x: {**x, "more": 1}, lambda x: dict(x), lambda x: x.copy(), lambda x: list(x.items()))
+    for read in entries + copies:
         check = RatioCheck(MeanOverRows)
         step(read)
         assert check.watched(batch) is batch, "it looks once"

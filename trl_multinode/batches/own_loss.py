@@ -4,6 +4,7 @@ Balanced micro-batches and rounds ahead are exact for TRL's losses. A subclass m
 importance ratio out, and no tensor shows that.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigurationError
@@ -86,9 +87,28 @@ class RatioCheck:
 
 
 class _Watched(dict):
-    """Batch that notes whether its importance ratio was read."""
+    """Batch that notes whether its importance ratio was read. A copy of the batch may be read unseen, and counts."""
 
     read = False
+
+    def __iter__(self) -> Iterator:  # without it `{**batch}` would copy the entries below these methods
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self.read = True
+        return super().items()
+
+    def values(self) -> Any:
+        self.read = True
+        return super().values()
+
+    def copy(self) -> dict:
+        self.read = True
+        return super().copy()
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self.read |= key == RATIO
+        return super().pop(key, *default)
 
     def __getitem__(self, key: Any) -> Any:
         self.read |= key == RATIO

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from ..run.endings.ending import RESUMING
 from ..run.endings.exit_codes import OTHER, PREEMPTED
 from ..wire.leftovers import CHECK_PREFIX, OWNER_LOCK
 from ..wire.locks import hold, release
@@ -101,8 +102,7 @@ def code_of(ending: Path, own: int) -> int:
         # 143 would make a job file start a script again that begins at step 1 and replaces this checkpoint
         print(
             f"the run was pre-empted and has saved {found['checkpoint']}, but its script begins at step 1 when it is "
-            f"launched again, so the exit code is {OTHER} and not {PREEMPTED}. It continues with "
-            "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())`.",
+            f"launched again, so the exit code is {OTHER} and not {PREEMPTED}. It continues with {RESUMING}.",
             file=sys.stderr,
             flush=True,
         )

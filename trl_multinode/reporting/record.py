@@ -11,11 +11,10 @@ from typing import Any
 
 from ..node_settings import NodeSettings
 from ..run.reporter import warn
+from ..run.values import is_secret
 from ..run.versions import local_versions
 from ..wire.line_file import LineFile
 
-SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|api_?key|key)$", re.IGNORECASE)
-SECRET_VALUE = re.compile(r"\bhf_\w{8,}|\bsk-\w{8,}|://[^/\s:@]+:[^/\s@]+@")  # tokens, and a password in an address
 HIDDEN = "(hidden)"
 LONGEST = 200  # characters of a value; a chat template has thousands
 NODE_METRIC = re.compile(r"node\d+/")
@@ -93,6 +92,6 @@ def shown(name: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
     text = str(value)
-    if SECRET.search(name) or SECRET_VALUE.search(text):
+    if is_secret(name, text):
         return HIDDEN
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

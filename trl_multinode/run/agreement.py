@@ -14,7 +14,7 @@ from typing import Any
 
 from .meeting import Meeting
 from .topology import Topology
-from .values import digest_of, flat, shown
+from .values import digest_of, flat, is_secret, shown
 
 MOST_SETS = 4  # that differ and are split further, and so about the number of facts that a message names
 NAME_DIGITS = 8  # of a name's digest; they tell the facts of a run apart
@@ -133,7 +133,9 @@ def _values(meeting: Meeting, topology: Topology, facts: Facts, sets: Sequence[_
     for one in sets:
         if one.scope in facts.scopes:
             name, text = next(iter(one.facts(facts)), ("", ABSENT))
-            mine.append([str(one), topology.rank, name, shown(text)])
+            # values are told apart, and a secret is neither sent nor shown
+            value = f"(hidden, {digest_of(text)[:4]})" if is_secret(name, text) else shown(text)
+            mine.append([str(one), topology.rank, name, value])
     words = meeting.wait(" ".join(base64.b64encode(json.dumps(value).encode()).decode() for value in mine))
     entries = sorted(json.loads(base64.b64decode(word)) for word in words)
     names = {where: name for where, _, name, _ in entries if name}

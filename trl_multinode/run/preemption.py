@@ -18,6 +18,7 @@ from typing import NoReturn
 from torch.distributed import Store
 
 from ..wire.stop_signals import preempt_signals
+from .endings.ending import RESUMING
 from .endings.exit_codes import PREEMPTED
 from .endings.fatal import Fatal
 from .reporter import report
@@ -206,14 +207,9 @@ class Preemption:
             for number in preempt_signals():
                 signal.signal(number, signal.SIG_IGN)
         if self._topology.rank == 0:
-            then = (
-                "continues from it"
-                if self._watch.ending.resumes
-                else (
-                    "begins at step 1, because the script calls `train` without a checkpoint; it continues with "
-                    "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())`"
-                )
-            )
+            then = "continues from it"
+            if not self._watch.ending.resumes:
+                then = f"begins at step 1, because the script has not called {RESUMING}"
             report(f"pre-empted: {checkpoint} is saved. All ranks leave now, and a new launch {then}")
         raise Preempted
 

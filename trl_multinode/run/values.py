@@ -2,12 +2,15 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 LONGEST = 160  # characters that a message shows of a value
+SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|api_?key|key)$", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"\bhf_\w{8,}|\bsk-\w{8,}|://[^/\s:@]+:[^/\s@]+@")  # tokens, and a password in an address
 
 
 def text_of(value: Any) -> str:
@@ -28,6 +31,12 @@ def digest_of(content: str | bytes) -> str:
     """Return 16 hex digits that tell contents apart."""
     data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
     return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def is_secret(name: str, text: str) -> bool:
+    """Return whether a value may be a secret, by the last part of its name or by its text."""
+    last = name.replace("`", "").rpartition(".")[2]
+    return bool(SECRET.search(last) or SECRET_VALUE.search(text))
 
 
 def shown(text: str) -> str:

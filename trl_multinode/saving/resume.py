@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 
 from ..errors import ConfigurationError
 from ..rollouts.look_ahead import from_arrays, to_arrays
+from ..run.endings.ending import RESUMING
 from ..run.reporter import report, warn
 from .checkpoint_files import check_finished, check_format, epochs_behind, was_in_flight
 from .checkpoints import CheckpointLog, check_zero_ranks, micro_steps_done
@@ -17,8 +18,6 @@ from .newest import newest_whole
 from .open_groups import OpenGroupsFile, check_same_way
 from .rotation import total_limit
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
-
-RESUMING = "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())`"
 
 
 class Resume:

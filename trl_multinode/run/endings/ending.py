@@ -11,6 +11,7 @@ from typing import Any
 from ..topology import Topology
 from .fatal import Fatal
 
+RESUMING = "`trainer.train(resume_from_checkpoint=trainer.last_checkpoint())`"  # the cure in several messages
 ALSO_TO = "TRL_MULTINODE_ENDING_FILE"  # variable with the path of a second copy
 
 
