@@ -57,6 +57,31 @@ def test_the_line_is_the_last_one_although_the_main_thread_is_printing_a_traceba
             assert rank.text.count("printed slowly") == 1 + ("printed slowly" in line), "the traceback was cut"
 
 
+def test_a_neighbour_that_registers_between_two_requests_is_watched_all_the_same():
+    """All ranks may have registered at the second request of a look, whose first one found no neighbour."""
+    client, seen = HashStore(), []
+    topology = Topology(0, 2, 0, 2, 0, 1, launched=True)
+
+    class Late:
+        """The store of a run in which rank 1 registers just after the first look for it."""
+
+        def __getattr__(self, name: str):
+            return getattr(client, name)
+
+        def check(self, keys: list[str]) -> bool:
+            found = client.check(keys)
+            if keys == ["pid/1"] and not found:
+                client.set("pid/1", "17")
+                client.add("here", 1)
+            return found
+
+    early_ranks = arrivals.Arrivals(topology, lambda rank, pid: seen.append((rank, pid)))
+    store = SimpleNamespace(lend=lambda use: use(Late()))
+    for _ in range(2):
+        early_ranks.look(store, has_trainer=False)
+    assert seen == [(1, 17)]
+
+
 def test_ranks_end_together_and_well_though_the_store_goes_with_node_0(tmp_path, store, monkeypatch):
     """Node 0 lingers until the others have read that all are through; here for as long as they need."""
     monkeypatch.setattr(watchdog, "POLL_S", 77.0)
