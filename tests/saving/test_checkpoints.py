@@ -1,6 +1,7 @@
 """Exact resume: positions, permutations, files, and which checkpoints are whole."""
 
 import json
+import re
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -9,12 +10,20 @@ import torch
 from trl.trainer.utils import RepeatSampler
 
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.saving.checkpoint_files import FORMAT, check_format, epochs_behind
+from trl_multinode.saving.checkpoint_files import (
+    FORMAT,
+    check_finished,
+    check_format,
+    epochs_behind,
+    has_optimizer,
+    read_metadata,
+)
 from trl_multinode.saving.checkpoints import (
     CheckpointLog,
     fast_forward,
     micro_steps_done,
 )
+from trl_multinode.saving.newest import newest_whole
 from trl_multinode.saving.saved_rollouts import (
     load_rollouts,
     pack_block,
@@ -90,6 +99,25 @@ def accelerator(others: list[int] = (), rank: int = 0, barrier=lambda: None):
     )  # fmt: skip
 
 
+class Both:
+    """Accelerator of two ranks that see the same, but for one checkpoint that the other one `refuses`."""
+
+    device = torch.device("cpu")
+    process_index, num_processes, is_local_main_process = 0, 2, True
+
+    def __init__(self, refuses=None):
+        self.refuses = refuses and int(refuses.name.rpartition("-")[2])
+        self.newest = None
+
+    def pad_across_processes(self, tensor, pad_index):
+        self.newest = int(tensor.max())
+        return tensor
+
+    def gather(self, mine):
+        is_vote = len(mine) == 1 and int(mine) in (0, 1)
+        return torch.cat([mine, mine * (self.newest != self.refuses) if is_vote else mine])
+
+
 def finish(folder, epoch=1.5) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "trainer_state.json").write_text(json.dumps({"epoch": epoch}))
@@ -155,6 +183,104 @@ def test_a_folder_is_called_deletable_only_beside_one_that_all_ranks_can_resume(
     assert "checkpoint-4" in caplog.text and "deleted" in caplog.text
 
 
+# ---- damaged
+
+
+def whole_checkpoint(output_dir, step: int):
+    with CheckpointLog(output_dir, accelerator()).saving(step) as folder:
+        finish(folder)
+        (folder / "model.safetensors").write_bytes(b"header" + bytes(200_000) + b"end")
+        (folder / "optimizer.pt").write_bytes(bytes(300_000))
+        (folder / "scheduler.pt").write_bytes(b"schedule")
+        (folder / "config.json").write_text("{}")
+        (folder / "shards").mkdir(exist_ok=True)
+        (folder / "shards" / "__0_0.distcp").write_bytes(b"shard")
+    return folder
+
+
+def replace_in(name: str, change):
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (replace_in("model.safetensors", lambda data: b""), "model.safetensors has 0 bytes, and 200009"),
+        (replace_in("model.safetensors", lambda data: data[:-1]), "has 200008 bytes"),
+        (replace_in("model.safetensors", lambda data: b"HEADER" + data[6:]), "model.safetensors has other content"),
+        (replace_in("model.safetensors", lambda data: data[:-3] + b"END"), "model.safetensors has other content"),
+        (replace_in("shards/__0_0.distcp", lambda data: b""), "shards/__0_0.distcp has 0 bytes"),
+        (replace_in("config.json", lambda data: b""), "config.json is no JSON"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda folder: (folder / "scheduler.pt").unlink(), "scheduler.pt is missing"),
+        (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt is missing"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    ],
+)
+def test_a_checkpoint_whose_files_changed_is_named_and_an_older_one_is_taken(tmp_path, damage, named, caplog):
+    """A requeued run would fail at this one again and again, or go on with a fresh optimizer."""
+    older, newer = whole_checkpoint(tmp_path, 2), whole_checkpoint(tmp_path, 4)
+    damage(newer)
+    log = CheckpointLog(tmp_path, Both())
+    assert log.last_whole() == older == newest_whole(tmp_path)
+    assert named in caplog.text and "checkpoint-4" in caplog.text
+    with pytest.raises(ConfigurationError, match=re.escape(named)):
+        check_finished(newer, reads_files=True)
+    damage(older)
+    with pytest.raises(ConfigurationError, match="only unfinished or damaged ones"):
+        log.last_whole()
+
+
+def test_a_checkpoint_that_another_node_finds_damaged_is_not_taken(tmp_path):
+    older = whole_checkpoint(tmp_path, 2)
+    newer = whole_checkpoint(tmp_path, 4)
+    assert CheckpointLog(tmp_path, Both()).last_whole() == newer
+    assert CheckpointLog(tmp_path, Both(refuses=newer)).last_whole() == older
+
+
+def test_what_a_user_may_change_is_no_damage(tmp_path):
+    folder = whole_checkpoint(tmp_path, 2)
+    finish(folder, epoch=7)
+    (folder / "config.json").write_text('{"use_cache": false}')
+    (folder / "note.txt").write_text("the best one")
+    check_finished(folder, reads_files=True)
+
+
+def test_a_save_into_the_folder_of_an_earlier_one_has_a_record_of_its_own(tmp_path):
+    whole_checkpoint(tmp_path, 2)
+    with CheckpointLog(tmp_path, accelerator()).saving(2) as folder:
+        finish(folder)
+        (folder / "model.safetensors").write_bytes(b"another model")
+        (folder / "scheduler.pt").unlink()
+    check_finished(folder, reads_files=True)
+
+
+def test_one_rank_of_each_folder_records_its_files(tmp_path):
+    """Node 1 has a folder of its own: the lowest rank there is rank 1."""
+    own = tmp_path / "node1"
+    with CheckpointLog(own, accelerator(rank=1)).saving(2) as folder:
+        finish(folder)
+    assert "files" in read_metadata(folder)
+    (tmp_path / "_multinode" / "saving").mkdir(parents=True)
+    (tmp_path / "_multinode" / "saving" / "checkpoint-2.rank0").touch()  # of a rank that shares the folder
+    with CheckpointLog(tmp_path, accelerator(rank=1)).saving(2) as folder:
+        finish(folder)
+    assert "files" not in read_metadata(folder)
+
+
+@pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_with_half_of_the_optimizers_state_is_refused(tmp_path, missing):
+    """transformers loads none of the two then. One of plain TRL has no record of its files."""
+    finish(tmp_path)
+    assert not has_optimizer(tmp_path)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (tmp_path / name).write_bytes(b"state")
+    assert has_optimizer(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(ConfigurationError, match="fresh optimizer"):
+        has_optimizer(tmp_path)
+
+
 # ---- formats
 
 
@@ -162,7 +288,10 @@ def test_a_checkpoint_names_its_format_and_one_without_is_taken(tmp_path):
     with CheckpointLog(tmp_path, accelerator()).saving(2) as folder:
         finish(folder)
     written = json.loads((folder / "multinode.json").read_text())
-    assert written == {"format": FORMAT, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2}
+    assert written == {
+        "format": FORMAT, "trl_multinode": metadata.version("trl-multinode"), "ranks": 2,
+        "files": {"trainer_state.json": None},
+    }  # fmt: skip
     check_format(folder)
     (folder / "multinode.json").unlink()  # before format 1, or plain TRL
     check_format(folder)

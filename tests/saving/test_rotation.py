@@ -265,7 +265,7 @@ def test_the_old_checkpoint_stays_until_no_rank_marks_the_new_one_as_unfinished(
 
     def meet():
         seen.append((any(markers.iterdir()), sorted(path.name for path in tmp_path.glob("checkpoint-*"))))
-        if len(seen) == 2:
+        if len(seen) == 3:  # two inside the save: before and after the record of the files
             raise ConnectionError("the other rank is gone")
 
     log = CheckpointLog(folders_with(tmp_path, {1: 10}), Ranks(others=(1,), meet=meet))
@@ -273,7 +273,7 @@ def test_the_old_checkpoint_stays_until_no_rank_marks_the_new_one_as_unfinished(
         (folder / "trainer_state.json").write_text("{}")
     with pytest.raises(ConnectionError, match="the other rank is gone"):
         log.rotate(2, 1, None, deletes=True)
-    assert seen == [(True, ["checkpoint-1", "checkpoint-2"]), (False, ["checkpoint-1", "checkpoint-2"])]
+    assert seen == [(marked, ["checkpoint-1", "checkpoint-2"]) for marked in (True, True, False)]
     assert log.last_whole() == tmp_path / "checkpoint-1"
 
 
@@ -327,10 +327,15 @@ def test_every_file_and_folder_is_on_disk_before_the_checkpoint_counts(tmp_path,
         folder = trainer.save(2)
     (unmarked,) = [i for i, what in enumerate(disk.log) if what.endswith("saving/checkpoint-2.rank0") and i > 2]
     (renamed,) = [i for i, what in enumerate(disk.log) if what.endswith("checkpoint-1")]
-    last_write = max(i for i, what in enumerate(disk.log) if i < unmarked and "latest" not in what)
+    ours = ("latest", "multinode.json")  # the record of all files follows them, and is synced by itself
+    last_write = max(i for i, what in enumerate(disk.log) if i < unmarked and not any(name in what for name in ours))
     before = {path for path, count in synced if last_write < count <= unmarked}
-    wanted = {str(path) for path in (*folder.rglob("*"), folder, tmp_path)}
+    wanted = {str(path) for path in (*folder.rglob("*"), folder, tmp_path)} - {str(folder / "multinode.json")}
     assert len(wanted) >= 9 and wanted <= before
+    (recorded,) = [
+        i for i, what in enumerate(disk.log) if "os.rename" in what and "multinode.json" in what and i > last_write
+    ]
+    assert {(f"{folder}/multinode.json.rank0", recorded), (str(folder), recorded + 1)} <= set(synced)
     markers = str(tmp_path / "_multinode" / "saving")
     assert (markers, 2) in synced  # the marker, before the folder exists
     assert any(path == markers and unmarked < count <= renamed for path, count in synced)  # its end, before a deletion

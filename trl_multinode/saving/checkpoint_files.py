@@ -1,11 +1,14 @@
 """Files that say what a checkpoint is: whether all ranks finished it, its format, and the epoch it belongs to."""
 
 import json
+import os
+from hashlib import blake2b
 from importlib import metadata
 from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..libraries import upgrade_command
+from .rotation import sync
 
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 METADATA_FILE = "multinode.json"
@@ -15,6 +18,9 @@ FORMAT = 1
 FORMAT_IN_FLIGHT = 2  # groups of several rounds are open
 OWN = Path("_multinode")  # beside the checkpoints; Hub pushes exclude `_*`
 MARKERS = OWN / "saving"
+# Users edit these (a learning rate, a chat template), so only their presence and their form are compared.
+TEXTS = (".json", ".jinja", ".md", ".model", ".py", ".txt")
+END_BYTES = 64 * 1024  # of both ends of a file: headers of safetensors, directories of `torch.save`
 
 
 def why_unfinished(folder: Path) -> str | None:
@@ -34,17 +40,92 @@ def why_unfinished(folder: Path) -> str | None:
     return None
 
 
-def check_finished(folder: Path) -> None:
-    """Check that a checkpoint that the script names is finished.
+def why_damaged(folder: Path) -> str | None:
+    """Return the first difference between a checkpoint's files and their record; `None` if there is none.
+
+    The record has the size of each file and a digest of its two ends. Reading 140 GB of weights would take minutes,
+    and a file that is empty, cut, or of another model differs there. A bit that changed in the middle is not seen.
+    """
+    try:
+        recorded = read_metadata(folder).get("files", {})
+        for name, expected in recorded.items():
+            if (reason := _difference(folder / name, expected)) is not None:
+                return f"damaged on this node: {name} {reason}"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"not readable on this node ({error})"
+    return None
+
+
+def why_unusable(folder: Path) -> str | None:
+    """Return the reason why a checkpoint is unfinished or damaged, as far as this node sees it."""
+    return why_unfinished(folder) or why_damaged(folder)
+
+
+def _difference(path: Path, expected: list | None) -> str | None:
+    try:
+        found = _fingerprint(path)
+    except FileNotFoundError:
+        return "is missing"
+    if expected is None:
+        if path.suffix != ".json":
+            return None
+        try:
+            json.loads(path.read_text())
+        except ValueError:
+            return "is no JSON"
+        return None
+    if found[0] != expected[0]:
+        return f"has {found[0]} bytes, and {expected[0]} were written"
+    if found != expected:
+        return f"has other content than was written, in its first or last {END_BYTES} bytes"
+    return None
+
+
+def _fingerprint(path: Path) -> list:
+    """Return the size of a file, in bytes, and a digest of its two ends.
+
+    It opens the file before it asks for the size: NFS promises a fresh answer to another node only then.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = blake2b(file.read(END_BYTES), digest_size=8)
+        file.seek(max(0, size - END_BYTES))
+        digest.update(file.read(END_BYTES))
+    return [size, digest.hexdigest()]
+
+
+def check_finished(folder: Path, reads_files: bool) -> None:
+    """Check that a checkpoint that the script names is finished and, with `reads_files`, that no file is damaged.
 
     Raises:
-        `ConfigurationError`: if a rank did not finish it, or if it is no checkpoint.
+        `ConfigurationError`: if a rank did not finish it, if a file changed since, or if it is no checkpoint.
     """
-    if (reason := why_unfinished(folder)) is not None:
+    reason = why_unusable(folder) if reads_files else why_unfinished(folder)
+    if reason is not None:
         raise ConfigurationError(
             f"{folder} cannot be resumed: it is {reason}. Name another one, or use `resume_from_checkpoint=True`, "
             "which takes the newest that is finished."
         )
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Return whether a checkpoint has the state of the optimizer.
+
+    Raises:
+        `ConfigurationError`: if it has only one of optimizer and schedule; transformers would load neither, without a
+            word.
+    """
+    if any(folder.glob("global_step*")):
+        return True  # DeepSpeed requires its files, and has its schedule among them
+    optimizer, schedule = any(folder.glob("optimizer*")), (folder / "scheduler.pt").is_file()
+    if optimizer != schedule:
+        present, missing = ("optimizer", "schedule") if optimizer else ("schedule", "optimizer")
+        raise ConfigurationError(
+            f"{folder} has the state of the {present}, but not of the {missing} (files `optimizer.pt` and "
+            "`scheduler.pt`), so training would go on with a fresh optimizer. Name another checkpoint, or begin anew "
+            f"from its weights: `model={str(folder)!r}` and no `resume_from_checkpoint`."
+        )
+    return optimizer
 
 
 def check_format(folder: Path) -> None:
@@ -85,11 +166,28 @@ def was_in_flight(folder: Path) -> bool:
 
 def write_metadata(folder: Path, rank: int, ranks: int, in_flight: bool) -> None:
     """Write format, version and number of ranks of this launch; nodes that share the folder write the same."""
+    number = FORMAT_IN_FLIGHT if in_flight else FORMAT
+    _replace_metadata(folder, rank, {"format": number, "trl_multinode": _version(), "ranks": ranks})
+
+
+def record_files(folder: Path, rank: int) -> None:
+    """Add the record of all files to the metadata of a checkpoint, once every rank has written its own.
+
+    Rollouts are left out: without them a resume generates again.
+    """
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.name.startswith((METADATA_FILE, "rollouts_rank")):
+            files[path.relative_to(folder).as_posix()] = None if path.suffix in TEXTS else _fingerprint(path)
+    _replace_metadata(folder, rank, read_metadata(folder) | {"files": files})
+
+
+def _replace_metadata(folder: Path, rank: int, content: dict) -> None:
     part = folder / f"{METADATA_FILE}.rank{rank}"
-    part.write_text(
-        json.dumps({"format": FORMAT_IN_FLIGHT if in_flight else FORMAT, "trl_multinode": _version(), "ranks": ranks})
-    )
+    part.write_text(json.dumps(content))
+    sync(part)
     part.replace(folder / METADATA_FILE)
+    sync(folder)
 
 
 def _version() -> str:

@@ -15,7 +15,16 @@ import torch
 
 from ..errors import ConfigurationError
 from ..run.reporter import warn
-from .checkpoint_files import MARKERS, OWN, read_metadata, why_unfinished, write_metadata
+from .checkpoint_files import (
+    MARKERS,
+    OWN,
+    read_metadata,
+    record_files,
+    why_damaged,
+    why_unfinished,
+    why_unusable,
+    write_metadata,
+)
 from .rotation import by_age, delete, delete_files_of_other_launches, delete_leftovers, step_of, sync, sync_tree
 from .saved_rollouts import load_notes
 
@@ -104,9 +113,17 @@ class CheckpointLog:
             self._write_latest(folder)
         sync_tree(folder)
         self._accelerator.wait_for_everyone()
+        if self._is_first_in(step):
+            record_files(folder, self._accelerator.process_index)
+        self._accelerator.wait_for_everyone()
         for marker in self._markers.glob(f"{PREFIX}{step}.rank*"):  # also markers of an earlier run with more ranks
             marker.unlink(missing_ok=True)
         sync(self._markers)
+
+    def _is_first_in(self, step: int) -> bool:
+        """Return whether this rank is the lowest whose marker is in this folder, which nodes may share or not."""
+        markers = self._markers.glob(f"{PREFIX}{step}.rank*")
+        return min(int(path.suffix.removeprefix(".rank")) for path in markers) == self._accelerator.process_index
 
     def _begin(self, folder: Path, in_flight: bool) -> None:
         """Remove what an earlier launch left in the folder, and write the metadata, the same on every node."""
@@ -136,7 +153,7 @@ class CheckpointLog:
         folders = by_age(self._folders())
         kept = {(self._output_dir / f"{PREFIX}{step}").resolve(), *([Path(best).resolve()] if best else ())}
         old = [folder for folder in folders if folder.resolve() not in kept]
-        old.sort(key=lambda folder: why_unfinished(folder) is None)
+        old.sort(key=lambda folder: why_unusable(folder) is None)
         too_many = len(folders) - max(limit, len(folders) - len(old))
         delete(old[: max(0, too_many)], self._own)
 
@@ -168,24 +185,29 @@ class CheckpointLog:
     def last_whole(self) -> Path | None:
         """Return the newest finished checkpoint that every rank sees, or `None` if no rank sees any checkpoint.
 
-        A collective of all training ranks.
+        A collective of all training ranks. One whose files changed since they were written is skipped.
 
         Raises:
             `ConfigurationError`: on every rank, if some ranks see finished checkpoints but none is common to all, or
-                if there are only unfinished ones.
+                if there are only unfinished and damaged ones.
         """
         reasons = {folder: why_unfinished(folder) for folder in sorted(self._folders(), key=step_of)}
-        steps = [step_of(folder) for folder, reason in reasons.items() if reason is None]
-        unfinished = {folder: reason for folder, reason in reasons.items() if reason is not None}
-        first = ONLY_UNFINISHED if unfinished and not steps else NOTHING
-        padded = self._accelerator.pad_across_processes(
-            torch.tensor([first, *steps], device=self._accelerator.device), pad_index=NOTHING
-        )
-        seen = self._accelerator.gather(padded).tolist()
-        common = [step for step in steps if seen.count(step) == self._accelerator.num_processes]
+        while True:
+            steps = [step_of(folder) for folder, reason in reasons.items() if reason is None]
+            seen = self._seen_by_all(steps, any(reasons.values()))
+            common = [step for step in steps if seen.count(step) == self._accelerator.num_processes]
+            if not common:
+                break
+            newest = self._output_dir / f"{PREFIX}{max(common)}"
+            # One rank of each node reads files, those of older checkpoints only if the newer one is damaged.
+            damage = why_damaged(newest) if self._accelerator.is_local_main_process else None
+            if self.all_have(damage is None):
+                break
+            reasons[newest] = damage or "damaged on another node, or for another rank of this one"
+        unusable = {folder: reason for folder, reason in reasons.items() if reason is not None}
         if not common and max(seen) < 0 and ONLY_UNFINISHED in seen:
-            raise self._only_unfinished(unfinished)
-        for folder, reason in unfinished.items() if self._accelerator.is_local_main_process else ():
+            raise self._only_unfinished(unusable)
+        for folder, reason in unusable.items() if self._accelerator.is_local_main_process else ():
             warn(f"{folder} is skipped: {reason}." + (" It can be deleted." if common else ""))
         if max(seen) >= 0 and not common:
             raise ConfigurationError(
@@ -194,13 +216,21 @@ class CheckpointLog:
                 "`output_dir` that all nodes share, or under ZeRO `save_on_each_node=True`, or name one: "
                 "`train(resume_from_checkpoint=PATH)`."
             )
-        return self._output_dir / f"{PREFIX}{max(common)}" if common else None
+        return newest if common else None
+
+    def _seen_by_all(self, steps: list[int], unusable: bool) -> list[int]:
+        """Gather the steps of the usable checkpoints that each rank sees, with a mark of the ranks that see none."""
+        first = ONLY_UNFINISHED if unusable and not steps else NOTHING
+        padded = self._accelerator.pad_across_processes(
+            torch.tensor([first, *steps], device=self._accelerator.device), pad_index=NOTHING
+        )
+        return self._accelerator.gather(padded).tolist()
 
     def _only_unfinished(self, unfinished: dict[Path, str]) -> ConfigurationError:
         seen = "; ".join(f"{folder.name} is {reason}" for folder, reason in unfinished.items())
         folders = " ".join(map(str, unfinished)) or "FOLDERS"
         return ConfigurationError(
-            f"{self._output_dir} has no finished checkpoint to resume from, only unfinished ones (rank "
+            f"{self._output_dir} has no finished checkpoint to resume from, only unfinished or damaged ones (rank "
             f"{self._accelerator.process_index}: {seen or 'they are on another node'}). To begin anew at step 1, "
             f"delete them on every node (`rm -r {folders}`), or use another `output_dir`, or call `train()` without "
             "`resume_from_checkpoint`."

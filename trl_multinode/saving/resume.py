@@ -12,7 +12,7 @@ from ..errors import ConfigurationError
 from ..rollouts.look_ahead import from_arrays, to_arrays
 from ..run.endings.ending import RESUMING
 from ..run.reporter import report, warn
-from .checkpoint_files import check_finished, check_format, epochs_behind, was_in_flight
+from .checkpoint_files import check_finished, check_format, epochs_behind, has_optimizer, was_in_flight
 from .checkpoints import CheckpointLog, check_zero_ranks, micro_steps_done
 from .newest import newest_whole
 from .open_groups import OpenGroupsFile, check_same_way
@@ -48,9 +48,9 @@ class Resume:
         """Resolve the argument of `train(resume_from_checkpoint=wanted)` to a checkpoint folder. A collective.
 
         Raises:
-            `ConfigurationError`: if `wanted` is `True` and no checkpoint is finished; if the checkpoint is unfinished,
-                was written by another number of ranks or by a newer version of this library, or is in a later pass
-                over a stream than the first.
+            `ConfigurationError`: if `wanted` is `True` and no checkpoint is finished; if the checkpoint is unfinished
+                or damaged, was written by another number of ranks or by a newer version of this library, or is in a
+                later pass over a stream than the first.
         """
         self._log.delete_leftovers()
         if wanted is True:
@@ -63,10 +63,12 @@ class Resume:
         else:
             self._folder = Path(wanted) if wanted else None
             if self._folder is not None:
-                check_finished(self._folder)
+                check_finished(self._folder, self._accelerator.is_local_main_process)
         if self._folder is not None:
             check_format(self._folder)
             check_zero_ranks(self._folder, self._accelerator)
+            if not has_optimizer(self._folder) and self._accelerator.is_main_process:
+                warn(f"{self._folder} has no optimizer state (save_only_model): optimizer and schedule begin anew.")
             if getattr(self._trainer.args, "sync_ref_model", False):
                 warn(
                     "sync_ref_model: TRL saves no reference model, so the resumed run begins with the initial one, "
