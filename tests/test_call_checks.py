@@ -1,5 +1,6 @@
 """What cannot be trained in node mode is refused by config alone, with the way out."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import BitsAndBytesConfig, GPT2Config, Qwen2Config
 from trl.rewards import accuracy_reward
 
 from trl_multinode import GRPOConfig, call_checks
-from trl_multinode.call_checks import check_model, check_own_folders
+from trl_multinode.call_checks import check_model, check_own_folders, uneven_evaluations
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.testing.models import save_tiny, tiny_qwen2
 
@@ -226,6 +227,29 @@ def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):
     # these make prompts or arguments of their own
     call_checks.check_rewards({"reward_funcs": needs_solution, "train_dataset": PROMPTS, "rollout_func": print})
     call_checks.check_rewards({"reward_funcs": [needs_solution], "train_dataset": [{"prompt": "a"}]})
+
+
+@pytest.mark.parametrize(
+    ("prompts", "per_device", "ranks", "says"),
+    [
+        (6, 8, 1, None),
+        (6, 16, 1, r"24 rows \(6 prompts x 4\) in batches of 16: the last batch has 8 rows.*eval_batch_size=12`"),
+        (6, 8, 2, r"the last batch is filled up with 8 copies.*eval_batch_size=6`"),
+        (7, 8, 2, r"the last batch is filled up with 4 copies.*eval_batch_size=2`"),
+        (7, 3, 4, r"the last batch is filled up with 8 copies.*eval_batch_size=1`"),
+        (5, 1, 8, r"the last batch is filled up with 4 copies.*multiple of 2 prompts"),
+    ],
+)
+def test_an_evaluation_whose_last_batch_weighs_more_is_named_with_a_batch_that_is_even(
+    prompts, per_device, ranks, says
+):
+    given = SimpleNamespace(
+        eval_strategy="steps", num_generations=4, per_device_eval_batch_size=per_device, world_size=ranks
+    )
+    found = list(uneven_evaluations(given, {"eval_dataset": {"one": [{}] * prompts}}))
+    assert re.search(says, *found) if says else not found
+    given.num_generations_eval, given.eval_strategy = 1, "no"
+    assert not list(uneven_evaluations(given, {"eval_dataset": [{}] * prompts}))
 
 
 def test_tensor_parallelism_must_divide_the_heads():

@@ -1,6 +1,7 @@
 """Pre-flight checks of a trainer's arguments, before any weights file is opened."""
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -59,6 +60,9 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
             f"dropout is on ({', '.join(dropouts)}): its noise is in the trainer's log-probs, where TRL's importance "
             "ratio and the check for stale weights count it. `disable_dropout=True` turns it off."
         )
+    for text in uneven_evaluations(args, call):
+        if host.topology.rank == 0:
+            warn(text)
     if ignored := ignored_settings(args):
         reason = "engines belong to their node's local main process, and any rank may send a request at any time"
         warn(f"{', '.join(ignored)}: no effect in node mode, because {reason}.")
@@ -226,6 +230,38 @@ def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
             f"`eval_strategy` {getattr(strategy, 'value', strategy)} needs an `eval_dataset`, got None. Pass one to "
             "the trainer, or set `eval_strategy='no'`."
         )
+
+
+def uneven_evaluations(args: TrainingArguments, call: dict[str, Any]) -> Iterator[str]:
+    """Yield a warning for each dataset of an evaluation whose last batch is not full.
+
+    TRL averages `eval_reward` and its other metrics over batches. With several ranks, accelerate fills the last batch
+    up with copies of the first rows; with one rank it is short. Either way some rows count more than others.
+    """
+    if (getattr(args, "eval_strategy", None) or "no") == "no" or not hasattr(args, "num_generations"):
+        return
+    per_prompt = getattr(args, "num_generations_eval", None) or args.num_generations
+    batch = args.per_device_eval_batch_size * args.world_size
+    for dataset in datasets_of(call.get("eval_dataset")):
+        rows = len(dataset) * per_prompt if hasattr(dataset, "__len__") else 0
+        if left := rows % batch:
+            how = f"is filled up with {batch - left} copies" if args.world_size > 1 else f"has {left} rows"
+            yield (
+                f"an evaluation has {rows} rows ({len(dataset)} prompts x {per_prompt}) in batches of {batch}: the "
+                f"last batch {how}, and TRL's metrics, `eval_reward` included, are means over batches, so its rows "
+                f"weigh more or count twice.{_even_evaluation(args, rows, per_prompt)}"
+            )
+
+
+def _even_evaluation(args: TrainingArguments, rows: int, per_prompt: int) -> str:
+    smaller = range(args.per_device_eval_batch_size - 1, 0, -1)
+    even = (
+        size for size in smaller if not rows % (size * args.world_size) and not size * args.world_size % per_prompt
+    )
+    if (size := next(even, None)) is not None:
+        return f" `per_device_eval_batch_size={size}` makes all batches equal."
+    prompts = math.lcm(args.per_device_eval_batch_size * args.world_size, per_prompt) // per_prompt
+    return f" A multiple of {prompts} prompts makes all batches equal."
 
 
 def check_rewards(call: dict[str, Any]) -> None:

@@ -262,7 +262,9 @@ class NodeTrainer(HubTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._eval_rounds = 0  # every evaluation uses the same seeds, wherever a run was resumed
-        with self._guarded(), self.host.phases.uncounted() if self.host is not None else nullcontext():
+        if self.host is None:
+            return super().evaluate(*args, **kwargs)
+        with self._guarded(), self.host.phases.uncounted(), self._meter.paused():
             return super().evaluate(*args, **kwargs)
 
     @contextmanager

@@ -133,7 +133,9 @@ def test_the_peak_is_a_data_sheets_or_the_setting_and_unknown_on_a_cpu():
     assert peak_of("NVIDIA H100 80GB HBM3") == 989.5e12 and peak_of("NVIDIA H100 PCIe") == 756.5e12
     assert peak_of("NVIDIA H200") == 989.5e12 and peak_of("NVIDIA H20") == 148e12
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12 and peak_of("NVIDIA L4") == 121e12
-    assert peak_of("NVIDIA GeForce GTX 1080") is None
+    assert peak_of("NVIDIA H200 NVL") == 835.5e12 and peak_of("NVIDIA H800 PCIe") == 756.5e12
+    assert peak_of("AMD Instinct MI250X / MI250") == 191.5e12 and peak_of("AMD Instinct MI300X") == 1307.4e12
+    assert peak_of("NVIDIA GeForce GTX 1080") is None and peak_of("NVIDIA A100-SXM4-40GB MIG 3g.20gb") is None
     cpu = torch.device("cpu")
     assert peak_flops(NodeSettings(bf16=True), cpu) is None
     assert peak_flops(NodeSettings(device_tflops=100.0), cpu) == 1e14
@@ -201,7 +203,9 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
     accelerator = OneRank()
     one = report(accelerator, device_tflops=1e-6)
+    clocks, one.host.engine_clocks = one.host.engine_clocks, []  # the first sync is part of the first step
     one.begin_step(0)
+    one.host.engine_clocks = clocks
     ones = torch.ones(2, 5)
     with one.host.phases("train"):
         now.seconds += 10.0
@@ -245,6 +249,33 @@ def test_a_sync_through_host_memory_crosses_the_bus_once_out_and_once_into_every
     on_cpu, direct = report(OneRank()), report(OneRank(), per_engine=(("6",), ("7",)))
     direct.host.transport = ("ipc", "")
     assert all("sync/host_device_mib" not in one.metrics(sync, 0) for one in (on_cpu, direct))
+
+
+def test_the_first_log_counts_nothing_of_the_set_up(monkeypatch):
+    """A rehearsal and engines that wait: 1000 s and 80 tokens; then a step of 10 s and 20 tokens."""
+    now = SimpleNamespace(seconds=1000.0)
+    for clock in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(time, clock, lambda: now.seconds)
+    one = report(OneRank())
+    ones = torch.ones(2, 5)
+    for _ in range(4):
+        one.count({"prompt_mask": ones, "completion_mask": ones})
+    with one.host.phases("generate"):
+        now.seconds += 1000.0
+    one.begin_step(0)
+    with one.host.phases("generate"):
+        now.seconds += 4.0
+    with one.host.phases("train"):
+        now.seconds += 6.0
+    with one._meter.paused():  # an evaluation, whose waits are not counted
+        now.seconds += 90.0
+    one.count({"prompt_mask": ones, "completion_mask": ones})
+    clocks = one.host.engine_clocks
+    one.host.engine_clocks = [tuple(seconds + 5.0 for seconds in clock) for clock in clocks]
+    found = one.metrics(SyncTimings(), steps_left=9)
+    assert found["perf/rank_busy_share"] == 0.6
+    assert found["perf/tokens_per_s"] == 4 * 20 / 100
+    assert found["perf/generate_s"] == 4.0 and found["engine/busy"] == 1.0
 
 
 @pytest.mark.nightly

@@ -1,8 +1,11 @@
 """Rounds in flight as the seam keeps order: what begins when, what is taken, how old, what a checkpoint keeps."""
 
+import ast
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +17,7 @@ from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.row_stream import Peeking
 from trl_multinode.errors import PromptTooLongError, RolloutError, WeightVersionError
 from trl_multinode.node_settings import NodeSettings
-from trl_multinode.rollouts.continuous import settings_from_the_start
+from trl_multinode.rollouts.continuous import FROM_THE_START, settings_from_the_start
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.rollouts.saved_groups import restore, to_arrays
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
@@ -402,4 +405,23 @@ def test_settings_that_depend_on_the_start_of_a_completion_keep_rows_from_being_
     neutral = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.0, "presence_penalty": 0.0, "min_tokens": 0}
     assert settings_from_the_start(neutral) == []
     strict = {"structured_outputs": {"regex": "a+"}, "stop": ["x"], "min_tokens": 2, "repetition_penalty": 1.1}
+    strict["repetition_detection"] = {"max_pattern_size": 3, "min_count": 4}
     assert sorted(settings_from_the_start(neutral | strict)) == sorted(strict)
+
+
+def test_every_sampling_setting_of_vllm_is_known_to_depend_on_the_start_or_not():
+    """A new one may look at the completion so far, which is part of the prompt when a row is continued."""
+    source = Path(find_spec("vllm").origin).with_name("sampling_params.py").read_text()
+    (params,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == "SamplingParams"]
+    fields = {line.target.id for line in params.body if isinstance(line, ast.AnnAssign)}
+    the_same_later = {
+        "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos", "max_tokens",
+        "logprobs", "logit_bias", "allowed_token_ids", "detokenize", "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone", "skip_reading_prefix_cache",
+        "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs",
+        "output_text_buffer_length", "routed_experts_prompt_start", "watermarking",
+    }  # fmt: skip
+    public = {name for name in fields if not name.startswith("_")}
+    assert public - set(FROM_THE_START) - the_same_later == set()
+    assert not the_same_later & set(FROM_THE_START)

@@ -190,8 +190,12 @@ class SyncingHost:
         return timings
 
     def _read_clocks(self, pending: PendingReplies) -> None:
-        """Read the engines' clocks. Those of an engine that was started again go on where they were."""
+        """Read the engines' clocks, which begin at the first sync: before it, engines wait for the trainer's set-up.
+
+        The clocks of an engine that was started again go on where they were.
+        """
         zeros = (0.0, 0.0, 0.0, 0.0)
+        is_first = not self.engine_clocks
         clocks = list(self.engine_clocks) or [zeros] * len(self.engines or ())
         for client, reply in pending.answers():
             assert isinstance(reply, Done)
@@ -199,6 +203,8 @@ class SyncingHost:
                 self._clock_starts[client.index] = client.ready.start
                 self._clock_offsets[client.index] = clocks[client.index]
             read = (reply.busy_s, reply.clock_s, reply.slot_s, reply.tail_s)
+            if is_first:
+                self._clock_offsets[client.index] = tuple(-seconds for seconds in read)  # type: ignore[assignment]
             offsets = self._clock_offsets.get(client.index, zeros)
             clocks[client.index] = tuple(map(sum, zip(read, offsets, strict=True)))  # type: ignore[assignment]
             self._kv_use = max(self._kv_use, reply.kv_use)

@@ -6,15 +6,17 @@ from typing import Any
 import torch
 
 # Dense bfloat16 TFLOPS of the vendors' data sheets, without sparsity; the first name that is part of the device's name
-# counts, so that longer names come first.
+# counts, so that longer names come first. ROCm shows each of the two dies of an MI250X or MI250 as a device.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
     "GH200": 989.5,
+    "H200 NVL": 835.5,
     "H200": 989.5,
     "H100 NVL": 835.5,
     "H100 PCIe": 756.5,
     "H100": 989.5,
+    "H800 PCIe": 756.5,
     "H800": 989.5,
     "H20": 148.0,
     "A100": 312.0,
@@ -30,7 +32,10 @@ PEAK_TFLOPS = {
     "MI350X": 2309.6,
     "MI325X": 1307.4,
     "MI300X": 1307.4,
-    "MI250X": 383.0,
+    "MI300A": 980.6,
+    "MI250X": 191.5,
+    "MI250": 181.0,
+    "MI210": 181.0,
 }
 
 
@@ -52,8 +57,10 @@ def peak_flops(settings: Any, device: torch.device) -> float | None:
 
 
 def peak_of(name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a device by its name, or `None` if the table lacks it."""
-    words = name.replace("-", " ").split()
+    """Return the dense bfloat16 FLOP/s of a device by its name; `None` if the table lacks it, or for a MIG slice."""
+    words = name.replace("-", " ").replace("/", " ").split()
+    if "MIG" in words:
+        return None
     for known, tflops in PEAK_TFLOPS.items():
         if all(part in words for part in known.split()):
             return tflops * 1e12

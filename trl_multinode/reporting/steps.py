@@ -70,9 +70,16 @@ class StepReport:
         self._since = self._counts = None
 
     def begin_step(self, step: int) -> None:
-        """Start the clock of the first interval; later intervals start at the log before them."""
+        """Start the clocks of the first interval; later intervals start at the log before them.
+
+        What was counted until now belongs to the set-up or to a rehearsal, and to no step.
+        """
         if self._since is None:
-            self._since, self._logged_step = time.perf_counter(), step
+            self._since, self._logged_step, self._counts = time.perf_counter(), step, None
+            self._meter.restart(self._host.engine_clocks)
+            self._host.phases.take_sums()
+            self._host.take_kv_use()
+            self._generation.take_seconds_ahead()
 
     def count(self, inputs: dict[str, Any]) -> None:
         """Count the tokens of a micro-batch on the device, so that the host does not wait for it."""

@@ -30,6 +30,18 @@ BatchAhead = Callable[[int], tuple[Batch, list[list[int]]] | None]
 
 
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+# Settings of vLLM that look at the completion so far, which is part of the prompt when a row is continued
+FROM_THE_START = (
+    "structured_outputs",
+    "stop",
+    "min_tokens",
+    "bad_words",
+    "repetition_detection",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
+    "extra_args",  # of custom logits processors
+    *NEUTRAL,
+)
 
 
 class ContinuousRollouts:
@@ -208,8 +220,7 @@ class ContinuousRollouts:
 
 def settings_from_the_start(sampling: Mapping[str, Any]) -> list[str]:
     """Return the names of sampling settings that depend on where a completion began: a continued row would lose it."""
-    names = ("structured_outputs", "stop", "min_tokens", "bad_words", *NEUTRAL)
-    return [name for name in names if sampling.get(name) not in (None, 0, [], NEUTRAL.get(name))]
+    return [name for name in FROM_THE_START if sampling.get(name) not in (None, 0, [], NEUTRAL.get(name))]
 
 
 def rounds_of(

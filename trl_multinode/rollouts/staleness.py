@@ -5,6 +5,8 @@ all are equal (Kong, 1992). The weights are `exp(trainer log-prob - sampler log-
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -72,6 +74,19 @@ class StalenessMeter:
         self._sums = RoundSums()
         self._since = time.monotonic()
         self._clocks: list[tuple[float, float, float, float]] = []
+
+    def restart(self, engine_clocks: list[tuple[float, float, float, float]]) -> None:
+        """Begin the shares of time anew, because a training begins: the time until now was that of its set-up."""
+        self._since, self._clocks = time.monotonic(), engine_clocks
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep an evaluation out of the shares of time, because the waits in it are not counted either."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since += time.monotonic() - start
 
     def add_round(self, lag_rounds: float, lag_steps: float) -> None:
         """Add a training round whose completions are `lag_rounds` rounds and `lag_steps` optimizer steps old."""
