@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from forks import forked
-from store_host import FAILED, RANKS, StoreHost, enter_early, launched_variables
+from store_host import FAILED, RANKS, StoreHost, enter_early, launched_variables, topology_of
 from waiting import HANG_S
 
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
+from trl_multinode.run.store import RunStore
 
 pytestmark = pytest.mark.real  # each starts an ordinary Python
 
@@ -67,6 +68,30 @@ assert not {{"torch", "transformers", "trl", "numpy"}} & set(sys.modules)
         lines = {text.splitlines()[-1] for text in (script.stderr, *(rank.text for rank in ranks[:3]))}
         assert len(lines) == 1, lines
         assert lines.pop().startswith(f"{FAILED}node 1, rank 3, phase before the trainer: {cause}")
+
+
+def test_a_script_that_ends_well_waits_until_its_watch_has_imported_torch(tmp_path, store, monkeypatch):
+    """An interpreter that ends inside that import aborts: code 134 for 0, and no word to the other ranks."""
+    script = run_script(
+        """
+        import time
+
+        class Busy:  # a machine that needs 12 s for the import
+            def find_spec(name, path, target=None):
+                if name == "torch":
+                    time.sleep(12.0)
+
+        sys.meta_path.insert(0, Busy)
+        import trl_multinode
+        """,
+        tmp_path,
+        store,
+        rank=0,
+    )
+    assert script.returncode == 0, script.stderr
+    for name, value in launched_variables(1, store).items():
+        monkeypatch.setenv(name, value)
+    assert RunStore(topology_of(1), None).have_left([0])
 
 
 def test_no_child_of_a_rank_is_watched(tmp_path, store):

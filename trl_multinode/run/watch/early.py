@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 LAUNCHED_BY = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 OWN_IMPORT_S = 5.0  # after so long without torch, the thread imports it
-READY_S = 60.0  # longest wait for the thread when the script fails; a first import of torch may take half of it
-LEAVE_S = 10.0  # longest wait for it when the script ends well
+# Longest wait for the thread, whose import of torch took 30 s on a loaded machine. An interpreter that ends inside it
+# aborts: the thread is unwound through C++ that allows no exception, and code 134 replaces that of the script.
+READY_S = 180.0
 POLL_S = 0.1
 
 
@@ -75,7 +76,7 @@ class EarlyWatch:
         """End all ranks if the script ends with an error, and let it go otherwise."""
         status, error = self._exits.bad_status(), getattr(sys, "last_value", None)
         failed = status is not None or error is not None
-        watch = self.watch(READY_S if failed else LEAVE_S)
+        watch = self.watch(READY_S)
         if watch is None:
             if not failed and self._watch is not None and os.getpid() == self._pid:  # the watch has outlived the store
                 self._watch.ending.write_good()
