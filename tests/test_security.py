@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -18,8 +19,10 @@ from forks import forked
 from served import Keeper, _serve
 from waiting import HANG_S, until
 
+from trl_multinode.command import main as run_command
 from trl_multinode.engine.environment import engine_environment
 from trl_multinode.engine.run_folder import RunFolder
+from trl_multinode.run.endings.error_text import described
 from trl_multinode.run.endings.exit_codes import is_symptom
 from trl_multinode.transports.host_memory import HostMemory
 from trl_multinode.wire.connection import LENGTH, Connection, frame
@@ -42,6 +45,7 @@ from trl_multinode.wire.messages import (
     WeightVersion,
     pack_ids,
 )
+from trl_multinode.wire.secret_names import is_secret_name
 
 ROOT = Path(__file__).parents[1]
 NO_MEMORY = msgspec.Raw(msgspec.msgpack.encode(HostMemory(("/nowhere/a", "/nowhere/b"))))
@@ -213,6 +217,54 @@ def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path)
             (tmp_path / "go3").touch()
             assert rank.result == ["PermissionError", "PermissionError", "connected"]
     folder.remove()
+
+
+SECRET_NAMES = (
+    "HF_TOKEN hub_token --hub-token WANDB_API_KEY WANDBAPIKEY wandbApiKey DB_PASS SSHPASS MYSQL_PWD REDISCLI_AUTH "
+    "AUTH_HEADER AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID MY_CREDS GPG_PASSPHRASE MYSECRETVALUE PGPASSWORD HFTOKEN "
+    "GITHUB_PAT GOOGLE_APPLICATION_CREDENTIALS SENTRY_DSN ssh_private_key_path JWT TOKEN"
+)
+OTHER_NAMES = (
+    "PWD OLDPWD num_key_value_heads eos_token_id pad_token max_tokens TOKENIZERS_PARALLELISM VLLM_KEYS sort_keys "
+    "VLLM_ENABLE_PREGRAD_PASSES VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD pass_at_k BYPASS_CACHE tokenizer author"
+)
+
+
+def test_names_with_the_words_of_a_secret_are_told_from_others():
+    assert [name for name in SECRET_NAMES.split() if not is_secret_name(name)] == []
+    assert [name for name in OTHER_NAMES.split() if is_secret_name(name)] == []
+
+
+def test_an_engine_gets_every_variable_of_vllm_but_its_key():
+    """A name that looks like a secret is dropped in silence."""
+    source = Path(find_spec("vllm").origin).with_name("envs.py").read_text()
+    names = set(re.findall(r'"(VLLM_[A-Z0-9_]+)"', source))
+    assert len(names) > 200 and {name for name in names if is_secret_name(name)} == {"VLLM_API_KEY"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--env", "WANDB_API_KEY=abc"), ("--env", "DB_PASS=abc"), ("--env", "REPO=https://me:pw@host/a"),
+        ("--script", "train.py --hub_token abc"), ("--script", "train.py --hub_token=abc"),
+        ("--script", "train.py --note hf_abcdefghijklmn"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_no_job_file_has_a_secret(options, tmp_path, capsys):
+    def render(*more: str) -> None:
+        run_command(["render", "slurm", str(tmp_path / "c.yaml"), "--script", "train.py", *more])
+
+    assert run_command(["config", "2x8", "--out", str(tmp_path / "c.yaml")]) == 0
+    with pytest.raises(SystemExit):
+        render(*options)
+    assert "secrets.env" in capsys.readouterr().err
+    render("--env", "NCCL_DEBUG=WARN", "--script", "train.py --push_to_hub --max_tokens 5 --eos_token x")
+
+
+def test_the_line_of_a_failed_run_has_no_token():
+    error = ConnectionError("PUT https://me:word@host/path with hf_abcdefghijklmn failed")
+    assert described(error) == "ConnectionError: PUT https://(hidden)@host/path with (hidden) failed"
 
 
 def test_an_engine_gets_no_secrets_no_unpickling_and_no_calls_for_developers(monkeypatch):

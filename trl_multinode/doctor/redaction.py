@@ -6,24 +6,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-HIDDEN = "(hidden)"
-SECRET_VARIABLE = re.compile(r"TOKEN(?!S|IZ)|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY", re.IGNORECASE)
+from ..wire.secret_names import HIDDEN, is_secret_name, without_forms
+
 SHORTEST = 6  # characters of a variable that is hidden wherever it occurs; "true" is no secret
-# Tokens by their form, and what follows a flag or a variable with the name of a secret in a command line
-FORMS = re.compile(r"\b(?:hf_|sk-|ghp_|github_pat_|xox[bp]-|AKIA)[A-Za-z0-9_-]{8,}|\b[0-9a-f]{40}\b")
-NAME = r"[\w-]*(?:token(?!s|iz)|secret|passw(?:or)?d|api[_-]?key)[\w-]*"
-NAMED = re.compile(rf"(--{NAME}[=\s]|\b{NAME}=)(?!\()[^\s`'\",;]{{4,}}", re.IGNORECASE)
-IN_URL = re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)")
+WANDB_KEY = re.compile(r"\b[0-9a-f]{40}\b")  # a commit has this form too
+VALUE = r"((?![(-])[^\s`'\",;]{4,})"
+NAMED = (re.compile(r"([\w-]+=)" + VALUE), re.compile(r"(--[\w-]+\s)" + VALUE))  # in a command line
 IPV4 = re.compile(r"(?<![\d.])(?!127\.|0\.0\.0\.0)(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
 
 
 def hide_secrets(text: str, environ: Mapping[str, str]) -> str:
     """Return a text without tokens: neither values of secret variables, nor what looks or is named like one."""
-    values = {value for name, value in environ.items() if SECRET_VARIABLE.search(name) and len(value) >= SHORTEST}
+    values = {value for name, value in environ.items() if is_secret_name(name) and len(value) >= SHORTEST}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
-    text = FORMS.sub(HIDDEN, IN_URL.sub(HIDDEN, text))
-    return NAMED.sub(lambda found: f"{found[1]}{HIDDEN}", text)
+    text = WANDB_KEY.sub(HIDDEN, without_forms(text))
+    for named in NAMED:
+        text = named.sub(lambda found: f"{found[1]}{HIDDEN}" if is_secret_name(found[1]) else found[0], text)
+    return text
 
 
 def hide_secrets_in(value: Any, environ: Mapping[str, str]) -> Any:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from ..wire.messages import LATER_LEVEL, LEVEL
+from ..wire.secret_names import is_secret_name
 from ..wire.stop_signals import PREEMPT_VARIABLE
 
 # Variables that an engine needs from the launching environment. With RANK, WORLD_SIZE or MASTER_* vLLM would join the
@@ -20,14 +21,13 @@ AMD_PREFIXES = ("HIP_", "ROCM_", "ROCR_", "HSA_", "RCCL_", "MIOPEN_", "HIPBLASLT
 KEPT_PREFIXES = (
     "VLLM_", "CUDA_", "NVIDIA_", "NCCL_", "TORCH", "TRITON_", "XDG_CACHE", "PYTHON", *AMD_PREFIXES,
 )  # fmt: skip
-SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD", "_CREDENTIALS")
 # The first lets vLLM unpickle what it receives, the second opens calls that only its developers need
 REFUSED = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE")
 
 
 def is_kept(name: str) -> bool:
     """Return whether an engine gets a variable of the launching environment."""
-    if name.startswith("TORCHELASTIC_") or name in REFUSED or name.endswith(SECRET_ENDINGS):
+    if name.startswith("TORCHELASTIC_") or name in REFUSED or is_secret_name(name):
         return False
     return name in (*KEPT_VARIABLES, *AMD_VARIABLES) or name.startswith(KEPT_PREFIXES)
 

@@ -3,7 +3,9 @@
 import argparse
 import re
 import shlex
+from itertools import zip_longest
 
+from ..wire.secret_names import has_secret_form, is_secret_name
 from .job import Job
 
 Parser = argparse.ArgumentParser
@@ -14,7 +16,10 @@ def add_options(parser: Parser) -> None:
     """Add the options of all kinds."""
     parser.add_argument("file", help="config file of `accelerate launch`, as `trl-multinode config 4x8` writes it")
     parser.add_argument(
-        "--script", required=True, help="training script and its arguments, as in --script 'train.py --max_steps 100'"
+        "--script",
+        required=True,
+        type=_script,
+        help="training script and its arguments, as in --script 'train.py --max_steps 100'",
     )
     parser.add_argument("--out", metavar="FILE", help="file to write; it must not exist (default: standard output)")
     parser.add_argument("--name", default="grpo", type=_name, help="name of the job (default: grpo)")
@@ -87,8 +92,31 @@ def _number(text: str) -> int:
     return int(text)
 
 
+def _script(text: str) -> str:
+    """Refuse arguments with a secret: the file has them for all who may read it, and so has `ps` on every node."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return text  # which the check of the launch refuses
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and is_secret_name(flag) and (value if equals else not following.startswith("-")):
+            raise argparse.ArgumentTypeError(f"`{flag}` would put a secret into the file. {_IN_PRIVATE}")
+        if has_secret_form(word):
+            raise argparse.ArgumentTypeError(f"an argument has the form of a token. {_IN_PRIVATE}")
+    return text
+
+
+_IN_PRIVATE = (
+    "Keep it in a file on the nodes that only you may read, as in `export HF_TOKEN=...`, and use "
+    "`--setup 'source ~/secrets.env'`."
+)
+
+
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\n" in value:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=VALUE in one line")
+    if value and (is_secret_name(name) or has_secret_form(value)):
+        raise argparse.ArgumentTypeError(f"`{name}` would put a secret into the file. {_IN_PRIVATE}")
     return name, value

@@ -14,8 +14,8 @@ from ..run.reporter import warn
 from ..run.values import is_secret
 from ..run.versions import local_versions
 from ..wire.line_file import LineFile
+from ..wire.secret_names import HIDDEN
 
-HIDDEN = "(hidden)"
 LONGEST = 200  # characters of a value; a chat template has thousands
 NODE_METRIC = re.compile(r"node\d+/")
 

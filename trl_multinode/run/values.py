@@ -2,15 +2,15 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
+from ..wire.secret_names import has_secret_form, is_secret_name
+
 LONGEST = 160  # characters that a message shows of a value
-SECRET = re.compile(r"(^|_)(token|secret|password|passwd|credentials?|api_?key|key)$", re.IGNORECASE)
-SECRET_VALUE = re.compile(r"\bhf_\w{8,}|\bsk-\w{8,}|://[^/\s:@]+:[^/\s@]+@")  # tokens, and a password in an address
+NOTHING = ("null", "true", "false")  # as JSON writes values that hide nothing
 
 
 def text_of(value: Any) -> str:
@@ -35,8 +35,9 @@ def digest_of(content: str | bytes) -> str:
 
 def is_secret(name: str, text: str) -> bool:
     """Return whether a value may be a secret, by the last part of its name or by its text."""
-    last = name.replace("`", "").rpartition(".")[2]
-    return bool(SECRET.search(last) or SECRET_VALUE.search(text))
+    if text in NOTHING:
+        return False
+    return is_secret_name(name.rpartition(".")[2]) or has_secret_form(text)
 
 
 def shown(text: str) -> str:

@@ -2,16 +2,19 @@
 
 from typing import Any
 
+from ...wire.secret_names import without_forms
+
 LONGEST = 4000  # characters; the store, a terminal and a job's mail show a line
 END = 1000  # of them, from the end of a longer text
 
 
 def text_of_error(error: Any) -> str:
-    """Return the text of an error, or of another object that ends a script, shortened in its middle."""
+    """Return the text of an error, or of another object that ends a script, shortened and without tokens."""
     try:
         text = str(error)
     except BaseException as fault:
         return f"(its text cannot be shown: {type(error).__name__}.__str__ raised {type(fault).__name__})"
+    text = without_forms(text)  # addresses with a password are in many errors of clients
     if len(text) <= LONGEST:
         return text
     return f"{text[: LONGEST - END]} ... ({len(text) - LONGEST} characters left out) ... {text[-END:]}"
