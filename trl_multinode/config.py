@@ -132,8 +132,8 @@ class NodeFields(_Arguments):
             Save a checkpoint whenever so many minutes have passed since the last one, at the end of an optimizer step,
             in addition to those of `save_strategy`. See docs/rehearsal.md.
         preemption_grace (`float`, *optional*, defaults to `600.0`):
-            Longest time, in seconds, for the end of the optimizer step and a checkpoint after a SIGTERM, or after the
-            signal named in `TRL_MULTINODE_PREEMPT_SIGNAL`. torchrun leaves 30 s after a SIGTERM, unless
+            Longest time, in seconds, for the end of the optimizer step and a checkpoint after a SIGTERM or SIGHUP, or
+            the signal named in `TRL_MULTINODE_PREEMPT_SIGNAL`. torchrun leaves 30 s after these, unless
             `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` is set before the launch. See docs/running.md.
         reward_timeout (`float`, *optional*):
             Seconds after which a call of a reward function that has not returned ends the run, with a line that has
@@ -303,7 +303,7 @@ class NodeFields(_Arguments):
     )
     preemption_grace: float = field(
         default=NodeSettings.preemption_grace,
-        metadata={"help": "Longest time, in seconds, for the end of the step and a checkpoint after a SIGTERM."},
+        metadata={"help": "Longest time, in seconds, for the end of the step and a checkpoint after a signal."},
     )
     reward_timeout: float | None = field(
         default=NodeSettings.reward_timeout,

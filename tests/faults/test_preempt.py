@@ -37,7 +37,13 @@ from trl_multinode.saving.newest import newest_whole
 from trl_multinode.saving.preempted import SaveAtPreemption
 from trl_multinode.testing.engines import ENGINE_ARGS, FAKE
 from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
-from trl_multinode.wire.stop_signals import END_ENGINE, PREEMPT_VARIABLE, check_preempt_signal, preempt_signals
+from trl_multinode.wire.stop_signals import (
+    END_ENGINE,
+    OF_LAUNCHERS,
+    PREEMPT_VARIABLE,
+    check_preempt_signal,
+    preempt_signals,
+)
 
 LAUNCHED = Topology(0, 1, 0, 1, 0, 1, launched=True)
 STEPS = 1_000_000  # more than any test waits for
@@ -50,7 +56,8 @@ def short_waits(monkeypatch):
 
 def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 0) -> None:
     """Steps of different lengths, each with a point where all ranks meet, as in a collective."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in OF_LAUNCHERS:  # `nohup` may have ignored one
+        signal.signal(number, signal.SIG_DFL)
     watch, topology = enter(rank, store, launched=True), topology_of(rank, launched=True)
     client = connect_store(topology, watch.run)
     preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client, str)
@@ -79,16 +86,20 @@ def saved(rank: Rank) -> list[str]:
     return [line for line in rank.text.splitlines() if line.startswith("saved")]
 
 
-@pytest.mark.parametrize("signalled", [[3], [0], [0, 1, 2, 3]])
-def test_row_15_all_ranks_save_the_same_step_and_leave_with_143(tmp_path, store, signalled):
+@pytest.mark.parametrize(
+    ("signalled", "number"),
+    [([3], signal.SIGTERM), ([0], signal.SIGHUP), ([0, 1, 2, 3], signal.SIGTERM)],
+    ids=["rank 3", "rank 0, its ssh session was closed", "all"],
+)
+def test_row_15_all_ranks_save_the_same_step_and_leave_with_143(tmp_path, store, signalled, number):
     with forked(lambda rank: train(rank, store), RANKS, tmp_path) as ranks:
         ranks[3].wait_for("step 3 ends")
-        for number in signalled * 2:  # a second one changes nothing
-            os.kill(ranks[number].process.pid, signal.SIGTERM)
+        for rank in signalled * 2:  # a second one changes nothing
+            os.kill(ranks[rank].process.pid, number)
         assert [rank.wait() for rank in ranks] == [PREEMPTED] * RANKS, ranks[0].text
         assert len({tuple(saved(rank)) for rank in ranks}) == 1 and len(saved(ranks[0])) == 1
         ended = [rank.text.count("ends") for rank in ranks]
-        asked = [line for rank in ranks for line in rank.text.splitlines() if "received SIGTERM" in line]
+        asked = [line for rank in ranks for line in rank.text.splitlines() if f"received {number.name}" in line]
         nodes = len({k // 2 for k in signalled})
         assert 1 <= len(asked) <= nodes  # once per node, unless the other node's signal has ended the run before
         step = min(int(line.partition("at the end of step ")[2].split(",")[0]) for line in asked)
@@ -284,7 +295,7 @@ def test_row_15_the_grace_is_the_smaller_of_the_setting_and_what_torchrun_leaves
 
 @pytest.mark.parametrize("name", ["USR3", "KILL", "TERM", "INT", "10"])
 def test_row_15_a_signal_that_cannot_preempt_is_refused(name):
-    assert preempt_signals({PREEMPT_VARIABLE: name}) == (signal.SIGTERM,)
+    assert preempt_signals({PREEMPT_VARIABLE: name}) == (signal.SIGTERM, signal.SIGHUP)
     with pytest.raises(ConfigurationError, match=f"USR1 or USR2, got '{name}'"):
         check_preempt_signal({PREEMPT_VARIABLE: name})
 
@@ -319,13 +330,13 @@ def control(**values: bool) -> SimpleNamespace:
     return SimpleNamespace(**{"should_save": False, "should_training_stop": False, "should_evaluate": True} | values)
 
 
-def test_row_15_the_step_is_saved_and_its_evaluation_left_out():
+def test_row_15_the_step_is_saved_and_its_evaluation_left_out(monkeypatch):
+    monkeypatch.setattr(preemption_module.signal, "signal", lambda *_: None)  # it would ignore the signals from now on
     state, given, asked = SimpleNamespace(global_step=8), control(), callback(True)
     asked.on_step_end(None, state, given)
     assert vars(given) == {"should_save": True, "should_training_stop": True, "should_evaluate": False}
     with pytest.raises(Preempted) as error:
         asked.on_epoch_end(None, state, given)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     assert error.value.code == PREEMPTED
 
 

@@ -75,7 +75,7 @@ def test_row_15_the_signal_and_the_time_that_is_left_are_named(launches):
     assert len(re.findall(r"node 1, rank \d: received SIGTERM. A checkpoint follows at the end of step 3", first)) == 1
     assert "all ranks leave with code 143; 25 s are left for that" in first
     assert "node 0, rank 1: received SIGUSR1. A checkpoint follows at the end of step 5" in second
-    assert "after a SIGTERM 25 s are left" in first and "after a SIGUSR1 600 s" in first
+    assert "after a SIGTERM or SIGHUP 25 s are left" in first and "after a SIGUSR1 600 s" in first
 
 
 def test_row_15_the_run_goes_on_bitwise(launches):

@@ -384,6 +384,22 @@ def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handl
     assert run.wait() == 7 and run.text.splitlines() == ["ready", "rank"]
 
 
+def test_a_job_that_is_suspended_and_resumed_gets_no_signal(started, tmp_path):
+    """`scontrol suspend`. `sigtimedwait` of Python 3.11 returned a SIGHUP that nobody had sent."""
+    got = "".join(f"trap 'echo got {name}' {name}; " for name in ("TERM", "INT", "HUP", "USR1", "USR2"))
+    run = started(
+        "sh", "-c", f"{got} echo ready; while [ ! -e $0 ]; do sleep 0.05; done; echo end", str(tmp_path / "end")
+    )
+    run.wait_for("ready")
+    for _ in range(5):
+        os.killpg(run.process.pid, signal.SIGSTOP)
+        time.sleep(1.2)
+        os.killpg(run.process.pid, signal.SIGCONT)
+        time.sleep(0.3)
+    (tmp_path / "end").touch()
+    assert run.wait() == 0 and run.text.splitlines() == ["ready", "end"]
+
+
 def test_no_command_outlives_a_check_that_is_killed(started):
     run = started("sh", "-c", "echo $$ started; exec sleep 600")
     run.wait_for("started")

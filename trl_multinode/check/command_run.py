@@ -6,6 +6,7 @@ environment, into which the local main process of this node writes how the run e
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from ..wire.process_end import end_with_parent
 ENDING_FILE = "TRL_MULTINODE_ENDING_FILE"
 PREEMPT_SIGNAL = "TRL_MULTINODE_PREEMPT_SIGNAL"
 FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+LOOK_EVERY_S = 0.1
 WITNESS_S = 0.5  # in which a signal that a sender sends to many processes reaches the witness too
 
 # A child that does nothing but print the signals that it gets itself.
@@ -57,7 +59,7 @@ def run_command(command: Sequence[str]) -> int:
             signal N has ended it.
     """
     forwarded = FORWARDED | ({number} if (number := preempt_signal()) is not None else set())
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded | {signal.SIGCHLD})
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     with _own_folder() as folder:
         ending = folder / "ending.json"
         witness = Witness(forwarded)
@@ -120,10 +122,20 @@ def preempt_signal() -> int | None:
 
 
 def _wait(child: subprocess.Popen, witness: "Witness", forwarded: set[int]) -> int:
-    while (code := child.poll()) is None:
-        info = signal.sigtimedwait(forwarded | {signal.SIGCHLD}, 1.0)
-        if info is not None and info.si_signo in forwarded and not witness.got(info.si_signo):
-            _forward(child, info.si_signo)
+    """Wait for the end of the command, and forward signals that are pending, which nothing but a sender can make.
+
+    `signal.sigtimedwait` is no source of them: after a stop of this process, Python 3.11 returns numbers of none.
+    """
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        while (code := child.poll()) is None:
+            select.select([pidfd], [], [], LOOK_EVERY_S)
+            for number in forwarded & signal.sigpending():
+                signal.sigwait({number})
+                if not witness.got(number):
+                    _forward(child, number)
+    finally:
+        os.close(pidfd)
     return code if code >= 0 else 128 - code
 
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from torch.distributed import Store
 
-from ..wire.stop_signals import preempt_signals
+from ..wire.stop_signals import OF_LAUNCHERS, environment_signals, preempt_signals
 from .endings.ending import RESUMING
 from .endings.exit_codes import PREEMPTED
 from .endings.fatal import Fatal
@@ -32,7 +32,7 @@ MARGIN_S = 5.0  # between the deadline and the launcher's SIGKILL, for the last 
 
 
 def launcher_limit(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the seconds after which torchrun kills the ranks that it has sent SIGTERM."""
+    """Return the seconds after which torchrun kills the ranks that it has sent SIGTERM or SIGHUP."""
     try:
         return float(environ[TIMEOUT_VARIABLE])
     except (KeyError, ValueError):  # torchrun itself reports a value that is no number
@@ -42,9 +42,10 @@ def launcher_limit(environ: Mapping[str, str] = os.environ) -> float:
 def grace_after(stop: signal.Signals, grace_s: float, environ: Mapping[str, str] = os.environ) -> float:
     """Return the seconds that a rank has after a signal: `preemption_grace`, or less if the launcher leaves less.
 
-    A rank cannot see who sent SIGTERM, so the launcher's limit counts for each. Other signals have no such limit.
+    A rank cannot see who sent SIGTERM or SIGHUP, so the launcher's limit counts for each. Other signals have no such
+    limit.
     """
-    if stop != signal.SIGTERM:
+    if stop not in OF_LAUNCHERS:
         return grace_s
     limit = launcher_limit(environ)
     return min(grace_s, max(limit - MARGIN_S, limit / 2))
@@ -53,17 +54,17 @@ def grace_after(stop: signal.Signals, grace_s: float, environ: Mapping[str, str]
 def grace_note(grace_s: float, environ: Mapping[str, str] = os.environ) -> str:
     """Return a line for the start of a run: how long a step and a checkpoint may take after a signal."""
     grace = grace_after(signal.SIGTERM, grace_s, environ)
-    text = f"after a SIGTERM {grace:.0f} s are left for the end of the step and a checkpoint"
+    text = f"after a SIGTERM or SIGHUP {grace:.0f} s are left for the end of the step and a checkpoint"
     if grace < grace_s:
         text += f": torchrun kills the ranks after {launcher_limit(environ):.0f} s ({TIMEOUT_VARIABLE})"
-    for other in preempt_signals(environ)[1:]:
+    for other in environment_signals(environ):
         text += f"; after a {other.name} {grace_s:.0f} s"
     return text
 
 
 def launcher_would_end(launcher: int) -> bool:
     """Return whether the signal of the environment would end the launcher, which neither ignores nor handles it."""
-    numbers = preempt_signals()[1:]
+    numbers = environment_signals()
     try:
         lines = Path(f"/proc/{launcher}/status").read_text().splitlines()
     except OSError:
@@ -118,7 +119,7 @@ class Preemption:
         self._saved = False
         self._deadline = float("inf")
         if topology.launched and topology.is_local_main and launcher_would_end(os.getppid()):
-            name = preempt_signals()[1].name.removeprefix("SIG")
+            name = environment_signals()[0].name.removeprefix("SIG")
             report(
                 f"warning: node {topology.node}: a SIG{name} would end the launcher, and with it the run. If the "
                 f"scheduler sends it to every process, start with `trap '' {name}; exec accelerate launch ...`"

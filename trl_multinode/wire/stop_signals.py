@@ -14,6 +14,8 @@ from typing import Any
 from ..errors import ConfigurationError
 
 PREEMPT_VARIABLE = "TRL_MULTINODE_PREEMPT_SIGNAL"
+# torchrun passes both on to its ranks, and kills them later. A terminal or an ssh session that is closed sends SIGHUP.
+OF_LAUNCHERS = (signal.SIGTERM, signal.SIGHUP)
 ALLOWED = (signal.SIGUSR1, signal.SIGUSR2)  # torchrun handles the others, or Python does
 END_ENGINE = signal.SIGRTMIN  # from the owner to its engine, in the place of SIGTERM
 
@@ -21,18 +23,23 @@ _replaced: dict[int, Any] = {}  # handlers of vLLM, while they are replaced
 
 
 def preempt_signals(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
-    """Return the signals that pre-empt a run: SIGTERM, and the one of the environment if it is valid."""
+    """Return the signals that pre-empt a run: SIGTERM, SIGHUP, and the one of the environment if it is valid."""
+    return *OF_LAUNCHERS, *environment_signals(environ)
+
+
+def environment_signals(environ: Mapping[str, str] = os.environ) -> list[signal.Signals]:
+    """Return the signal that the environment names, in a list; an empty one without a valid name."""
     name = environ.get(PREEMPT_VARIABLE, "").upper()
-    return (signal.SIGTERM, *(number for number in ALLOWED if name in (number.name, number.name.removeprefix("SIG"))))
+    return [number for number in ALLOWED if name in (number.name, number.name.removeprefix("SIG"))]
 
 
 def check_preempt_signal(environ: Mapping[str, str] = os.environ) -> None:
     """Raise `ConfigurationError` if the environment names a signal that cannot pre-empt a run."""
     name = environ.get(PREEMPT_VARIABLE)
-    if name and len(preempt_signals(environ)) == 1:
+    if name and not environment_signals(environ):
         raise ConfigurationError(
-            f"{PREEMPT_VARIABLE} must be USR1 or USR2, got {name!r}. SIGTERM needs no variable; torchrun and Python "
-            "use the other signals themselves."
+            f"{PREEMPT_VARIABLE} must be USR1 or USR2, got {name!r}. SIGTERM and SIGHUP need no variable; torchrun "
+            "and Python use the other signals themselves."
         )
 
 

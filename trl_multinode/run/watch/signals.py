@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar
 
-from ...wire.stop_signals import preempt_signals
+from ...wire.stop_signals import environment_signals, preempt_signals
 from ..endings.exit_codes import PREEMPTED
 from .exits import is_good
 
@@ -59,7 +59,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in self._numbers:
-            inherited = number in preempt_signals()[1:] and signal.getsignal(number) == signal.SIG_IGN
+            inherited = number in environment_signals() and signal.getsignal(number) == signal.SIG_IGN
             if inherited or signal.getsignal(number) in PYTHONS_OWN:
                 self._handlers[number] = signal.signal(number, noop_handler)
         if not any(signal.getsignal(number) is noop_handler for number in self._numbers):
