@@ -31,7 +31,7 @@ def launches(tmp_path_factory):
     folder, logs, codes, endings = tmp_path_factory.mktemp("preempted"), [], [], []
     jobs = [
         [{"name": "whole", "output": "whole"},
-         {"name": "first", "signals": [[3, 2, "SIGTERM", "launcher"], [2, 2, "SIGTERM", "itself"]], "slow": 1.0}],
+         {"name": "first", "signals": [[3, 2, "SIGHUP", "launcher"], [2, 2, "SIGHUP", "itself"]], "slow": 1.0}],
         [{"name": "second", "resume": True, "signals": [[1, 4, "SIGUSR1", "itself"]], "slow": 1.0}],
         [{"name": "third", "resume": True}, LATE | {"signals": [[3, 2, "SIGTERM", "itself"]], "slow": 60.0}],
     ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_row_15_the_ending_file_has_the_code_and_the_checkpoint(launches):
 
 def test_row_15_the_signal_and_the_time_that_is_left_are_named(launches):
     first, second = ("".join(logs) for logs in launches["logs"][:2])
-    assert len(re.findall(r"node 1, rank \d: received SIGTERM. A checkpoint follows at the end of step 3", first)) == 1
+    assert len(re.findall(r"node 1, rank \d: received SIGHUP. A checkpoint follows at the end of step 3", first)) == 1
     assert "all ranks leave with code 143; 25 s are left for that" in first
     assert "node 0, rank 1: received SIGUSR1. A checkpoint follows at the end of step 5" in second
     assert "after a SIGTERM or SIGHUP 25 s are left" in first and "after a SIGUSR1 600 s" in first
