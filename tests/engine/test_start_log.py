@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S, until
 
-from trl_multinode.engine import process
+from trl_multinode.engine import process, start_log
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.start_log import STAGES, StartLog
@@ -76,8 +76,10 @@ def test_the_installed_vllm_still_writes_the_phrases_that_begin_a_stage():
         "Capturing CUDA graphs": ["v1/worker/gpu_model_runner.py", "v1/worker/gpu/cudagraph_utils.py"],
         "See root cause above": ["v1/engine/utils.py"],
         "exception in a background process": ["v1/executor/multiproc_executor.py"],
+        "EngineCore failed to start": ["v1/engine/core.py"],
+        "WorkerProc failed to start": ["v1/executor/multiproc_executor.py"],
     }
-    assert {phrase for _, phrases in STAGES for phrase in phrases} <= files.keys()
+    assert {*(phrase for _, phrases in STAGES for phrase in phrases), *start_log.FAILED} <= files.keys()
     package = Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
     moved = [(phrase, name) for phrase, names in files.items() for name in names
              if phrase not in " ".join((package / name).read_text().replace('"', "").split())]  # fmt: skip
@@ -122,6 +124,18 @@ sys.exit(1)
     )
     (note,) = caught.value.__notes__  # Python prints it with the traceback, and the other ranks do not repeat it
     assert note.splitlines() == [f"Last 20 lines of {engine.log_path}:", *written.splitlines()[-20:]]
+
+
+@pytest.mark.real
+@pytest.mark.fault("6")
+def test_a_start_that_failed_ends_the_wait_although_a_process_stays(starting, monkeypatch):
+    """A thread or a driver keeps vLLM's core after its last words. The limit of the start would be 15 minutes."""
+    monkeypatch.setattr(process, "FAILED_S", 0.5)
+    words = "\n".join([*FAILED[:3], f"{CORE}EngineCore failed to start."])
+    engine = starting(f"import time; print({words!r}, flush=True); time.sleep({HANG_S})")
+    with pytest.raises(EngineStartError, match=r"engine 0 of node 0 failed to start: torch.OutOfMemoryError: .*stay"):
+        wait_until_ready([engine], HANG_S, print)
+    assert engine.is_alive()
 
 
 @pytest.mark.nightly

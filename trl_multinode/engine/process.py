@@ -23,6 +23,7 @@ from .run_folder import RunFolder
 from .start_log import REFERS_TO_ANOTHER, StartLog
 
 PROGRESS_EVERY_S = 15.0
+FAILED_S = 20.0  # after a process of vLLM has logged that the start failed, in which all of them must end
 
 
 class EngineProcess:
@@ -115,12 +116,17 @@ class EngineProcess:
         return self._process.poll() is None
 
     def is_ready(self) -> bool:
-        """Return whether the engine's socket exists; raise `EngineStartError` if its process has ended."""
+        """Return whether the engine's socket exists; raise `EngineStartError` if its start has failed."""
         ended = self._process.poll() is not None
         self.start_log.follow()
         if ended:
             stage = self.start_log.stage
             raise self._start_error(f"did not start: {self.why_ended()} (stage of its start: {stage})")
+        if self.start_log.failed_s > FAILED_S:
+            cause = self.start_log.cause() or "see its log"
+            raise self._start_error(
+                f"failed to start: {cause.rstrip('.')}. Some of its processes stay. Log: {self.log_path}"
+            )
         return self.socket_path.exists()
 
     def too_late(self, timeout_s: float) -> EngineStartError:

@@ -21,6 +21,8 @@ STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cache", ("KV cache size:",)),
     ("graphs", ("Capturing CUDA graphs",)),
 )
+# With these vLLM's core and its workers log why they end, before they end: a thread or a driver may keep them
+FAILED = ("EngineCore failed to start", "WorkerProc failed to start")
 KEPT_LINES = 20
 LONGEST_LINE = 300
 LONGEST_PHRASE = 100  # a phrase may be split between two reads
@@ -46,6 +48,7 @@ class StartLog:
         self._rest = b""
         self._stage = 0
         self._since = [(0, time.monotonic())]  # index and begin of the stages so far
+        self._failed_at: float | None = None
 
     @property
     def stage(self) -> str:
@@ -56,6 +59,11 @@ class StartLog:
     def last_change(self) -> float:
         """Time at which that stage began."""
         return self._since[-1][1]
+
+    @property
+    def failed_s(self) -> float:
+        """Seconds since a process of vLLM has logged that the start failed; 0 if none has."""
+        return 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
 
     def follow(self) -> None:
         """Read what is new in the log, and note the stages that have begun."""
@@ -68,6 +76,8 @@ class StartLog:
         self._read_to += len(new)
         text = (self._rest + new).decode(errors="replace")
         self._rest = (self._rest + new)[-LONGEST_PHRASE:]
+        if self._failed_at is None and any(phrase in text for phrase in FAILED):
+            self._failed_at = time.monotonic()
         for index in range(len(STAGES) - 1, self._stage, -1):
             if any(phrase in text for phrase in STAGES[index][1]):
                 self._stage = index
