@@ -19,7 +19,7 @@ FAILED = "[trl_multinode] the run failed: "  # begin of the last line of a rank 
 
 
 class StoreHost:
-    """The run's rendezvous store in a process of its own, as the launcher of node 0 has it."""
+    """The run's rendezvous store in a process of its own, as the launcher of node 0 has it, and its other client."""
 
     def __init__(self):
         receive, send = FORK.Pipe(duplex=False)
@@ -27,6 +27,10 @@ class StoreHost:
         self.process.start()
         assert receive.poll(HANG_S)
         self.port = receive.recv()
+        self.launcher = FORK.Process(target=self._connect, args=(send,))
+        self.launcher.start()
+        assert receive.poll(HANG_S)
+        receive.recv()
 
     @staticmethod
     def _serve(send) -> None:
@@ -36,7 +40,21 @@ class StoreHost:
         send.send(store.port)
         time.sleep(HANG_S)  # a test that was killed leaves it behind for no longer
 
+    def _connect(self, send) -> None:
+        """Be a client of the store, as the launcher of node 1 is."""
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
+        send.send(store.port)
+        time.sleep(HANG_S)
+
+    def end_launcher(self) -> None:
+        """End the launcher of node 1."""
+        self.launcher.kill()
+        self.launcher.join()
+
     def end(self) -> None:
+        self.end_launcher()
         self.process.kill()
         self.process.join()
 

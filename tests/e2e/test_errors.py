@@ -102,3 +102,22 @@ def test_a_nan_in_one_shard_ends_the_run_before_it_is_saved_and_the_last_checkpo
     ending = json.loads((tmp_path / "_multinode/ending-node1.json").read_text())
     assert (ending["checkpoint"], ending["step"], ending["continues"]) == (str(kept.parent), 2, False)
     assert all(tensor.isfinite().all() for tensor in load_file(kept).values())
+
+
+@pytest.mark.nightly
+@pytest.mark.fault("script_error")
+def test_a_node_whose_script_fails_before_the_import_ends_the_others_soon(tmp_path):
+    """It holds the assumption that each launcher of torchrun stays a client of the store of node 0."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    raise ModuleNotFoundError('only on node 1')\n"
+        "import trl_multinode\n"
+        f"time.sleep({HANG_S})\n"
+    )
+    with Nodes(2, 1, folder=tmp_path / "nodes") as nodes:
+        nodes.launch(script)
+        assert all(nodes.wait(timeout_s=HANG_S / 2))
+        line = nodes.rank_log(0).splitlines()[-1]
+    assert "PeerFailureError" in line and "rank 1 (node 1)" in line and "1 of 2 launchers" in line

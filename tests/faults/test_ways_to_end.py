@@ -300,6 +300,14 @@ def one_does_not_import(here: Here) -> None:
     here.wait()
 
 
+def a_node_does_not_import(here: Here) -> None:
+    arrivals.LOOK_EVERY_S, arrivals.ENDED_S = 0.2, 1.0
+    if here.rank < 2:
+        here.imported()
+    here.up()
+    here.wait()
+
+
 def one_has_no_trainer(here: Here) -> None:
     arrivals.LOOK_EVERY_S, arrivals.ALIVE_EVERY_S = 0.2, 0.5
     watch = here.with_neighbours()
@@ -465,6 +473,11 @@ def end_the_store(ranks: list[Rank], store: StoreHost) -> None:
     store.end()
 
 
+def end_the_launcher(ranks: list[Rank], store: StoreHost) -> None:
+    time.sleep(2.0)  # in which nothing may end the ranks: the launcher is there
+    store.end_launcher()
+
+
 def stop_the_store(ranks: list[Rank], store: StoreHost) -> None:
     os.kill(store.process.pid, SIGSTOP)
 
@@ -563,6 +576,10 @@ ENDINGS = [
         marks=pytest.mark.fault("script_error")),
     pytest.param(Ending("a rank does not import", one_does_not_import, fault=both_sides_name_rank_3,
         line=("rank 3 (node 1)", "trl_multinode", " 1 s", "`engine_start_timeout`"), code=PEER_LOST, silent={3: RUNS}),
+        marks=pytest.mark.fault("script_error")),
+    pytest.param(Ending("a launcher ends before its ranks import", a_node_does_not_import, fault=end_the_launcher,
+        line=("PeerFailureError", "rank 2 (node 1), rank 3 (node 1)", "1 of 2 launchers"), code=PEER_LOST,
+        silent={2: RUNS, 3: RUNS}),
         marks=pytest.mark.fault("script_error")),
     pytest.param(Ending("a script raises before the trainer", uncaught_before_the_trainer,
         line=("node 1, rank 3, phase before the trainer: ValueError: no data",), code=USER_CODE),

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import psutil
+
 from ..reporter import report
 from ..topology import Topology
 
@@ -18,6 +20,7 @@ MISSING_EVERY_S = 30.0
 LOOK_EVERY_S = 5.0
 ALIVE_EVERY_S = 10.0  # between two signs of life of a rank without a trainer, which sends no heartbeats yet
 HAS_TRAINER = b"has a trainer"
+ENDED_S = 10.0  # after which a launcher without a connection to the store has ended, and does not connect anew
 NAMED_RANKS = 8
 
 
@@ -40,6 +43,7 @@ class Arrivals:
         self._next_look, self._next_line = 0.0, self._since + MISSING_EVERY_S
         self._registered = self._complete = False
         self._is_reporter: bool | None = None
+        self._launcher_missing_since: float | None = None
         self._signs = Signs(topology)
 
     def look(self, store: "RunStore", has_trainer: bool) -> str:
@@ -65,7 +69,48 @@ class Arrivals:
         self._next_look = now + min(LOOK_EVERY_S, MISSING_EVERY_S)
         # a neighbour may register after the look for it above and be counted here; the next look finds it
         self._complete = not self._neighbours and store.add("here", 0) >= self._topology.world_size
-        return "" if self._complete else self._name_missing(store, now)
+        if self._complete:
+            return ""
+        has_others = self._topology.node == 0 and self._topology.num_nodes > 1
+        if has_others and self._reports(store) and (ended := self._launcher_ended(store, now)):
+            return ended
+        return self._name_missing(store, now)
+
+    def _launcher_ended(self, store: "Store", now: float) -> str:
+        """Return why the run ends if the launcher of another node has ended before its ranks imported this library.
+
+        No process of ours is there to say so. But every launcher is a client of the store, and so is every rank that
+        has imported this library; the store is in the launcher of this node, where its connections can be counted.
+        """
+        registered = [rank for rank in range(self._topology.world_size) if store.check([f"pid/{rank}"])]
+        missing = [rank for rank in range(self._topology.world_size) if rank not in registered]
+        here = [rank for rank in registered if not store.check([f"left/{rank}"])]
+        connections = num_connections(int(os.environ["MASTER_PORT"]))
+        launchers = connections - len(here)
+        # without the connections of its own ranks and launcher, the table of this node is not one to believe
+        is_readable = connections > sum(self._topology.node_of(rank) == 0 for rank in here)
+        if launchers >= self._topology.num_nodes or not missing or not is_readable:
+            self._launcher_missing_since = None
+            return ""
+        if self._launcher_missing_since is None:
+            self._launcher_missing_since = now
+        if now - self._launcher_missing_since < ENDED_S:
+            return ""
+        return (
+            f"PeerFailureError: a launcher has ended, and {self._names(missing)} had not imported trl_multinode: "
+            f"{launchers} of {self._topology.num_nodes} launchers are connected to the store of node 0. Read the "
+            "output of these ranks: their script failed before that import, or their launch was stopped."
+        )
+
+    def _reports(self, store: "Store") -> bool:
+        """Return whether this rank is the one of node 0, or the one of the other nodes, that names missing ranks."""
+        if self._is_reporter is None:
+            self._is_reporter = store.add(f"reporter/{min(self._topology.node, 1)}/import", 1) == 1
+        return self._is_reporter
+
+    def _names(self, ranks: list[int]) -> str:
+        names = ", ".join(f"rank {rank} (node {self._topology.node_of(rank)})" for rank in ranks[:NAMED_RANKS])
+        return names + (f" and {len(ranks) - NAMED_RANKS} more" if len(ranks) > NAMED_RANKS else "")
 
     def _name_missing(self, store: "Store", now: float) -> str:
         """Report the missing ranks now and then; return why the run ends if they have been missing for too long.
@@ -76,16 +121,12 @@ class Arrivals:
         if now < self._next_line and seconds < self.timeout_s:
             return ""
         self._next_line = now + MISSING_EVERY_S
-        if self._is_reporter is None:
-            self._is_reporter = store.add(f"reporter/{min(self._topology.node, 1)}/import", 1) == 1
-        if not self._is_reporter:
+        if not self._reports(store):
             return ""
         missing = [rank for rank in range(self._topology.world_size) if not store.check([f"pid/{rank}"])]
         if not missing:
             return ""
-        names = ", ".join(f"rank {rank} (node {self._topology.node_of(rank)})" for rank in missing[:NAMED_RANKS])
-        if len(missing) > NAMED_RANKS:
-            names += f" and {len(missing) - NAMED_RANKS} more"
+        names = self._names(missing)
         if seconds < self.timeout_s:
             report(f"{self._topology}: waiting {seconds:.0f} s for {names} to import trl_multinode")
             return ""
@@ -93,6 +134,15 @@ class Arrivals:
             f"PeerFailureError: {names} did not import trl_multinode within {self.timeout_s:.0f} s. Read the output "
             "of these ranks; `engine_start_timeout` is the limit, once a trainer has its settings."
         )
+
+
+def num_connections(port: int) -> int:
+    """Return the number of connections of a server on this computer; 0 if the system does not show them."""
+    try:
+        found = psutil.net_connections("tcp")
+    except (OSError, psutil.Error):
+        return 0
+    return sum(one.status == psutil.CONN_ESTABLISHED and one.laddr.port == port for one in found)
 
 
 class Signs:
