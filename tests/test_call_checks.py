@@ -8,7 +8,7 @@ from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_model
 from transformers import BitsAndBytesConfig, GPT2Config, Qwen2Config
-from trl.rewards import accuracy_reward
+from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
 from trl_multinode import GRPOConfig, call_checks
 from trl_multinode.call_checks import check_model, check_own_folders, uneven_evaluations
@@ -184,11 +184,24 @@ def needs_solution(completions, solution, log_extra=None, **kwargs):
     return [0.0 for _ in completions]
 
 
+def without_the_rest(prompts, completions):
+    return [0.0 for _ in completions]
+
+
+def positions_only(completions, /, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def without_the_column(completions, prompts, completion_ids, trainer_state, log_extra, log_metric):
+    return [0.0 for _ in completions]
+
+
 def no_columns(completions, **kwargs):
     return [0.0 for _ in completions]
 
 
 PROMPTS = Dataset.from_dict({"prompt": ["a"], "question": ["b"]})
+SOLVED = PROMPTS.rename_column("question", "solution")
 TENSOR = ParallelismConfig(tp_size=2)
 REFUSED_CALLS = {
     "tensor parallelism": ({}, r"`parallelism_config\.tp_size=2`", {"parallelism_config": TENSOR}),
@@ -204,6 +217,37 @@ REFUSED_CALLS = {
         r"\['solution'\].*`eval_dataset`",
         {},
     ),
+    "keywords of every call": (
+        {"reward_funcs": [without_the_rest], "train_dataset": PROMPTS},
+        r"`without_the_rest` does not accept \['completion_ids', 'log_extra', 'log_metric', 'trainer_state'\].*kwargs",
+        {},
+    ),
+    "keywords without a dataset": ({"reward_funcs": [without_the_rest], "rollout_func": print}, "does not accept", {}),
+    "a column as a keyword": (
+        {"reward_funcs": [without_the_column], "train_dataset": PROMPTS},
+        r"`without_the_column` does not accept \['question'\]",
+        {},
+    ),
+    "a reward without keywords": (
+        {"reward_funcs": [positions_only], "train_dataset": PROMPTS},
+        r"`positions_only` (does not accept|requires)",
+        {},
+    ),
+    "a column under the name of a rollout": (
+        {"reward_funcs": [no_columns], "train_dataset": PROMPTS.rename_column("question", "completions")},
+        r"columns \['completions'\].*Rename",
+        {},
+    ),
+    "a column that is removed": (
+        {"reward_funcs": needs_solution, "train_dataset": SOLVED},
+        r"\['solution'\].*`remove_unused_columns`",
+        {"remove_unused_columns": True},
+    ),
+    "a reward that needs the batch": (
+        {"reward_funcs": [get_cosine_scaled_reward(max_len=8)], "train_dataset": SOLVED},
+        r"`cosine_scaled_reward`.*`dynamic_sampling`",
+        {"dynamic_sampling": True, "score_groups": True},
+    ),
     "prompts": (
         {"reward_funcs": no_columns, "train_dataset": PROMPTS.rename_column("prompt", "text")},
         r"'prompt'.*\['text', 'question'\]",
@@ -214,7 +258,8 @@ REFUSED_CALLS = {
 
 @pytest.mark.parametrize(("call", "message", "fields"), REFUSED_CALLS.values(), ids=REFUSED_CALLS.keys())
 def test_a_call_that_would_fail_later_is_refused_before_the_model(call, message, fields, monkeypatch, tmp_path):
-    monkeypatch.setattr(call_checks, "find_spec", lambda name: None)
+    missing = "math-verify" in message
+    monkeypatch.setattr(call_checks, "find_spec", lambda name: None if missing else "installed")
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
     with pytest.raises(ConfigurationError, match=message):
         call_checks.check_call(None, config, {"model": "no/such/model", **call})
@@ -222,8 +267,7 @@ def test_a_call_that_would_fail_later_is_refused_before_the_model(call, message,
 
 def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):
     monkeypatch.setattr(call_checks, "find_spec", lambda name: "installed" if name == "math_verify" else None)
-    solved = PROMPTS.rename_column("question", "solution")
-    call_checks.check_rewards({"reward_funcs": [accuracy_reward, "a/reward-model"], "train_dataset": solved})
+    call_checks.check_rewards({"reward_funcs": [accuracy_reward, "a/reward-model"], "train_dataset": SOLVED})
     # these make prompts or arguments of their own
     call_checks.check_rewards({"reward_funcs": needs_solution, "train_dataset": PROMPTS, "rollout_func": print})
     call_checks.check_rewards({"reward_funcs": [needs_solution], "train_dataset": [{"prompt": "a"}]})

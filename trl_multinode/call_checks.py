@@ -15,12 +15,16 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Training
 from .errors import ConfigurationError
 from .images import NOT_IN_FLIGHT, has_images
 from .node_settings import NodeSettings, check_settings, ignored_settings
+from .rollouts.scoring import COSINE, NEED_MAIN_THREAD, is_of_trl
+from .rollouts.scoring_pool import unwrapped
 from .run.reporter import warn
 from .saving.hub import check_push
 
-# Arguments with which TRL calls a reward function, beside the columns of the dataset
+# Arguments with which TRL calls a reward function, beside the columns of the dataset that it passes on
 OF_EVERY_REWARD = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
-NEED_MATH_VERIFY = {"accuracy_reward", "reasoning_accuracy_reward"}  # TRL's, which find out in the first call
+NOT_PASSED_ON = {"prompt", "completion", "completion_ids"}
+KEPT_COLUMNS = {"prompt", "image", "images"}  # with `remove_unused_columns`, as TRL's trainers set them
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 SENT_ADAPTERS = {"LORA"}  # PEFT's methods whose layers a sync sends; `weights/peft_source.py` checks their variants
 
 
@@ -43,7 +47,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_parallelism(args, call["model"])
     check_dataset(call.get("train_dataset"), args)
     check_evaluation(args, call)
-    check_rewards(call)
+    check_rewards(call, bool(getattr(args, "remove_unused_columns", False)))
     check_recorded(args, call)
     check_in_flight(args, call.get("train_dataset"))
     check_dynamic_sampling(args, call)
@@ -193,7 +197,14 @@ def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> Non
             "draws other rows of it. Use a `Dataset`."
         )
     rewards = call.get("reward_funcs") or []
-    models = [one for one in (rewards if isinstance(rewards, list) else [rewards]) if is_reward_model(one)]
+    several = rewards if isinstance(rewards, list) else [rewards]
+    if COSINE in map(name_in_trl, several):
+        raise ConfigurationError(
+            f"`dynamic_sampling=True` needs all rewards of a group before its round is chosen, and TRL's `{COSINE}` "
+            "can only be called in the main thread, with the whole batch: its time limit is a signal. Use a function "
+            "of your own around `math_verify`, or leave `dynamic_sampling` out."
+        )
+    models = [one for one in several if is_reward_model(one)]
     if models:
         name = models[0] if isinstance(models[0], str) else type(models[0]).__name__
         raise ConfigurationError(
@@ -264,26 +275,28 @@ def _even_evaluation(args: TrainingArguments, rows: int, per_prompt: int) -> str
     return f" A multiple of {prompts} prompts makes all batches equal."
 
 
-def check_rewards(call: dict[str, Any]) -> None:
-    """Raise `ConfigurationError` if a reward function lacks a package, or a column of a dataset."""
+def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
+    """Raise `ConfigurationError` if a reward function lacks a package or a column, or cannot be called as TRL does."""
     rewards = call.get("reward_funcs") or []
     functions = [one for one in (rewards if isinstance(rewards, list) else [rewards]) if callable(one)]
-    for name in NEED_MATH_VERIFY & {one.__name__ for one in functions if is_trls(one)}:
+    for name in (NEED_MAIN_THREAD | {COSINE}) & {name_in_trl(one) for one in functions}:
         if find_spec("math_verify") is None:
             raise ConfigurationError(
                 f"The reward `{name}` needs the package math-verify, which is not installed here. Run `pip install "
                 "math-verify` on every node."
             )
+    for reward in functions:
+        check_accepts(reward, OF_EVERY_REWARD | ({"environments"} if call.get("environment_factory") else set()))
     # these two make prompts, or pass further arguments to the rewards
     if functions and not (call.get("rollout_func") or call.get("environment_factory")):
         for which in ("train_dataset", "eval_dataset"):
             for dataset in datasets_of(call.get(which)):
-                check_columns(which, dataset, functions)
+                check_columns(which, dataset, functions, removes_columns)
 
 
-def is_trls(reward: Callable) -> bool:
-    """Return whether a reward is a function of TRL."""
-    return inspect.isfunction(reward) and reward.__module__.startswith("trl.")
+def name_in_trl(reward: Any) -> str:
+    """Return the name of a reward function of TRL; an empty text for another one."""
+    return str(getattr(unwrapped(reward)[0], "__name__", "")) if callable(reward) and is_of_trl(reward) else ""
 
 
 def datasets_of(given: Any) -> list[Any]:
@@ -291,21 +304,50 @@ def datasets_of(given: Any) -> list[Any]:
     return list(given.values()) if isinstance(given, Mapping) else [given] if given is not None else []
 
 
-def check_columns(which: str, dataset: Any, rewards: list[Callable]) -> None:
-    """Raise `ConfigurationError` if a dataset lacks the prompts, or an argument that a reward function requires."""
+def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_columns: bool = False) -> None:
+    """Raise `ConfigurationError` if a dataset lacks the prompts or an argument of a reward, or has one too many."""
     columns = getattr(dataset, "column_names", None)
     if not isinstance(columns, list) or not columns:  # a stream may not know its columns
         return
     if "prompt" not in columns:
         raise ConfigurationError(f"The `{which}` has no column 'prompt', got {columns}. Rename or add the column.")
+    if taken := sorted((OF_EVERY_REWARD - NOT_PASSED_ON) & set(columns)):
+        raise ConfigurationError(
+            f"The `{which}` has the columns {taken}, and TRL gives other values to reward functions under these "
+            "names. Rename the columns."
+        )
+    passed_on = set(columns) & KEPT_COLUMNS if removes_columns else set(columns)
+    note = ", of which `remove_unused_columns` leaves the prompt only" if removes_columns else ""
     for reward in rewards:
-        lacking = [name for name in required(reward) if name not in OF_EVERY_REWARD.union(columns)]
+        lacking = [name for name in required(reward) if name not in OF_EVERY_REWARD | passed_on - NOT_PASSED_ON]
         if lacking:
-            name = reward.__name__ if inspect.isfunction(reward) else type(reward).__name__
             raise ConfigurationError(
-                f"The reward `{name}` requires {lacking}, which the `{which}` does not have, got the columns "
-                f"{columns}. Add or rename a column, or give the argument a default."
+                f"The reward `{name_of(reward)}` requires {lacking}, which the `{which}` does not have, got the "
+                f"columns {columns}{note}. Add or rename a column, or give the argument a default."
             )
+        check_accepts(reward, passed_on - NOT_PASSED_ON)
+
+
+def check_accepts(reward: Callable, names: set[str]) -> None:
+    """Raise `ConfigurationError` if a reward function does not accept keywords with which TRL calls it."""
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # a callable without a signature
+        return
+    try:
+        signature.bind_partial(**dict.fromkeys(names))
+    except TypeError:
+        named = {one.name for one in signature.parameters.values() if one.kind in NAMED}
+        refused = sorted(names - named) or [str(signature)]
+        raise ConfigurationError(
+            f"The reward `{name_of(reward)}` does not accept {refused}, and TRL gives them to every reward function "
+            "by name, as it does with each column of the dataset. Add `**kwargs` to its arguments."
+        ) from None
+
+
+def name_of(reward: Callable) -> str:
+    """Return the name of a function, or of the class of another callable."""
+    return reward.__name__ if inspect.isfunction(reward) else type(reward).__name__
 
 
 def required(reward: Callable) -> list[str]:
@@ -314,8 +356,7 @@ def required(reward: Callable) -> list[str]:
         arguments = inspect.signature(reward).parameters.values()
     except (TypeError, ValueError):  # a callable without a signature
         return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in arguments if one.default is one.empty and one.kind in named]
+    return [one.name for one in arguments if one.default is one.empty and one.kind in NAMED]
 
 
 def rows_per_round(args: TrainingArguments) -> tuple[int, str, str]:

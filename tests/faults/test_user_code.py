@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from store_host import topology_of
 from trl.trainer import grpo_trainer
 from waiting import HANG_S, until
 
+from trl_multinode.errors import RolloutError
 from trl_multinode.rollouts import rewards as rewards_module
 from trl_multinode.rollouts.rewards import RewardCalls
 from trl_multinode.rollouts.tool_calls import ToolCalls
@@ -89,7 +91,7 @@ def hold():
 
 def test_row_18_a_function_that_loops_over_the_rows_is_named_with_the_row(hold):
     def slow(prompts, completions, **_):
-        return [hold.wait() for row, _ in enumerate(zip(prompts, completions, strict=True)) if row == 1]
+        return [row != 1 or hold.wait() for row, _ in enumerate(zip(prompts, completions, strict=True))]
 
     text, code = Hung(slow).end(hold)
     assert code == USER_CODE
@@ -109,9 +111,9 @@ def test_the_oldest_call_that_runs_is_named_with_its_seconds():
 
 def test_row_18_a_function_that_has_left_its_loop_is_named_without_a_row(hold):
     def slow(completions, **_):
-        texts = list(completions)
+        rewards = [1.0 for _ in completions]
         hold.wait()
-        return texts
+        return rewards
 
     text, _ = Hung(slow).end(hold)
     assert re.search(r"`slow` .* \d+ s; it is at", text)
@@ -195,13 +197,17 @@ def test_row_18_time_in_which_the_process_was_stopped_does_not_count(monkeypatch
         assert len(hung.reports) == 1
 
 
-def test_row_18_without_the_setting_the_functions_are_the_users_own():
-    def mine(**_):
-        return []
+def test_row_18_without_the_setting_the_functions_get_plain_lists():
+    """Some libraries take no subclass of `list`; only the limit needs rows that know where a loop is."""
+    seen = []
+
+    def mine(prompts, **given):
+        seen.extend(map(type, [prompts, *given.values()]))
+        return [1.0] * len(prompts)
 
     hung = Hung(mine, timeout_s=None)
-    with hung.calls.limited(hung.trainer):
-        assert hung.trainer.reward_funcs == [mine]
+    hung.score()
+    assert seen == [list] * 3 and hung.trainer.reward_funcs == [mine]
 
 
 def test_row_19_rows_without_a_reward_are_counted_and_their_rank_is_named_once(caplog):
@@ -349,18 +355,41 @@ def test_trl_gets_the_same_rewards_through_the_limit(scored):
     assert torch.equal(found.nan_to_num(-1.0), torch.tensor([[1.0, -1.0, 1.0], [2.0, 1.0, 2.0], [3.0, 1.0, 3.0]]))
 
 
-def test_row_19_wrong_lengths_and_strings_are_named_as_by_trl(scored):
-    def short(completions, **_):
-        return lengths(completions)[1:]
+async def later(value: object) -> object:
+    return value
 
-    def text(completions, **_):
-        return list(completions)
 
-    async def short_judge(completions, **_):
-        return [1.0]
+NO_REWARDS = {
+    "too few": ([1.0, 2.0], "2 rewards for 3 completions"),
+    "None": (None, "type NoneType"),
+    "a number": (1.0, "type float"),
+    "a text": ("0.5", "type str"),
+    "a dictionary": ({"reward": [1.0]}, "type dict"),
+    "texts": (["0.5", "1", "2"], "row 0, got a value of type str"),
+    "a list of lists": ([1.0, [2.0], 3.0], "row 1, got a value of type list"),
+    "a tensor with columns": (torch.ones(3, 2), "row 0, got a value of type Tensor"),
+}
 
-    for function, what in ((short, "'short' returned 2 rewards"), (short_judge, "'short_judge' returned 1 rewards")):
-        with pytest.raises(ValueError, match=f"{what}.* 3 "):
-            scored(function)
-    with pytest.raises((TypeError, ValueError), match="str"):
-        scored(text)
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(("returned", "what"), NO_REWARDS.values(), ids=NO_REWARDS.keys())
+def test_row_19_a_function_that_returns_no_rewards_is_named_with_what_it_returned(scored, returned, what, is_async):
+    async def judge(**_):
+        return returned
+
+    def judge_now(**_):
+        return returned
+
+    name = "judge" if is_async else "judge_now"
+    with pytest.raises(RolloutError, match=f"`{name}` returned .*{what}"):
+        scored(judge if is_async else judge_now)
+
+
+def test_row_19_a_coroutine_that_nobody_awaits_is_named_with_the_cure(scored):
+    with pytest.raises(RolloutError, match="`<lambda>` returned a value of type coroutine. Declare it .*async def"):
+        scored(lambda **_: later([1.0]))
+
+
+@pytest.mark.parametrize("returned", [torch.tensor([1, 2, 3]), np.array([1.0, 2.0, 3.0]), (1, 2.0, True)], ids=type)
+def test_row_19_tensors_arrays_and_tuples_are_rewards(scored, returned):
+    assert scored(lambda **_: returned).flatten().tolist() == [1.0, 2.0, float(returned[2])]

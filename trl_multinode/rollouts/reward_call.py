@@ -1,15 +1,18 @@
-"""A call of a reward function that has not returned: the row and the line that it has reached.
+"""A call of a reward function: the row and the line that it has reached, and a look at what it returned.
 
 This module loads neither torch nor transformers, because the processes that run reward functions need it.
 """
 
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CoroutineType, FrameType
 from typing import Any
+
+from ..errors import RolloutError
 
 PER_ROW = ("prompts", "completions", "completion_ids", "environments")  # arguments with one element per row
 NAMED_FRAMES = 3
@@ -74,3 +77,48 @@ def _waiting(coroutine: Any) -> Iterator[FrameType]:
         if coroutine.cr_frame is not None:
             yield coroutine.cr_frame
         coroutine = coroutine.cr_await
+
+
+def as_rewards(where: str, name: str, rewards: Any, rows: int, advice: str = "") -> list[float | None]:
+    """Return what a reward function returned as a list of numbers and `None`.
+
+    Args:
+        where (`str`):
+            Name of the rank, for the error.
+        name (`str`):
+            Name of the function.
+        rewards (`Any`):
+            Value that it returned.
+        rows (`int`):
+            Number of completions that it was given.
+        advice (`str`, *optional*):
+            Sentence for a function that returned another number of rewards.
+
+    Raises:
+        `RolloutError`: if the value is no sequence of numbers and `None`, one per completion.
+    """
+    must = "It must return a list of numbers and None, one per completion."
+    kind = type(rewards).__name__
+    if inspect.iscoroutine(rewards):
+        rewards.close()
+        must = "Declare it with `async def`, so that it is awaited."
+    if not hasattr(rewards, "__iter__") or isinstance(rewards, str | bytes | Mapping | Set):
+        raise RolloutError(f"{where}: the reward function `{name}` returned a value of type {kind}. {must}")
+    found = list(rewards)
+    if len(found) != rows:
+        raise RolloutError(
+            f"{where}: the reward function `{name}` returned {len(found)} rewards for {rows} completions. "
+            f"{must}{advice}"
+        )
+    for row, reward in enumerate(found):
+        try:
+            if isinstance(reward, str | bytes):
+                raise TypeError(f"text {reward[:40]!r}")
+            found[row] = None if reward is None else float(reward)
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = type(reward).__name__
+            raise RolloutError(
+                f"{where}: the reward function `{name}` returned no number for row {row}, got a value of type {kind} "
+                f"({error}). {must}"
+            ) from error
+    return found

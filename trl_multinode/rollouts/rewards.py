@@ -1,4 +1,4 @@
-"""Calls of reward functions: a limit for one that does not return, and rewards that are all NaN."""
+"""Calls of reward functions: a limit for one that does not return, a look at what it returns, rewards that are NaN."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ import torch
 from ..run.endings.exit_codes import USER_CODE
 from ..run.reporter import warn
 from ..run.topology import Topology
-from .reward_call import Call, with_rows
+from .reward_call import Call, as_rewards, with_rows
 
 SUSPENDED_S = 5.0  # between two looks; this process was stopped meanwhile, and so was the function
 AnyCall = TypeVar("AnyCall", bound=Call)
@@ -59,11 +59,11 @@ class RewardCalls:
 
     @contextmanager
     def limited(self, trainer: Any) -> Iterator[None]:
-        """Give every reward function of a trainer the limit while the context is open. Reward models have none."""
+        """Give every reward function of a trainer the limit while the context is open, and check what it returns.
+
+        Reward models are left as they are.
+        """
         functions = trainer.reward_funcs
-        if self._timeout_s is None:
-            yield
-            return
         named = zip(functions, trainer.reward_func_names, strict=True)
         trainer.reward_funcs = [
             function if isinstance(function, torch.nn.Module) else self.limit(function, name)
@@ -76,18 +76,22 @@ class RewardCalls:
 
     def limit(self, function: Callable, name: str) -> Callable:
         """Return a reward function whose calls have the limit, and are seen by [`state`]."""
+        # lists that know their row cost a reward nothing, but a few libraries take plain lists only
+        given = with_rows if self._timeout_s is not None else lambda kwargs, call: kwargs
         if not is_async(function):
 
             def _calculate_rewards(**kwargs: Any) -> Any:  # below this name `user_code.py` finds a user's frame
                 with self._call(name, threading.get_ident()) as call:
-                    return function(**with_rows(kwargs, call))
+                    rewards = function(**given(kwargs, call))
+                return as_rewards(str(self._topology), name, rewards, len(kwargs["prompts"]))
 
             return _calculate_rewards
 
         async def _calculate_rewards_async(**kwargs: Any) -> Any:
             with self._call(name, None) as call:
-                call.coroutine = function(**with_rows(kwargs, call))
-                return await call.coroutine
+                call.coroutine = function(**given(kwargs, call))
+                rewards = await call.coroutine
+            return as_rewards(str(self._topology), name, rewards, len(kwargs["prompts"]))
 
         return _calculate_rewards_async
 

@@ -18,11 +18,11 @@ from ..libraries import replaced
 from ..run.endings.error_text import described
 from ..run.reporter import report
 from .recorded import Recorded, Scores
-from .reward_call import Call, with_rows
+from .reward_call import Call, as_rewards, with_rows
 from .rewards import RewardCalls, is_async
 from .scoring_pool import ScoringPool, is_importable, unwrapped
 
-# TRL's functions that limit their time by a signal, which only the main thread of a process can
+# TRL's functions that need `math_verify`, and limit their time by a signal, which only the main thread can
 NEED_MAIN_THREAD = {"accuracy_reward", "reasoning_accuracy_reward"}
 COSINE = "cosine_scaled_reward"  # calls TRL's `accuracy_reward`, and no other process can import it
 NOT_GIVEN = ("prompt", "completion", "completion_ids")  # columns that TRL leaves out
@@ -114,11 +114,6 @@ class GroupScorer:
         each = ", ".join(f"{name} {where(place)}" for place, name in enumerate(self._names))
         return f"score_groups=True: rewards of a group are computed when it is complete: {each}"
 
-    @property
-    def scores_all(self) -> bool:
-        """Return whether no reward is left to TRL's own call."""
-        return len(self._scored()) == len(self._functions)
-
     # ---- in the group's thread --------------------------------------------------------------------------------------
 
     def score(self, recorded: Recorded) -> Scores:
@@ -189,21 +184,9 @@ class GroupScorer:
                 "Mend it, or return None for a row that it cannot score."
             ) from error
 
-    def _checked(self, place: int, rewards: Sequence[Any], rows: int) -> list[float | None]:
-        try:
-            found = [None if reward is None else float(reward) for reward in rewards]
-        except (TypeError, ValueError) as error:
-            raise RolloutError(
-                f"{self._where}: the reward function `{self._names[place]}` returned what are no rewards ({error}). "
-                "It must return a list of numbers and None, one per completion."
-            ) from error
-        if len(found) != rows:
-            raise RolloutError(
-                f"{self._where}: the reward function `{self._names[place]}` returned {len(found)} rewards for a "
-                f"group of {rows} rows. It must return one per completion; one that needs the rows of all groups "
-                "belongs into `score_with_batch`."
-            )
-        return found
+    def _checked(self, place: int, rewards: Any, rows: int) -> list[float | None]:
+        advice = " One that needs the rows of all groups belongs into `score_with_batch`."
+        return as_rewards(self._where, self._names[place], rewards, rows, advice)
 
     # ---- in the round -----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ import msgspec
 from ..run.endings.error_text import described
 from ..wire.process_end import open_end
 from ..wire.stop_signals import preempt_signals
-from .reward_call import Call, with_rows
+from .reward_call import Call, as_rewards, with_rows
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 LENGTH = 8  # bytes before each message
@@ -93,7 +93,9 @@ class Functions:
                 log_extra=lambda column, values: found.extras[column].extend(values),
                 log_metric=lambda name, value: found.metrics.append((name, float(value))),
             )
-            found.rewards = [None if reward is None else float(reward) for reward in rewards]
+            found.rewards = as_rewards(
+                "a process of this rank", request.name, rewards, len(request.arguments["prompts"])
+            )
         except Exception as error:
             found.error, found.row = described(error), call.row()
             found.trace = traceback.format_exc()
