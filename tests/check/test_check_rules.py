@@ -153,6 +153,23 @@ def test_cpu_flag_starts_one_process_whatever_the_file_says(write):
     assert "`--cpu`" in problem.what and "`--cpu`" in problem.cure
 
 
+@pytest.mark.parametrize("flag", ["--multi_gpu", "--use_fsdp", "--use_megatron_lm", "--cpu", "--multi-gpu"])
+def test_a_flag_that_replaces_the_strategy_of_the_file_is_the_problem_and_not_the_file(write, flag):
+    problem = only_problem(write(), flag)
+    name = flag.replace("multi-gpu", "multi_gpu")
+    assert f"`{name}` replaces `distributed_type: DEEPSPEED`" in problem.what and f"leave `{name}` out" in problem.cure
+
+
+@pytest.mark.parametrize("text", ["a: b: c", "a: 1\n\tb: 2", "a: [1"])
+def test_a_file_that_is_no_yaml_is_named_with_the_line(tmp_path, text):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    problem = only_problem(str(path))
+    assert (
+        re.search(r"is no valid YAML: line \d+, column \d+ \(", problem.what) and "correct that line" in problem.cure
+    )
+
+
 def test_all_problems_are_reported_not_only_the_first(write):
     path = write(num_procs=1, machine_rank=None, num_processes=15, rdzv_backend="c10d", deepspeed_config=None)
     _, problems = check(path, ["--gpu_ids", "0,1,2,3,4,5,6"], Batch(num_generations=5))

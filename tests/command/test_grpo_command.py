@@ -73,3 +73,12 @@ def test_a_mistake_is_an_error_before_a_process_starts(words, message, capsys, l
     with pytest.raises(SystemExit) as stop:
         main(["grpo", *words])
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("text", "message"), [("a: b: c", "no valid YAML"), ("- 1", "holds no keys")])
+def test_a_config_that_cannot_be_read_is_an_error_in_one_line(text, message, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["grpo", "--config", str(tmp_path / "mine.yaml")])
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -49,7 +49,7 @@ from trl_multinode.wire.messages import Await, BeginUpdate, CommitUpdate, LoadBu
 from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE
 
 VOCABULARY = 300  # not a multiple of 64: vLLM pads it, and its loaders then keep what they are given to the end
-EOS = 1
+EOS, FURTHER_EOS, NO_EOS = 1, 250, 251  # of the tokenizer, of the generation config, of the model's config only
 FEATURE = pytest.mark.feature
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -80,6 +80,7 @@ def driver_of(tmp_path_factory):
         @functools.cache
         def driver_of(module: str, tied: bool) -> SyncDriver:
             model = tiny_qwen2(VOCABULARY, tied)
+            model.generation_config.eos_token_id, model.config.eos_token_id = [FURTHER_EOS], NO_EOS
             faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lose_load(62)
             names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[module]
             custom = {"logits_processors": [f"{testing.__name__}.logits_processor:{name}" for name in names]}
@@ -183,6 +184,28 @@ def test_returns_n_rows_of_bounded_length_per_prompt(trainer):
     groups = generate(trainer, ignore_eos=True)
     assert [[len(row.tokens) for row in rows] for rows in groups] == [[12] * 3] * 2
     assert all((row.logprobs <= 0).all() and row.logprobs.shape == row.tokens.shape for g in groups for row in g)
+
+
+@pytest.mark.parametrize("token", [EOS, FURTHER_EOS])
+def test_a_completion_ends_at_the_tokenizers_and_at_the_generation_configs_token(trainer, token):
+    likely = {"logit_bias": {token: 100.0}}
+    assert {tuple(row.tokens) for rows in generate(trainer, **likely) for row in rows} == {(token,)}
+    longer = [row for rows in generate(trainer, ignore_eos=True, **likely) for row in rows]
+    assert {tuple(row.tokens) for row in longer} == {(token,) * 12}
+    least = [row for rows in generate(trainer, min_tokens=3, **likely) for row in rows]
+    assert {tuple(row.tokens).index(token) for row in least} == {3}
+
+
+def test_a_completion_does_not_end_at_the_token_of_the_models_config_alone(trainer):
+    rows = [row for rows in generate(trainer, logit_bias={NO_EOS: 100.0}) for row in rows]
+    assert {tuple(row.tokens) for row in rows} == {(NO_EOS,) * 12}
+
+
+def test_a_completion_ends_at_a_token_of_the_settings_too(trainer):
+    settings = {"logit_bias": {77: 100.0}, "stop_token_ids": [77]}
+    for more in ({}, {"ignore_eos": True}):
+        rows = [row for rows in generate(trainer, **settings, **more) for row in rows]
+        assert {tuple(row.tokens) for row in rows} == {(77,)}
 
 
 def test_a_completion_ends_where_the_context_ends_whatever_its_limit(trainer):

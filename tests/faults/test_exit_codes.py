@@ -5,9 +5,11 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
+from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_multinode import errors
 from trl_multinode.run import addresses
@@ -15,6 +17,7 @@ from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import begin_run
 from trl_multinode.run.endings import exit_codes
 from trl_multinode.run.endings.ending import Ending
+from trl_multinode.run.endings.error_text import described
 from trl_multinode.run.endings.fatal import Fatal
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
@@ -121,6 +124,14 @@ def test_row_ending_files_of_local_main_processes(tmp_path, monkeypatch):
     assert json.loads(copy.read_text())["continues"] is None, "the script has not called `train`"
     Ending(node(1)).begin(folder)
     assert not list(folder.iterdir())  # it would be taken for the end of the new run
+
+
+def test_an_error_of_trls_own_trainer_with_a_config_of_node_mode_says_what_it_is():
+    arguments = SimpleNamespace(mode="node", model=None, accelerator=None)
+    with pytest.raises(ValueError, match="vllm_mode") as error:
+        VLLMGeneration._init_vllm(arguments)
+    assert "from trl_multinode import GRPOTrainer" in described(error.value)
+    assert described(ValueError("a reward.")) == "ValueError: a reward."
 
 
 def test_an_ending_that_cannot_be_written_disturbs_nothing(tmp_path, monkeypatch):

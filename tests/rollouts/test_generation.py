@@ -9,7 +9,7 @@ import pytest
 from stubs import A, B, C, asked, build
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_multinode.errors import ConfigurationError, PromptTooLongError, WeightVersionError
+from trl_multinode.errors import ConfigurationError, PromptTooLongError, RolloutError, WeightVersionError
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.generation import OF_THE_START, SAMPLING
@@ -186,6 +186,13 @@ def test_a_prompt_that_fills_the_context_names_row_rank_and_cure():
     for word in ["Row 1 of rank 3", "8 tokens", "context is 8", "`vllm_max_model_length`"]:
         assert word in str(error.value)
     assert len(generation.engines.calls) == 1
+
+
+def test_a_prompt_without_a_token_names_row_and_rank():
+    generation = build(rank=3)
+    with pytest.raises(RolloutError, match=r"Row 1 of rank 3: .*no tokens"):
+        generation.generate([A, []], None, 1)
+    assert not generation.engines.calls
 
 
 # ---- weights

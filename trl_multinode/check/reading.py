@@ -108,7 +108,9 @@ def read_launch(
     """
     try:
         file, problems = read_file(path)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        return None, [_no_yaml(path, error)]
+    except (OSError, ValueError) as error:
         return None, [Problem(f"cannot read `{path}` ({error})", "give accelerate's config file, before all flags")]
     args = parse_flags(path, flags, script)
     problems += filter(None, [_missing_count(args, file, gpus_per_node)])
@@ -123,6 +125,13 @@ def read_launch(
         what = f"accelerate refuses this launch ({type(error).__name__}: {error})"
         return None, [*problems, Problem(what, "follow that message; the other rules could not run")]
     return launch, [*problems, *found]
+
+
+def _no_yaml(path: str, error: yaml.YAMLError) -> Problem:
+    mark, cause = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
+    where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "some line"
+    what = f"`{path}` is no valid YAML: {where} ({' '.join(str(cause).split())})"
+    return Problem(what, "correct that line or the one above: `key: value` with a blank, spaces and no tabs")
 
 
 def _missing_count(args: argparse.Namespace, file: dict[str, Any], gpus_per_node: int) -> Problem | None:

@@ -8,10 +8,33 @@ from ..run.gpu_variables import CUDA, check_gpu_variables, gpu_variable
 from .launch import Launch, Problem
 from .reading import PREPARE, rank_variables
 
+# Flags of `accelerate launch` that replace the strategy of a file
+STRATEGIES = {
+    "multi_gpu": "MULTI_GPU",
+    "use_deepspeed": "DEEPSPEED",
+    "use_fsdp": "FSDP",
+    "use_megatron_lm": "MEGATRON_LM",
+    "tpu": "XLA",
+    "cpu": "NO",
+}
+
+
+def replaced_strategy(launch: Launch) -> str | None:
+    """Return the flag of the command line that replaces the strategy for which the file has a section, if any."""
+    kind = launch.file["distributed_type"]
+    flags = [name for name, strategy in STRATEGIES.items() if name in launch.args.nondefault and strategy != kind]
+    return flags[0] if flags and kind in ("DEEPSPEED", "FSDP") else None
+
 
 def launcher_problems(launch: Launch) -> Iterator[Problem]:
     """Yield the reasons why a launch is not one torchrun per node, or why node mode cannot run under it."""
     args, kind = launch.args, launch.file["distributed_type"]
+    if (flag := replaced_strategy(launch)) is not None:
+        what = f"`--{flag}` replaces `distributed_type: {kind}` of the file, and nothing reads its section (got "
+        what += f"{STRATEGIES[flag]}, expected {kind})"
+        more = "; without a GPU write `use_cpu: true` in the file" if flag == "cpu" else ""
+        yield Problem(what, f"leave `--{flag}` out{more}")
+        return
     if launch.own_launcher:
         what = f"DeepSpeed's own launcher would start the ranks, through ssh (got {launch.own_launcher}, expected"
         what += " standard); accelerate also appends this environment, tokens included, to `.deepspeed_env`"

@@ -5,6 +5,7 @@ from typing import Any
 
 from .flags import did_you_mean, flag_names
 from .launch import Launch, Problem
+from .rules import replaced_strategy
 
 # Accelerate merges these keys separately, so the merged value may differ from the file's.
 MERGED_APART = {"compute_environment", "distributed_type", "mixed_precision", "debug", "fp16", "dynamo_backend"}
@@ -14,7 +15,10 @@ TPU_KEYS = {"tpu_name", "tpu_zone", "command_file", "commands", "tpu_vm", "tpu_e
 
 def key_problems(launch: Launch) -> Iterator[Problem]:
     """Yield the keys of the file that accelerate loads but nothing reads."""
+    unread_for_a_flag = {"deepspeed_config", "fsdp_config"} if replaced_strategy(launch) else set()
     for key, value in launch.file.items():
+        if key in unread_for_a_flag:
+            continue  # a problem of the flag, not of the file
         if not value or key in launch.args.nondefault or (key, value) == ("main_training_function", "main"):
             continue
         effective = getattr(launch.args, key, None)

@@ -58,7 +58,7 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
     if "--config" in argv[:-1]:
         at = argv.index("--config")
         del arguments[at : at + 2]
-        config = yaml.safe_load(Path(argv[at + 1]).read_text()) or {}
+        config = _read_config(argv[at + 1], parser)
     in_config = parser.set_defaults_with_config(**{key: value for key, value in config.items() if key != "env"})
     namespace, in_arguments = parser.parse_known_args(arguments)
     check_script_arguments(parser, namespace)
@@ -67,6 +67,18 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
         theirs = {flag.removeprefix("--") for flag in in_config[::2]}
         script += ["--config", _write({key: value for key, value in config.items() if key not in theirs}, stack)]
     return script, resolved([*in_config, *in_arguments], parser)
+
+
+def _read_config(path: str, parser: Any) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(Path(path).read_text()) or {}
+    except OSError as error:
+        parser.error(f"cannot read --config {path} ({error.strerror})")
+    except yaml.YAMLError as error:
+        parser.error(f"--config {path} is no valid YAML: {' '.join(str(error).split())}")
+    if not isinstance(found, dict):
+        parser.error(f"--config {path} holds no keys, got YAML's {found!r}")
+    return found
 
 
 def check_script_arguments(parser: Any, namespace: Any) -> None:

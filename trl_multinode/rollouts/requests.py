@@ -6,7 +6,7 @@ from typing import Any
 
 from ..engine.client import EngineClient
 from ..engine.dispatch import PromptRequest
-from ..errors import ConfigurationError, PromptTooLongError
+from ..errors import ConfigurationError, PromptTooLongError, RolloutError
 from ..wire.sampling import truncating
 from .rows import raw_image
 
@@ -28,7 +28,7 @@ def requests_of(prompts: Prompts, images: list[list | None] | None, seeds: list[
 
 
 def check_lengths(prompts: Prompts, limit: int, rank: int, first_row: int = 0) -> None:
-    """Check that every prompt leaves room for a completion.
+    """Check that every prompt has a token, and leaves room for a completion.
 
     Args:
         prompts (`list[list[int]]`):
@@ -40,8 +40,14 @@ def check_lengths(prompts: Prompts, limit: int, rank: int, first_row: int = 0) -
 
     Raises:
         `PromptTooLongError`: if one does not; the message names its row.
+        `RolloutError`: if one has no token.
     """
     for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise RolloutError(
+                f"Row {first_row + row} of rank {rank}: its prompt has no tokens, and a completion must follow one. "
+                "Filter empty prompts out of the dataset, or add a chat template or a first token to them."
+            )
         if len(prompt) >= limit:
             raise PromptTooLongError(
                 f"Row {first_row + row} of rank {rank}: its prompt has {len(prompt)} tokens, the engine's context is "

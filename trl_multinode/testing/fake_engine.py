@@ -16,10 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from ..engine_process.backend import Backend, CompletionBuffer, Refused, end_row, show
 from ..engine_process.main import main
@@ -100,6 +101,21 @@ class Freezer:
             self._changed.notify_all()
 
 
+def end_tokens(folder: str, config: Any) -> set[int]:
+    """Return the tokens that end a completion in vLLM: those of the tokenizer and of the generation config.
+
+    Those of the model's own config count only if the folder has no generation config.
+    """
+    has_file = Path(folder, "generation_config.json").exists()
+    generation = GenerationConfig.from_pretrained(folder) if has_file else GenerationConfig.from_model_config(config)
+    several = generation.eos_token_id
+    found = {
+        AutoTokenizer.from_pretrained(folder).eos_token_id,
+        *(several if isinstance(several, list) else [several]),
+    }
+    return found - {None}
+
+
 class FakeBackend(Backend):
     """Backend with a full forward pass per token; it ignores the settings `stop` and `stop_token_ids`.
 
@@ -132,8 +148,7 @@ class FakeBackend(Backend):
         torch.manual_seed(self._args["seed"])
         self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self._args["dtype"])).eval()
         self._tied = config.tie_word_embeddings
-        eos = config.get_text_config().eos_token_id
-        self._eos = set(eos if isinstance(eos, list) else [eos])
+        self._eos = end_tokens(self._args["model"], config)
         self._context = self._args["max_model_len"] or config.max_position_embeddings
         self._random = torch.Generator().manual_seed(self._args["seed"])
 
@@ -214,8 +229,10 @@ class FakeBackend(Backend):
         ids = row.ids
         new = ids if row.cache is None else ids[row.cache.get_seq_length() :]
         logits = self._model(torch.tensor([new]), past_key_values=row.cache).logits[0, -1].float()
-        token, logprob = sample(logits, ids, len(row.tokens), self._eos, sampling, random)
-        left = 0 if token in self._eos and not sampling.get("ignore_eos") else left
+        stop = set(sampling.get("stop_token_ids") or ())
+        token, logprob = sample(logits, ids, len(row.tokens), self._eos | stop, sampling, random)
+        ends = stop if sampling.get("ignore_eos") else stop | self._eos
+        left = 0 if token in ends else left
         row.complete = left == 0  # before the token, which another thread may read at once
         row.tokens.append(token)
         row.logprobs.append(logprob)

@@ -25,7 +25,7 @@ SAMPLING_KEYS = {
     "stop",
     "stop_token_ids",
     "ignore_eos",
-}  # `stop` and `stop_token_ids` have no effect
+}  # `stop` has no effect
 
 
 def sample(

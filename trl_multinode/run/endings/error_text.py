@@ -20,6 +20,15 @@ def text_of_error(error: Any) -> str:
     return f"{text[: LONGEST - END]} ... ({len(text) - LONGEST} characters left out) ... {text[-END:]}"
 
 
+# Texts of other libraries that do not say what is wrong in a run of this one
+EXPLAINED = {
+    "vllm_mode must be either": "This is TRL's own trainer with a config of node mode: import the trainer from "
+    "trl_multinode, as in `from trl_multinode import GRPOTrainer`",
+}
+
+
 def described(error: BaseException) -> str:
-    """Return class and text of an error."""
-    return f"{type(error).__name__}: {text_of_error(error)}"
+    """Return class and text of an error, with the cure of one of another library that has none."""
+    text = text_of_error(error)
+    cures = [cure for words, cure in EXPLAINED.items() if words in text]
+    return f"{type(error).__name__}: {'. '.join([text.rstrip('.'), *cures]) if cures else text}"
