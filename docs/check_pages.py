@@ -377,6 +377,7 @@ def generated() -> Iterator[tuple[Path, str, str]]:
 
     for name, text in write_api.render().items():
         yield write_api.PAGES / name, text, "python docs/write_api.py"
+    yield DOCS / "settings.md", write_api.settings_page(), "python docs/write_api.py"
     yield DOCS / "faults.md", fault_table.page(fault_table.recorded()), "python evidence/fault_table.py"
     yield DOCS / "compatibility.md", compatibility.page(compatibility.recorded()), "python evidence/compatibility.py"
     yield DOCS / "versions.md", versions.page(json.loads(versions.RECORD.read_text())), "make versions"
@@ -399,9 +400,6 @@ def stale_pages() -> Iterator[str]:
 def incomplete_lists() -> Iterator[str]:
     """Yield names of the code that a page should list."""
     wanted = [("docs/index.md", page.name, f"({page.name}") for page in DOCS.glob("*.md") if page.name != "index.md"]
-    (fields,) = [node for node in class_nodes("config.py") if node.name == "NodeFields"]
-    settings = [node.target.id for node in fields.body if isinstance(node, ast.AnnAssign)]
-    wanted += [("docs/settings.md", name, f"`{name}`") for name in settings if not name.startswith("_")]
     errors = [node.name for node in class_nodes("errors.py")]
     wanted += [("docs/errors.md", name, f"### `{name}`") for name in errors]
     for page, name, text in wanted:

@@ -1,17 +1,26 @@
-"""Write docs/api/ from the docstrings of public names: `python docs/write_api.py`. It imports nothing of the package.
+"""Write docs/api/ from the docstrings of public names, and the table of docs/settings.md: `python docs/write_api.py`.
 
-docs/public-names.md says which names are public. docs/check_pages.py reports pages that are not those of the code.
+It imports nothing of the package but `settings.py`, which declares the settings. docs/public-names.md says which names
+are public. docs/check_pages.py reports pages that are not those of the code.
 """
 
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from trl_multinode import settings as declared  # noqa: E402
+
 PACKAGE, PAGES = ROOT / "trl_multinode", ROOT / "docs" / "api"
+SETTINGS = ROOT / "docs" / "settings.md"
+TABLE_BEGINS = "<!-- Written by docs/write_api.py from trl_multinode/settings.py. -->"
+TABLE_ENDS = "<!-- End of that table. -->"
 HEADER = "<!-- Written by docs/write_api.py from docstrings. Change those, and run it again. -->\n"
 WIDTH = 100  # of a line in a block of code
 SECTION = re.compile(r"(Args|Parameters|Attributes|Returns|Yields|Raises):")
@@ -35,7 +44,8 @@ class Entry:
 
     @property
     def document(self) -> str:
-        return ast.get_docstring(self.node, clean=False) or ""
+        own = ast.get_docstring(self.node, clean=False) or ""
+        return f"{inspect.cleandoc(own)}\n\n{declared.docstring()}" if self.name == "NodeFields" else own
 
 
 @dataclass(frozen=True)
@@ -217,6 +227,18 @@ def index(all_pages: list[Page]) -> str:
     return "\n".join([HEADER, "# API\n", f"{about}\n", "| page | names |", "|---|---|", *rows, ""])
 
 
+def settings_page() -> str:
+    """Text of docs/settings.md with the table of the settings as they are declared."""
+    before, _, rest = SETTINGS.read_text().partition(TABLE_BEGINS)
+    _, _, after = rest.partition(TABLE_ENDS)
+    rows = ["| setting | type | default | range | meaning |", "|---|---|---|---|---|"]
+    for one in declared.DESCRIBED:
+        meaning = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", one.text).replace("|", "\\|")
+        kind = one.kind.replace("typing.", "")
+        rows.append(f"| `{one.name}` | {kind} | {one.default} | {one.range} | {meaning} |")
+    return f"{before}{TABLE_BEGINS}\n" + "\n".join(rows) + f"\n{TABLE_ENDS}{after}"
+
+
 def render() -> dict[str, str]:
     """File name -> text of each page."""
     made = pages()
@@ -232,6 +254,7 @@ def main() -> None:
     PAGES.mkdir(exist_ok=True)
     for name, text in render().items():
         (PAGES / name).write_text(text)
+    SETTINGS.write_text(settings_page())
 
 
 if __name__ == "__main__":

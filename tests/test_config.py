@@ -1,22 +1,25 @@
 """Settings: the defaults that differ from TRL's, every rule with its cure, and TRL's own config taken literally."""
 
-from dataclasses import FrozenInstanceError, fields, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 from trl import GRPOConfig
 
 from trl_multinode import engine_keys
 from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_in_flight, check_recorded
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
-from trl_multinode.engine_keys import sampling_keys
+from trl_multinode.engine_keys import fields_in_vllm
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
 from trl_multinode.reporting import report_choices
+from trl_multinode.settings import OF_TRL, Number, Settings, check_value
 
 TRLS_MODES = [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}]
 IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate"}
@@ -51,14 +54,10 @@ def test_exactly_three_of_trls_defaults_differ():
     }
 
 
-def test_every_field_of_ours_is_read_and_has_help_and_a_line_in_the_docstring():
-    ours = {name for name in NodeFields.__annotations__ if not name.startswith("_")}
-    assert len(ours) > 15 and ours <= set(MultiNodeGRPOConfig.__dataclass_fields__)
-    for name in ours:
-        assert NodeFields.__dataclass_fields__[name].metadata["help"], name
-        assert f"{name} (" in NodeFields.__doc__ or f"`{name}=" in NodeFields.__doc__, name
-    # `is_node_mode` reads these two
-    assert ours - {one.name for one in fields(NodeSettings)} == {"use_vllm", "vllm_mode"}
+def test_every_setting_has_a_help_that_argparse_can_show_and_a_line_in_the_docstring():
+    for one in fields(Settings):
+        assert one.metadata["help"] and "%" not in one.metadata["help"], one.name
+        assert f"{one.name} (`" in NodeFields.__doc__, one.name
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ NO_CORRECTION = {"vllm_importance_sampling_correction": False}
 POSITIVE = ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "reward_timeout"]
 COUNTS = ["num_engines", "vllm_tensor_parallel_size"]
 REFUSED_FIELDS: list[tuple[dict[str, Any], list[str]]] = [
-    *(({name: value}, [f"`{name}`", "positive", f"{value}"]) for name in POSITIVE for value in (0, -1.5)),
+    *(({name: value}, [f"`{name}`", "above 0", f"{value}"]) for name in POSITIVE for value in (0, -1.5)),
     *(({name: value}, [f"`{name}`", "at least 1", f"{value}"]) for name in COUNTS for value in (0, -2)),
     ({"engine_restart_copy": True, "engine_restarts": 0}, ["`engine_restart_copy`", "`engine_restarts`", "got 0"]),
     ({"logprob_divergence_limit": -0.1}, ["`logprob_divergence_limit`", "-0.1"]),
@@ -90,8 +89,8 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], list[str]]] = [
     ({"vllm_mode": "nodes"}, ["`vllm_mode`", "'node', 'server' or 'colocate'", "got 'nodes'"]),
     ({"max_completion_length": None, "loss_type": "dr_grpo"}, ["`max_completion_length`", "dr_grpo"]),
     # one round ahead
-    ({"max_staleness": 2}, ["`max_staleness`", "0 or 1", "got 2"]),
-    ({"max_staleness": -1}, ["`max_staleness`", "0 or 1", "got -1"]),
+    ({"max_staleness": 2}, ["`max_staleness`", "at least 0 and at most 1", "got 2"]),
+    ({"max_staleness": -1}, ["`max_staleness`", "at least 0 and at most 1", "got -1"]),
     ({"max_staleness": 1} | NO_CORRECTION, ["`vllm_importance_sampling_correction=True`", "`max_staleness=0`"]),
     *(
         (setting | mode, [f"`{name}", "`vllm_mode='node'`"])
@@ -124,6 +123,71 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], list[str]]] = [
 def test_a_value_that_cannot_work_is_refused_with_a_way_out(tmp_path, fields, words):
     message = refusal(ours, tmp_path, **fields)
     assert has_all(message, words), message
+
+
+# ---- malformed values of every setting
+
+
+def malformed() -> Iterator[tuple[str, Any]]:
+    """Yield values of another type, NaN, infinity, and values beyond both ends of the range."""
+    hints = get_type_hints(Settings, include_extras=True) | OF_TRL
+    for name, hint in hints.items():
+        kind, notes = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
+        alternatives = set(get_args(kind) or [kind])
+        number = next((note for note in notes if isinstance(note, Number)), None)
+        values: list[Any] = []
+        if alternatives & {int, float}:
+            low = number.above if number.above is not None else number.least - 1
+            values = [float("nan"), float("inf"), "1", True, [1], low, number.most * 2]
+            values += [1.5] if float not in alternatives else []
+        elif bool in alternatives:
+            values = ["no", "false", 1, None]
+        elif name == "engine_kwargs":
+            values = ["abc", "[1]", [1], {"no_such_setting": 1}, {"max_num_seq": 1}]
+        elif name == "vllm_devices":
+            values = [[], [1, 1], [-1], ["0"], [True], [0.5], "0", 0, [float("nan")]]
+        elif name == "score_with_batch":
+            values = [[], ["a", "a"], [1], "a"]
+        else:
+            values = ["other", 1, None]
+        yield from ((name, value) for value in values)
+
+
+MALFORMED = list(malformed())
+
+
+@pytest.mark.parametrize(("name", "value"), MALFORMED, ids=[f"{name}={value!r}" for name, value in MALFORMED])
+def test_a_malformed_value_is_refused_by_name(tmp_path, name, value):
+    assert f"`{name}`" in refusal(ours, tmp_path, **{name: value})
+    args = plain(tmp_path, use_vllm=True, vllm_mode="node")
+    setattr(args, name, value)
+    assert f"`{name}`" in refusal(check_settings, args)
+
+
+def test_the_ends_of_each_range_and_numbers_of_numpy_are_taken():
+    for name, hint in (get_type_hints(Settings, include_extras=True) | OF_TRL).items():
+        for note in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
+            if isinstance(note, Number) and name != "vllm_devices":
+                low = note.least if note.least is not None else 0.5
+                for value in (low, note.most):
+                    check_value(name, int(value) if value == int(value) else value, hint)
+    check_value("a", np.int64(3), Annotated[int, Number(least=1)])
+    check_value("a", np.float32(0.5), Annotated[float | None, Number(above=0)])
+    check_value("a", 3, Annotated[float, Number(above=0)])
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1"])
+def test_a_command_line_has_the_same_limits(tmp_path, text):
+    parser = HfArgumentParser(MultiNodeGRPOConfig)
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--bf16", "False", f"--heartbeat_timeout={text}"]
+    with pytest.raises(ConfigurationError, match="`heartbeat_timeout` must be at least 0"):
+        parser.parse_args_into_dataclasses(words)
+
+
+def test_a_temperature_of_zero_is_refused_with_the_reason(tmp_path):
+    assert "divides" in refusal(ours, tmp_path, temperature=0)
+    assert "`temperature` in `generation_kwargs`" in refusal(ours, tmp_path, generation_kwargs={"temperature": 0.0})
+    assert ours(tmp_path, temperature=0, use_vllm=False).temperature == 0  # TRL's own business
 
 
 def test_settings_that_nothing_reads_in_this_mode_are_not_refused(tmp_path):
@@ -167,11 +231,12 @@ def test_generation_kwargs_that_vllm_does_not_know_are_refused_before_an_engine_
 
 @pytest.mark.nightly
 def test_without_vllms_source_only_known_slips_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_keys, "sampling_keys", frozenset)
+    monkeypatch.setattr(engine_keys, "fields_in_vllm", lambda *_: frozenset())
     assert ours(tmp_path, generation_kwargs={"min_tokens": 1, "no_such_setting": 1})
     assert "'num_beams'" in refusal(ours, tmp_path, generation_kwargs={"num_beams": 2})
+    assert ours(tmp_path, engine_kwargs={"no_such_setting": 1})
     monkeypatch.setattr(engine_keys, "find_spec", lambda name: None)
-    assert engine_keys.sampling_keys() == sampling_keys.__wrapped__() == frozenset()
+    assert fields_in_vllm.__wrapped__("sampling_params.py", "SamplingParams") == frozenset()
 
 
 @pytest.mark.feature("Generation", "caches outside of the engine (`kv_transfer_config`)", engine="none", refused=True)
@@ -208,10 +273,8 @@ def test_settings_are_typed_and_keep_what_they_were_read_from(tmp_path):
     settings = NodeSettings.of(args)
     assert args.engine_kwargs == {"max_num_seqs": 4}
     args.rollout_seed = args.engine_kwargs["max_num_seqs"] = args.vllm_devices[0] = 9
-    assert (settings.rollout_seed, settings.engine_kwargs, settings.vllm_devices) == (3, {"max_num_seqs": 4}, (1, 2))
+    assert (settings.rollout_seed, settings.engine_kwargs, settings.vllm_devices) == (3, {"max_num_seqs": 4}, [1, 2])
     assert (settings.seed, settings.vllm_tensor_parallel_size) == (7, 1)
-    with pytest.raises(FrozenInstanceError, match="rollout_seed"):
-        settings.rollout_seed = 9  # type: ignore[misc]
 
 
 def test_the_rules_hold_for_a_plain_config_too(tmp_path):
@@ -272,7 +335,7 @@ def checked_again(folder, **fields) -> str:
     [
         ({"score_with_batch": ["a"]}, ["`score_with_batch`", "`score_groups=True`", "['a']"]),
         ({"score_processes": 2}, ["`score_processes`", "`score_groups=True`", "got 2"]),
-        ({"score_groups": True, "score_processes": -1}, ["`score_processes`", "negative", "-1"]),
+        ({"score_groups": True, "score_processes": -1}, ["`score_processes`", "at least 0", "-1"]),
         ({"score_groups": True, "vllm_mode": "colocate"}, ["`score_groups=True`", "`vllm_mode='node'`"]),
         ({"score_groups": True, "num_generations": 3}, ["`score_groups=True`", "`num_generations`"]),
         ({"dynamic_sampling": True}, ["`dynamic_sampling=True`", "`score_groups=True`", "got False"]),

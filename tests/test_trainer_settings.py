@@ -71,8 +71,8 @@ def test_every_trainer_has_trls_name_and_node_modes_defaults(name, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TRAINERS)
 def test_engine_kwargs_may_be_json_and_trls_own_dicts_too(name, tmp_path):
-    args = config(name, tmp_path, engine_kwargs='{"a": 1}', model_init_kwargs='{"dtype": "float32"}')
-    assert args.engine_kwargs == {"a": 1} and args.model_init_kwargs == {"dtype": "float32"}
+    args = config(name, tmp_path, engine_kwargs='{"max_num_seqs": 1}', model_init_kwargs='{"dtype": "float32"}')
+    assert args.engine_kwargs == {"max_num_seqs": 1} and args.model_init_kwargs == {"dtype": "float32"}
 
 
 REFUSED = {

@@ -16,7 +16,7 @@ REFUSED_GENERATION_KEYS = {
 NO_BEAMS = "vLLM's sampling has no beam search; leave it out"
 # names of transformers and of older versions of vLLM that vLLM's `SamplingParams` lacks
 FOREIGN_GENERATION_KEYS = {
-    "do_sample": "vLLM samples unless the temperature is 0; leave it out, or change `temperature`",
+    "do_sample": "vLLM always samples at a `temperature` above 0, and the trainer needs one; leave it out",
     "max_new_tokens": "use `max_completion_length`",
     "max_length": "use `max_completion_length`",
     "min_new_tokens": "use `min_tokens`",
@@ -67,23 +67,40 @@ def check_keys(generation_kwargs: dict | None, engine_kwargs: dict, node_mode: b
     for key in (generation_kwargs or {}) if node_mode else ():
         if (reason := _no_sampling_key(key)) is not None:
             raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
-    for key in REFUSED_ENGINE_KEYS.keys() & engine_kwargs.keys():
-        raise ConfigurationError(f"`engine_kwargs` may not contain {key!r}: {REFUSED_ENGINE_KEYS[key]}.")
+    for key in engine_kwargs:
+        reason = REFUSED_ENGINE_KEYS.get(key) or (_unknown_to("EngineArgs", key, engine_keys()) if node_mode else None)
+        if reason is not None:
+            raise ConfigurationError(f"`engine_kwargs` may not contain {key!r}: {reason}.")
 
 
 def _no_sampling_key(key: str) -> str | None:
     """Return the reason why an engine would refuse `key` in its sampling settings; `None` if it would not."""
     if key in REFUSED_GENERATION_KEYS or key in (known := sampling_keys()):
         return REFUSED_GENERATION_KEYS.get(key)
-    if key in FOREIGN_GENERATION_KEYS or not known:
-        return FOREIGN_GENERATION_KEYS.get(key)
+    return FOREIGN_GENERATION_KEYS.get(key) or _unknown_to("SamplingParams", key, known)
+
+
+def _unknown_to(kind: str, key: str, known: frozenset[str]) -> str | None:
+    """Return the reason why vLLM would refuse a key; `None` if it would not, or if its keys are not known."""
+    if key in known or not known:
+        return None
     near = get_close_matches(key, known, n=1)
-    return "vLLM's `SamplingParams` has no such setting" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"vLLM's `{kind}` has no such setting" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def sampling_keys() -> frozenset[str]:
+    """Return the fields of vLLM's `SamplingParams`; see [`fields_in_vllm`]."""
+    return fields_in_vllm("sampling_params.py", "SamplingParams")
+
+
+def engine_keys() -> frozenset[str]:
+    """Return the fields of vLLM's `EngineArgs` and `AsyncEngineArgs`; see [`fields_in_vllm`]."""
+    return fields_in_vllm("engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
 
 
 @cache
-def sampling_keys() -> frozenset[str]:
-    """Read the fields of vLLM's `SamplingParams` from its source, because an import of vLLM takes 7 to 13 s.
+def fields_in_vllm(file: str, *kinds: str) -> frozenset[str]:
+    """Read the fields of classes from vLLM's source, because an import of vLLM takes 7 to 13 s.
 
     Returns:
         `frozenset[str]`: the names of the installed version; empty if they cannot be found.
@@ -91,8 +108,8 @@ def sampling_keys() -> frozenset[str]:
     package = find_spec("vllm")
     if package is None or package.origin is None:
         return frozenset()
-    source = Path(package.origin).with_name("sampling_params.py")
+    source = Path(package.origin).parent / file
     tree = ast.parse(source.read_text() if source.is_file() else "")
-    (body,) = [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "SamplingParams"] or [[]]
-    names = [n.target.id for n in body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+    lines = [line for one in tree.body if isinstance(one, ast.ClassDef) and one.name in kinds for line in one.body]
+    names = [line.target.id for line in lines if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
     return frozenset(name for name in names if not name.startswith("_"))

@@ -6,6 +6,7 @@ from typing import Any
 
 from .engine_keys import check_keys
 from .errors import ConfigurationError
+from .settings import MOST_OPEN_ROUNDS, Settings, check_values
 
 # settings of TRL's server and of colocation, left over in a script that now runs in node mode
 IGNORED_IN_NODE_MODE = (
@@ -16,65 +17,22 @@ IGNORED_IN_NODE_MODE = (
     "vllm_group_port",
     "vllm_enable_sleep_mode",
 )
-WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
-LORA_SYNCS = ("auto", "adapter", "merged")
-WEIGHT_UPDATES = ("drain", "in_flight")
-TOOL_ERRORS = ("answer", "raise")
-MOST_OPEN_ROUNDS = 8
-ENGINE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 GPU_SHARE_OF_RESERVED = 0.9  # nothing else runs there; also vLLM's default
 GPU_SHARE_OF_TRAINING = 0.3  # TRL's default for colocation
 
 
-@dataclass(frozen=True)
-class NodeSettings:
+@dataclass
+class NodeSettings(Settings):
     """Settings of node mode, read from one of TRL's configs or of this library's.
 
-    [`NodeFields`] documents the fields that users set and takes its defaults from here, so that a plain TRL config,
-    which lacks them, gets the same ones.
+    A plain TRL config lacks the fields of [`Settings`], and gets their defaults.
 
     ```python
     settings = NodeSettings.of(args)  # a later change of `args` has no effect on it
     ```
     """
 
-    vllm_devices: tuple[int, ...] | None = None  # indices among the visible GPUs
-    num_engines: int | None = None  # per node
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # parsed, if the config has JSON
-    engine_dtype: str = "auto"
-    engine_start_timeout: float = 900.0  # seconds
-    engine_stall_timeout: float = 300.0  # seconds
-    heartbeat_timeout: float = 30.0  # seconds; 0: no limit
-    stuck_timeout: float = 600.0  # seconds; 0: no limit
-    engine_restarts: int = 2  # of each engine; 0: its end ends the run
-    engine_restart_copy: bool = False  # of the weights, in the memory of each local main process
-    sync_bucket_mb: float = 512.0  # MiB
-    weight_transport: str = "auto"
-    lora_sync: str = "auto"
-    rollout_seed: int | None = None
-    max_staleness: int = 0  # generation rounds
-    weight_update: str = "drain"
-    open_rounds: int = 1  # generation rounds
-    max_age: int | None = None  # generation rounds
-    recompute_kv: bool = False
-    logprob_divergence_limit: float | None = None  # mean per token; 0: no limit
-    micro_batch_tokens: int | None = None  # rows x padded length
-    balance_across: str = "world"
-    node_table_steps: int = 10  # optimizer steps; 0: no table
-    device_tflops: float | None = None  # of one training device; `None`: by its name
-    rehearse_longest: bool = False
-    save_minutes: float | None = None  # minutes between checkpoints
-    preemption_grace: float = 600.0  # seconds, as the job files of `trl-multinode render` leave
-    reward_timeout: float | None = None  # seconds for one call of a reward function
-    tool_timeout: float | None = None  # seconds for one call of a tool
-    tool_errors: str = "answer"
-    score_groups: bool = False
-    score_with_batch: list[str] | None = None  # names of reward functions
-    score_processes: int = 0  # of each rank
-    dynamic_sampling: bool = False
-    max_resample_rounds: int = 8
-    hub_push_must_succeed: bool = False
-    repeat_warnings: bool = False
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]  # parsed, if it was JSON
     vllm_gpu_memory_utilization: float | None = None  # `None` in this library's configs unless the user sets it
     # fields of TRL and transformers that the engines need
     vllm_tensor_parallel_size: int = 1
@@ -88,9 +46,9 @@ class NodeSettings:
         """Read the settings from a config; a field that it lacks gets its default."""
         given = {one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)}
         if (devices := given.get("vllm_devices")) is not None:
-            given["vllm_devices"] = tuple(devices)
+            given["vllm_devices"] = list(devices)
         further = given.get("engine_kwargs") or {}
-        given["engine_kwargs"] = json.loads(further) if isinstance(further, str) else dict(further)
+        given["engine_kwargs"] = _parsed(further) if isinstance(further, str) else dict(further)
         return cls(**given)
 
     @property
@@ -111,6 +69,16 @@ class NodeSettings:
         return 3 * self.open_rounds if self.max_age is None else self.max_age
 
 
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"`engine_kwargs` must be a dict, or JSON of one, got {text!r} ({found}).")
+    return found
+
+
 def is_node_mode(args: Any) -> bool:
     """Return whether a config selects node mode, in which this library runs the engines."""
     return args.use_vllm and args.vllm_mode == "node"
@@ -128,11 +96,12 @@ def check_settings(args: Any) -> None:
     Raises:
         `ConfigurationError`: if a value cannot work; the message names field, value and cure.
     """
+    check_values(args, is_node_mode(args))
     settings = NodeSettings.of(args)
     check_supported(args, type(args), type(args).__name__)
     check_keys(getattr(args, "generation_kwargs", None), settings.engine_kwargs, is_node_mode(args))
-    _check_numbers(settings)
-    _check_choices(settings)
+    if settings.engine_restart_copy and not settings.engine_restarts:
+        raise ConfigurationError("`engine_restart_copy` needs `engine_restarts` of 1 at least, got 0. Leave it out.")
     _check_staleness(args, settings)
     _check_in_flight(args, settings)
     _check_scoring(args, settings)
@@ -164,47 +133,7 @@ def check_supported(args: Any, kind: type, where: str) -> None:
             raise ConfigurationError(f"`{name}` must stay {default} with {where}, got {value}: {reason}")
 
 
-def _check_numbers(settings: NodeSettings) -> None:
-    positive = ("engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "preemption_grace")
-    for name in (*positive, "reward_timeout", "tool_timeout"):
-        if (value := getattr(settings, name)) is not None and value <= 0:
-            raise ConfigurationError(f"`{name}` must be positive, got {value}.")
-    for name in ("heartbeat_timeout", "stuck_timeout", "engine_restarts"):
-        if (value := getattr(settings, name)) < 0:
-            raise ConfigurationError(f"`{name}` must not be negative, got {value}; 0: off.")
-    if settings.engine_restart_copy and not settings.engine_restarts:
-        raise ConfigurationError("`engine_restart_copy` needs `engine_restarts` of 1 at least, got 0. Leave it out.")
-    if settings.node_table_steps < 0:
-        raise ConfigurationError(
-            f"`node_table_steps` must be at least 0, got {settings.node_table_steps}; 0: no table."
-        )
-    if settings.device_tflops is not None and settings.device_tflops <= 0:
-        raise ConfigurationError(f"`device_tflops` must be positive, got {settings.device_tflops}. Leave it unset.")
-    for name in ("num_engines", "vllm_tensor_parallel_size"):
-        if (value := getattr(settings, name)) is not None and value < 1:
-            raise ConfigurationError(f"`{name}` must be at least 1, got {value}.")
-
-
-def _check_choices(settings: NodeSettings) -> None:
-    if settings.engine_dtype not in ENGINE_DTYPES:
-        raise ConfigurationError(f"`engine_dtype` must be one of {ENGINE_DTYPES}, got {settings.engine_dtype!r}.")
-    if settings.weight_transport not in WEIGHT_TRANSPORTS:
-        raise ConfigurationError(
-            f"`weight_transport` must be one of {WEIGHT_TRANSPORTS}, got {settings.weight_transport!r}."
-        )
-    if settings.lora_sync not in LORA_SYNCS:
-        raise ConfigurationError(f"`lora_sync` must be one of {LORA_SYNCS}, got {settings.lora_sync!r}.")
-    if settings.tool_errors not in TOOL_ERRORS:
-        raise ConfigurationError(f"`tool_errors` must be one of {TOOL_ERRORS}, got {settings.tool_errors!r}.")
-    if settings.balance_across not in ("world", "node"):
-        raise ConfigurationError(f"`balance_across` must be 'world' or 'node', got {settings.balance_across!r}.")
-    if (limit := settings.logprob_divergence_limit) is not None and limit < 0.0:
-        raise ConfigurationError(f"`logprob_divergence_limit` must not be negative, got {limit}; 0 turns it off.")
-
-
 def _check_staleness(args: Any, settings: NodeSettings) -> None:
-    if settings.max_staleness not in (0, 1):
-        raise ConfigurationError(f"`max_staleness` must be 0 or 1, got {settings.max_staleness}.")
     if settings.max_staleness and not is_node_mode(args):
         raise ConfigurationError("`max_staleness=1` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
     if settings.max_staleness and not args.vllm_importance_sampling_correction:
@@ -215,8 +144,6 @@ def _check_staleness(args: Any, settings: NodeSettings) -> None:
 
 
 def _check_in_flight(args: Any, settings: NodeSettings) -> None:
-    if settings.weight_update not in WEIGHT_UPDATES:
-        raise ConfigurationError(f"`weight_update` must be one of {WEIGHT_UPDATES}, got {settings.weight_update!r}.")
     if not settings.in_flight:
         for name in ("open_rounds", "max_age", "recompute_kv"):
             if (value := getattr(settings, name)) != (default := getattr(NodeSettings, name)):
@@ -255,8 +182,6 @@ def _check_scoring(args: Any, settings: NodeSettings) -> None:
         return
     if not is_node_mode(args):
         raise ConfigurationError("`score_groups=True` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
-    if settings.score_processes < 0:
-        raise ConfigurationError(f"`score_processes` must not be negative, got {settings.score_processes}.")
     _check_whole_groups(args, "score_groups=True")
 
 
@@ -290,11 +215,6 @@ def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
         raise ConfigurationError(
             f"`dynamic_sampling=True` needs all rewards of a group before its round is chosen, got {later} in "
             "`score_with_batch`, which TRL calls with the whole batch. Leave them out, or `dynamic_sampling`."
-        )
-    if settings.max_resample_rounds < 1:
-        raise ConfigurationError(
-            f"`max_resample_rounds` must be at least 1, got {settings.max_resample_rounds}. Leave out "
-            "`dynamic_sampling` to keep every group."
         )
 
 

@@ -12,8 +12,8 @@ from file_transport import FileSlots, OpenedFileSlots
 from served import Keeper, digest, serving
 
 from trl_multinode.errors import ConfigurationError, EngineDiedError, WeightSyncError
-from trl_multinode.node_settings import WEIGHT_TRANSPORTS
 from trl_multinode.run.topology import EngineDevices
+from trl_multinode.settings import WEIGHT_TRANSPORTS
 from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
 from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.transports.base import Machine, call_with_timeout

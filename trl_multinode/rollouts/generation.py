@@ -192,7 +192,8 @@ class NodeGeneration:
             return self.continuous.take()
 
     def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
-        if (found := batch_ahead(rounds)) is not None:
+        found = batch_ahead(rounds)
+        if found is not None and any(found[1]):  # the prompts of whole rollouts are made later, in their groups
             check_lengths(found[1], self.engines.max_model_len, self.accelerator.process_index)
         return found
 
@@ -411,7 +412,7 @@ class NodeGeneration:
             )
 
     def _submit(self, number: int, prompts: Prompts) -> None:
-        if max(map(len, prompts)) >= self.engines.max_model_len:
+        if max(map(len, prompts)) >= self.engines.max_model_len or not all(prompts):
             return  # that round's `generate` raises, and names the row
         requests = requests_of(prompts, None, self.seeds.of_round("train", number, len(prompts)))
         self.look_ahead.submit(

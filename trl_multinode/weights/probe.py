@@ -7,8 +7,7 @@ import torch
 from ..engine.group import LOSSES, EngineGroup
 from ..errors import LogprobDivergenceError
 from ..run.topology import Topology
-
-PROBE_LENGTH = 16  # tokens; enough to involve every layer and the head
+from ..settings import PROBE_LENGTH
 
 
 def divergence_limit(limit: float | None, trainer_dtype: torch.dtype, engine_dtype: torch.dtype) -> float:
