@@ -198,7 +198,9 @@ QUIET: dict[str, Callable[[int], tuple[dict, dict]]] = {
     "nothing": lambda rank: ({}, {}),
     "report_to and names": lambda rank: ({"report_to": [] if rank else ["tensorboard"], "run_name": f"{rank}"}, {}),
     "bars and workers": lambda rank: ({"disable_tqdm": rank > 0, "dataloader_num_workers": rank}, {}),
-    "settings of the node": lambda rank: ({"num_engines": 1 + rank // 2, "engine_kwargs": {"a": rank // 2}}, {}),
+    "settings of the node": lambda rank: (
+        {"num_engines": 1 + rank // 2, "engine_kwargs": {"max_num_seqs": 1 + rank // 2}}, {},
+    ),
     "a device of its own": lambda rank: ({"model_init_kwargs": {"device_map": {"": rank}, "dtype": "float32"}}, {}),
     "a reward with its node's URL": lambda rank: ({}, {"reward_funcs": [Judge(f"http://host{rank // 2}")]}),
     "only rank 0 tokenized the dataset": lambda rank: ({}, {"processing_class": used_tokenizer(rank)}),

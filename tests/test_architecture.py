@@ -39,7 +39,18 @@ LIBRARIES = {
     },
     "transformers": {
         **dict.fromkeys(
-            ("config", "call_checks", "must_agree", "saving", "batches", "rehearsal", "reporting", "testing"), ""
+            (
+                "config",
+                "call_checks",
+                "deepspeed_values",
+                "must_agree",
+                "saving",
+                "batches",
+                "rehearsal",
+                "reporting",
+                "testing",
+            ),
+            "",
         ),
         "plan": "lazily",
     },

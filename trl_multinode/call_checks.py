@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.utils.data import IterableDataset
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
+from .deepspeed_values import check_deepspeed_values
 from .errors import ConfigurationError
 from .images import NOT_IN_FLIGHT, has_images
 from .node_settings import NodeSettings, check_settings, ignored_settings
@@ -44,6 +45,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
         `ConfigurationError`: if an argument is not supported; the message names the cure.
     """
     check_settings(args)
+    check_deepspeed_values(args)
     check_parallelism(args, call["model"])
     check_dataset(call.get("train_dataset"), args)
     check_evaluation(args, call)

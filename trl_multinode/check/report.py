@@ -16,7 +16,7 @@ from .launch import Batch, Engines, Launch, Problem, Script
 from .reading import read_launch
 from .rules import count_problems, device_problems, launcher_problems, variable_problems
 from .rules_batch import batch_problems
-from .rules_deepspeed import batch_values_problems, zero_notes, zero_problems
+from .rules_deepspeed import value_problems, zero_notes, zero_problems
 from .rules_engines import engine_notes, engine_problems, head_problems
 from .rules_keys import key_problems
 from .rules_nodes import port_problems, rank_problems, scheduler_problems
@@ -83,8 +83,8 @@ def _launch_problems(launch: Launch) -> Iterator[Problem]:
 def _script_problems(launch: Launch) -> Iterator[Problem]:
     yield from engine_problems(launch)
     yield from head_problems(launch)
+    yield from value_problems(launch)
     if launch.script.batch is not None:
-        yield from batch_values_problems(launch, launch.script.batch)
         yield from batch_problems(launch.script.batch, launch.num_ranks)
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from .launch import Batch, DeepSpeed, Launch, Problem
+from ..deepspeed_values import differences
+from .launch import Launch, Problem
 
 
 def zero_problems(launch: Launch) -> Iterator[Problem]:
@@ -29,24 +30,22 @@ def zero_problems(launch: Launch) -> Iterator[Problem]:
             yield Problem(what, f"write `{key}: /local_nvme` {where}, with the node's own folder")
 
 
-def batch_values_problems(launch: Launch, batch: Batch) -> Iterator[Problem]:
-    """Yield the batch arguments that differ between DeepSpeed's config and the script.
-
-    The trainer cannot replace the config's value, and transformers compares the two only once the model is loaded.
-    """
-    deepspeed = launch.deepspeed or DeepSpeed({}, None)
-    arguments = {
-        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
-        "train_micro_batch_size_per_gpu": batch.per_device_train_batch_size,
-    }
-    for key, ours in arguments.items():
-        theirs = deepspeed.config.get(key, "auto")
-        if theirs not in ("auto", ours):
-            what = f"every rank would raise: `{key}` is not the script's (got {theirs}, expected {ours})"
-            cure = "delete it from the file, the trainer fills it in"
-            if deepspeed.path:
-                cure = f'write `"{key}": "auto"` in `{deepspeed.path}`; accelerate takes 1 if it is missing'
-            yield Problem(what, cure)
+def value_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield the values that differ between DeepSpeed's config and the script's arguments."""
+    deepspeed, script = launch.deepspeed, launch.script
+    if deepspeed is None:
+        return
+    config = {key: value for key, value in deepspeed.config.items() if key != "zero3_init_flag"}
+    if not deepspeed.path:  # accelerate fills it from the launch, and the ranks from the script
+        config = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
+    batch = vars(script.batch) if script.batch is not None else {}
+    for one in differences(config, batch | script.values, launch.num_ranks):
+        what = f"every rank would raise: `{one.key}` is not the script's `{one.argument}`"
+        cure = "delete it from the file, the trainer fills it in"
+        if deepspeed.path:
+            cure = f'write `"{one.key.rpartition(".")[2]}": "auto"` in `{deepspeed.path}`'
+            cure += "; accelerate takes 1 if it is missing" if one.key == "gradient_accumulation_steps" else ""
+        yield Problem(f"{what} (got {one.value}, expected {one.expected})", cure)
 
 
 def zero_notes(launch: Launch) -> Iterator[str]:

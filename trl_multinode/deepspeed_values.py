@@ -1,0 +1,111 @@
+"""Values that DeepSpeed's config and the trainer's arguments both have, compared by transformers' own code.
+
+transformers raises for a difference when the model is loaded and the engines have started, because it cannot replace a
+value of the file. `trl-multinode check` and the trainer compare them before.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from .errors import ConfigurationError
+
+# Sections and values of the config that transformers compares
+COMPARED = (
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping",
+    "optimizer", "scheduler", "fp16", "bf16",
+)  # fmt: skip
+# Those that transformers compares only when it knows the number of steps
+OF_SCHEDULER = {"scheduler.params.total_num_steps": "max_steps", "scheduler.params.warmup_num_steps": "warmup_steps"}
+ARGUMENTS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "learning_rate", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "weight_decay", "save_on_each_node", "fp16", "fp16_full_eval", "bf16",
+    "bf16_full_eval", "max_steps", "warmup_steps",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One value that differs."""
+
+    key: str  # of DeepSpeed's config, such as `optimizer.params.lr`
+    value: Any
+    argument: str
+    expected: Any
+
+
+class Unknown:
+    """An argument that is not known: it differs from nothing, and neither does what is calculated with it."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __mul__(self, other: object) -> "Unknown":
+        return self
+
+    __rmul__ = __mul__
+
+
+def differences(config: Mapping[str, Any], arguments: Mapping[str, Any], world_size: int) -> list[Difference]:
+    """Return the values that differ between DeepSpeed's config and the arguments of a trainer.
+
+    Args:
+        config (`Mapping[str, Any]`):
+            Config of DeepSpeed; values that are "auto" are the trainer's.
+        arguments (`Mapping[str, Any]`):
+            Arguments by name, as far as they are known.
+        world_size (`int`):
+            Number of training ranks.
+    """
+    if all(config.get(key, "auto") == "auto" for key in COMPARED):
+        return []
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    found: list[Difference] = []
+
+    class Compared(HfTrainerDeepSpeedConfig):
+        def fill_match(
+            self, ds_key_long: str, hf_val: Any, hf_key: str | None = None, must_match: bool = True
+        ) -> None:
+            before = len(self.mismatches)
+            super().fill_match(ds_key_long, hf_val, hf_key, must_match)
+            if len(self.mismatches) > before:
+                found.append(Difference(ds_key_long, self.get_value(ds_key_long), hf_key or "", hf_val))
+
+    compared = Compared(copy.deepcopy(dict(config)))
+    given = {name: arguments.get(name, Unknown()) for name in ARGUMENTS}
+    if given["bf16"] is None:  # TRL's default: unless float16 is chosen
+        given["bf16"] = not given["fp16"]
+    compared.trainer_config_process(SimpleNamespace(world_size=world_size, **given))
+    for key, name in OF_SCHEDULER.items():
+        value = given[name]
+        if not isinstance(value, Unknown) and value >= 1:  # else a share of the steps, or the length of the dataset
+            compared.fill_match(key, int(value), name)
+    return found
+
+
+def check_deepspeed_values(args: Any) -> None:
+    """Raise `ConfigurationError` if DeepSpeed's config of this launch differs from a trainer's arguments.
+
+    Args:
+        args (`~transformers.TrainingArguments`):
+            Training arguments.
+    """
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is None:
+        return
+    known = {name: getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
+    found = differences(plugin.hf_ds_config.config, known, args.world_size)
+    if found:
+        each = ", ".join(f"`{one.key}` {one.value} (`{one.argument}` {one.expected})" for one in found)
+        raise ConfigurationError(
+            f"DeepSpeed's config and the training arguments both set values, and differ: {each}. Write `auto` in the "
+            "config, or delete the key there, and the trainer fills it in."
+        )
