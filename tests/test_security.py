@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import re
+import resource
 import socket
 import stat
 import subprocess
@@ -21,7 +22,9 @@ from waiting import HANG_S, until
 
 from trl_multinode.command import main as run_command
 from trl_multinode.engine.environment import engine_environment
+from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine.run_folder import RunFolder
+from trl_multinode.errors import EngineDiedError, EngineStartError
 from trl_multinode.run.endings.error_text import described
 from trl_multinode.run.endings.exit_codes import is_symptom
 from trl_multinode.transports.host_memory import HostMemory
@@ -217,6 +220,35 @@ def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path)
             (tmp_path / "go3").touch()
             assert rank.result == ["PermissionError", "PermissionError", "connected"]
     folder.remove()
+
+
+def test_the_folder_of_a_run_is_removed_by_a_process_without_a_descriptor(tmp_path):
+    def body(_: int) -> list[bool]:
+        folder, opened = RunFolder(0), []
+        (folder.path / "model" / "deeper").mkdir(parents=True)
+        (folder.path / "model" / "deeper" / "file").touch()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        before = folder.path.exists()
+        folder.remove()
+        left = folder.path.exists()
+        for number in opened:
+            os.close(number)
+        return [before, left]
+
+    with forked(body, 1, tmp_path) as (rank,):
+        assert rank.result == [True, False], rank.text
+
+
+def test_a_folder_of_a_run_that_a_cleaner_removed_is_named_with_the_cure(tmp_path):
+    folder = RunFolder(3)
+    folder.remove()
+    with pytest.raises(EngineStartError, match=rf"Node 3: {folder.path}.*TMPDIR"):
+        EngineProcess(0, 3, folder, tmp_path / "log", {}, {})
+    with pytest.raises(EngineDiedError, match=f"{folder.path} was removed"):
+        Connection(str(folder.socket(0)), "engine 0 of node 3", tmp_path / "log")
 
 
 SECRET_NAMES = (

@@ -68,6 +68,7 @@ class EngineProcess:
         attempt: int = 1,
         cores: Collection[int] = (),
     ):
+        folder.check(node)
         self.index = index
         self.start = start
         self.name = f"engine {index} of node {node}"

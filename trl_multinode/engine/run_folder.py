@@ -11,6 +11,7 @@ from ..wire.locks import hold, release
 
 MAX_SOCKET_PATH = 107  # bytes, the kernel's limit
 UUID_LENGTH = 36  # vLLM gives its sockets such names
+RESERVED = 8  # descriptors for the removal, in a process that has none left: a leak is a usual way to end
 
 
 class RunFolder:
@@ -25,11 +26,22 @@ class RunFolder:
         prefix = f"{PREFIX}{node}_"
         self.path = _short_folder(prefix) or _short_folder(prefix, "/tmp") or _refuse(node)
         hold(self.path / OWNER_LOCK)
+        self._reserve = [os.open(os.devnull, os.O_RDONLY) for _ in range(RESERVED)]
 
     def socket(self, index: int) -> Path:
         return self.path / f"engine{index}.sock"
 
+    def check(self, node: int) -> None:
+        """Raise `EngineStartError` if something has removed the folder, in which an engine is to be started again."""
+        if not self.path.is_dir():
+            raise EngineStartError(
+                f"Node {node}: {self.path}, the private folder of this run, is gone, so its engines cannot be started "
+                f"again. Exclude `{PREFIX}*` from the cleaner of temporary files, or set TMPDIR to another folder."
+            )
+
     def remove(self) -> None:
+        while self._reserve:
+            os.close(self._reserve.pop())
         remove_folder(self.path)
         release(self.path / OWNER_LOCK)
 

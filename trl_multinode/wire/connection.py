@@ -92,7 +92,10 @@ class Connection:
         while (error := self._connect(path)) is not None:
             # For a moment between the engine's `bind` and `listen` the socket exists but refuses connections
             if not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
-                raise EngineDiedError(f"{name}: cannot connect to its socket ({error}). Log: {log_path}") from error
+                gone = "" if Path(path).parent.is_dir() else f" {Path(path).parent} was removed, by a cleaner perhaps."
+                raise EngineDiedError(
+                    f"{name}: cannot connect to its socket ({error}).{gone} Log: {log_path}"
+                ) from error
             time.sleep(0.05)
 
     def _connect(self, path: str) -> OSError | None:
