@@ -22,7 +22,7 @@ from .host import NodeHost
 from .libraries import replaced
 from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
-from .reporting import RunRecord, StepReport, report_choices, report_start, report_steps
+from .reporting import LogHistory, RunRecord, StepReport, report_choices, report_start, report_steps
 from .rollouts.aligning import aligned_before_gather
 from .rollouts.generation import SAMPLING, NodeGeneration, Prompts
 from .rollouts.monitor import check_nan
@@ -132,6 +132,7 @@ class NodeTrainer(HubTrainer):
         self._eval_rounds = 0
         self._meter = StalenessMeter(self.args)
         iterations = getattr(self, "num_iterations", 1)
+        self._history = LogHistory()
         self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations)
         report_steps(self.callback_handler.callbacks, host.settings.node_table_steps)
         self._record = RunRecord(host, self.args, self.model) if host.topology.rank == 0 else None
@@ -320,12 +321,15 @@ class NodeTrainer(HubTrainer):
         self.weights_changed()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        found: dict[str, float] = {}
         if self.host is not None and "loss" in logs:  # all ranks log `loss`; a script may log other values on one rank
             steps_left = self.state.max_steps - self.state.global_step
-            logs |= self._report.metrics(self.vllm_generation.last_sync, steps_left)
-        super().log(logs, start_time)
-        if self.host is not None and self._record is not None:
-            self._record.add_log(self.state.log_history[-1])
+            found = self._history.named(self._report.metrics(self.vllm_generation.last_sync, steps_left))
+        super().log(logs | found, start_time)
+        if self.host is not None and self.state.log_history:
+            self._history.add(self.state.log_history[-1], frozenset(found))
+            if self._record is not None:
+                self._record.add_log(self.state.log_history[-1])
 
 
 class RewardedNodeTrainer(NodeTrainer):

@@ -1,8 +1,9 @@
 """Reports of a run: its set-up, a line per log, a table per node, and metrics for `Trainer.log`."""
 
 from .callbacks import report_steps
+from .history import LogHistory
 from .record import RunRecord
 from .setup import report_choices, report_start
 from .steps import StepReport
 
-__all__ = ["RunRecord", "StepReport", "report_choices", "report_start", "report_steps"]
+__all__ = ["LogHistory", "RunRecord", "StepReport", "report_choices", "report_start", "report_steps"]
