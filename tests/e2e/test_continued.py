@@ -42,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder):
-    """Uninterrupted runs, and two that resume from one of their checkpoints; 1 node x 2 ranks."""
+    """Uninterrupted runs, and some that resume from one of their checkpoints; 1 node x 2 ranks."""
     with Nodes(1, 2, folder=folder / "whole", env=ENVIRONMENT, forked=True) as nodes:
         codes = launch(
             nodes,
@@ -52,6 +52,9 @@ def whole(folder):
             {"name": "rehearsed", "output": "rehearsed", "max_staleness": 0, "rehearse_longest": True,
              "save_strategy": "no", "save_minutes": 1e-6},
             {"name": "resumed0", "output": "other0", "copy_of": f"full0/checkpoint-{INSIDE}", "max_staleness": 0},
+            {"name": "boundary", "output": "other2", "copy_of": f"full0/checkpoint-{LAST // 2}", "max_staleness": 0},
+            {"name": "workers", "output": "other3", "copy_of": f"full0/checkpoint-{INSIDE}", "max_staleness": 0,
+             "dataloader_num_workers": 1},
             {"name": "without", "output": "other1", "copy_of": f"full1/checkpoint-{INSIDE}", "max_staleness": 1,
              "without_rollouts": [0, 1]},
         )  # fmt: skip
@@ -146,6 +149,15 @@ def equal(one, other) -> bool:
 
 def test_a_resume_inside_a_block_of_the_second_epoch_repeats_every_row_and_loss(folder, whole):
     same(results(folder, "resumed0"), results(folder, "full0"), INSIDE, LAST)
+
+
+def test_a_resume_at_the_end_of_an_epoch_begins_the_next_one(folder, whole):
+    """TRL 1.16 replays the order of the first epoch."""
+    same(results(folder, "boundary"), results(folder, "full0"), LAST // 2, LAST)
+
+
+def test_a_resume_with_workers_of_the_loader_repeats_every_row_and_loss(folder, whole):
+    same(results(folder, "workers"), results(folder, "full0"), INSIDE, LAST)
 
 
 def test_without_the_rollouts_file_they_are_generated_afresh_and_that_is_logged(folder, whole):

@@ -51,7 +51,13 @@ def move_adapter(model: PeftModel, scale: float = 0.2) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"use_rslora": True, "r": 12}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}],
+    [
+        {},
+        {"use_rslora": True, "r": 12},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
+        {"init_lora_weights": "pissa"},  # these two change the base as well
+        {"init_lora_weights": "olora"},
+    ],
 )
 def test_a_b_and_base_as_they_are_sent_make_the_merged_weights(settings):
     model = adapted(**settings)

@@ -41,7 +41,13 @@ def train(model, steps=2):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {}, {"use_rslora": True}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "olora"},
+    ],
+)  # fmt: skip
 def test_what_is_sent_is_what_peft_would_merge(settings):
     model = adapted(**settings)
     source = PeftSource(model.get_base_model(), torch.float32)

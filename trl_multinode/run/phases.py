@@ -27,7 +27,8 @@ class Phases:
         self._failed: str | None = None  # the phase that raised the current exception
         self._sums: dict[str, float] = defaultdict(float)
         self._evaluates = False
-        self.step = 0
+        self.step = 0  # optimizer steps done at the begin of the current one
+        self.trains = False  # whether a step has begun
         self.changes = 0  # entries and exits so far
         self.since = time.monotonic()  # of the last one
 
@@ -37,7 +38,7 @@ class Phases:
         try:
             return self._failed or self._stack[-1][0]
         except IndexError:
-            return "set-up" if self.step == 0 else "between steps"
+            return "between steps" if self.trains else "set-up"
 
     @property
     def open(self) -> str | None:
@@ -46,6 +47,10 @@ class Phases:
             return self._stack[-1][0]
         except IndexError:
             return None
+
+    def begin_step(self, step: int) -> None:
+        """Note that the optimizer step after `step` others begins, or goes on with a further micro-batch."""
+        self.step, self.trains = step, True
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
