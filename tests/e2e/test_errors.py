@@ -121,3 +121,16 @@ def test_a_node_whose_script_fails_before_the_import_ends_the_others_soon(tmp_pa
         assert all(nodes.wait(timeout_s=HANG_S / 2))
         line = nodes.rank_log(0).splitlines()[-1]
     assert "PeerFailureError" in line and "rank 1 (node 1)" in line and "1 of 2 launchers" in line
+
+
+@pytest.mark.nightly
+@pytest.mark.fault("10")
+def test_a_save_of_one_rank_ends_with_the_rank_that_its_collective_aborted_and_that_ranks_last_line(tmp_path):
+    """Rank 1 gets the parameters of rank 0 where it expects a loss, and gloo aborts it: it can report nothing."""
+    with Nodes(2, 2, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:
+        nodes.launch(SCRIPT, str(tmp_path), "alone")
+        assert all(nodes.wait(timeout_s=HANG_S))
+        lines = {line for line in (nodes.rank_log(rank).splitlines()[-1] for rank in range(4)) if "failed: " in line}
+    (line,) = lines
+    assert re.search(r"phase (between steps|train): the process of rank \d .*killed by SIGABRT; its last line: ", line)
+    assert "only some ranks call" in line

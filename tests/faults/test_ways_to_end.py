@@ -122,6 +122,15 @@ def one_raises_without_a_word(here: Here) -> None:
     one_raises(2, Wordless())(here)
 
 
+def one_aborts_in_a_collective(here: Here) -> None:
+    with here.trainer().guard():
+        here.until_now()
+        if here.rank == 3:
+            os.write(2, b"terminate called\n  what(): 6 vs 2. Is there a collective mismatch?\n\n")
+            os.abort()
+        here.wait()
+
+
 def all_raise(here: Here) -> None:
     with here.trainer().guard():
         here.until_now()
@@ -540,6 +549,10 @@ ENDINGS = [
     pytest.param(Ending("a rank is killed", wait_in_a_trainer, fault=send(SIGKILL, to=2),
         line=("node 1, rank 3, phase reward", "rank 2 (local main process)", "(pid {pids[2]})"), code=PEER_LOST,
         silent={2: KILLED}),
+        marks=pytest.mark.fault("10")),
+    pytest.param(Ending("a rank aborts in a collective", one_aborts_in_a_collective,
+        line=("node 1, rank 2", "rank 3", "(pid {pids[3]})", "SIGABRT", "what(): 6 vs 2", "only some ranks call"),
+        code=PEER_LOST, silent={3: -signal.SIGABRT}),
         marks=pytest.mark.fault("10")),
     Ending("one raises while another is stopped", one_raises(0, ValueError("engine gone")), fault=send(SIGSTOP, to=3),
         line=("node 0, rank 0", "ValueError: engine gone"), code=USER_CODE, silent={3: RUNS}),

@@ -1,4 +1,4 @@
-"""Runs into an error. Usage: errors.py FOLDER early|small_dataset|shuffled|rates|leaves|long_prompt|nan."""
+"""Runs into an error. Usage: errors.py FOLDER early|small_dataset|shuffled|rates|leaves|alone|long_prompt|nan."""
 
 import sys
 import time
@@ -22,6 +22,17 @@ class Poison(TrainerCallback):
     def on_step_end(self, args, state, control, model, **_):
         if state.global_step == 2 and RANK == 3:
             model.model.layers[0].mlp.up_proj.weight.ds_tensor[0] = float("nan")
+
+
+class Alone(TrainerCallback):
+    """Calls a collective on rank 0 only, as a save in a callback of the main process does under ZeRO-3."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 1 and RANK == 0:
+            self.trainer.save_model(f"{folder}/alone")
 
 
 settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 3}
@@ -85,6 +96,10 @@ elif case == "leaves":
         return record(prompts, completion_ids)
 
     make_trainer(tiny_qwen2(), exec_answers, folder, prompts, **settings).train()
+elif case == "alone":
+    trainer = make_trainer(tiny_qwen2(), Recorder(), folder, prompts, **settings)
+    trainer.add_callback(Alone(trainer))
+    trainer.train()
 elif case == "early":
     if RANK == 1:
         raise ValueError("on purpose")

@@ -22,6 +22,8 @@ def text_of_error(error: Any) -> str:
 
 # Texts of other libraries that do not say what is wrong in a run of this one
 EXPLAINED = {
+    "Connection reset by peer": "The rank at the other end has ended: read its last lines. gloo aborts a rank whose "
+    "collective is another than that of its peers, as when only some ranks save or gather",
     "vllm_mode must be either": "This is TRL's own trainer with a config of node mode: import the trainer from "
     "trl_multinode, as in `from trl_multinode import GRPOTrainer`",
 }

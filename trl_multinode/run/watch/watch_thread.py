@@ -27,6 +27,7 @@ from ..topology import Topology
 from .arrivals import Arrivals
 from .exits import ScriptExits
 from .failure import LocalFailure
+from .last_words import how_ended, output_of
 from .leaving import leave
 from .pidfds import Pidfds
 from .signals import StopSignals, ends_well
@@ -217,10 +218,11 @@ class WatchThread:
     def watch_rank(self, rank: int, pid: int) -> None:
         """Treat the end of another rank of this node as a failure, unless it has no trainer and ends well."""
         main = " (local main process)" if rank == self.topology.local_ranks[0] else ""
-        why = f"the process of rank {rank}{main} ended (pid {pid}); if no line above gives the reason, it was killed"
+        output = output_of(pid)
 
         def ended() -> None:
-            if self._neighbour_ended(why, rank):
+            how = how_ended(pid, output)  # at once, because the launcher asks for its status soon
+            if self._neighbour_ended(f"the process of rank {rank}{main} (pid {pid}) {how}", rank):
                 self.store.count_as_reader(rank)
 
         self.processes.add(pid, ended, self, once=f"rank {rank}")

@@ -1,0 +1,63 @@
+"""End of another process of this node, and the last line that it wrote, because it could not report them itself."""
+
+import os
+import signal
+import stat
+from pathlib import Path
+
+from ...wire.secret_names import without_forms
+
+READ_BYTES = 4096  # from the end of a log
+LONGEST = 300  # characters of a line
+ORDERED = (signal.SIGKILL, signal.SIGTERM)  # by another process, so the last line explains nothing
+MISMATCH = (
+    "gloo aborts a rank whose collective is another than that of its peers: look for a save, a gather or a log that "
+    "only some ranks call, in a callback or in a retry."
+)
+
+
+def output_of(pid: int) -> Path | None:
+    """Return the file to which a process writes its errors; `None` for a terminal, a pipe, or one that is gone."""
+    try:
+        path = Path(os.readlink(f"/proc/{pid}/fd/2"))
+        return path if stat.S_ISREG(path.stat().st_mode) else None
+    except OSError:
+        return None
+
+
+def how_ended(pid: int, output: Path | None) -> str:
+    """Return in words how a process ended, as long as its parent has not asked, with its last line if it was aborted.
+
+    Args:
+        pid (`int`):
+            Process of the same user.
+        output (`Path`, *optional*):
+            File to which it wrote its errors.
+    """
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        status = int(fields[-1])  # as for `waitpid`
+    except (OSError, ValueError, IndexError):
+        state, status = "", 0
+    if state != "Z":
+        return "ended; if no line above gives the reason, it was killed"
+    if os.WIFEXITED(status):
+        return f"exited with code {os.WEXITSTATUS(status)}"
+    number = signal.Signals(os.WTERMSIG(status))
+    line = last_line(output) if number not in ORDERED else ""
+    how = f"was killed by {number.name}" + (f"; its last line: {line!r}" if line else "")
+    return f"{how}. {MISMATCH}" if number == signal.SIGABRT else how
+
+
+def last_line(path: Path | None) -> str:
+    """Return the last line of a log, shortened and without secrets; empty if there is none."""
+    if path is None:
+        return ""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, path.stat().st_size - READ_BYTES))
+            lines = log.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    found = [line.strip() for line in lines if line.strip()]
+    return without_forms(found[-1])[:LONGEST] if found else ""
