@@ -42,7 +42,8 @@ class Host:
 
 
 def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
-    generation = SimpleNamespace(version=WeightVersion(4, 12), used=made())
+    sampling = {name: getattr(args, name) for name in ("temperature", "repetition_penalty", "generation_kwargs")}
+    generation = SimpleNamespace(version=WeightVersion(4, 12), used=made(), **sampling)
     return DivergenceMonitor(Host(args, dtype), args, generation)
 
 
@@ -207,6 +208,14 @@ def test_settings_that_change_the_engines_probabilities_turn_it_off_with_one_lin
     watcher.check(batch([[-1.0]], [[-5.0]]))
     watcher._generation.on_stale(made())
     assert engines.asked == []
+
+
+def test_a_setting_that_a_callback_changes_turns_it_off_from_then_on(config, caplog):
+    watcher = monitor(config())
+    watcher.check(batch([[-1.0]], [[-1.01]]))
+    watcher._generation.repetition_penalty = 1.2
+    watcher.check(batch([[-1.0]], [[-5.0]]))
+    assert watcher.limit == 0.0 and "without repetition_penalty." in caplog.text
 
 
 SCORED = [

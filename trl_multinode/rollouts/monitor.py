@@ -43,19 +43,23 @@ class DivergenceMonitor:
         self._host = host
         self._where = str(host.topology)
         self._generation = generation
-        if names := settings_not_scored(args):
-            if self._host.settings.logprob_divergence_limit != 0:
-                warn(
-                    "The check of engine against trainer log-probs is off, because TRL scores completions without "
-                    f"{', '.join(names)}."
-                )
-            self.limit = 0.0
+        self._turn_off_for(args)
         self.last = 0.0
         self._temperature = args.temperature
         self._turn = -1
         # row, number of scored tokens, engine, request id
         self._requested: tuple[int, int, EngineClient, int] | None = None
         generation.on_stale = self.ask
+
+    def _turn_off_for(self, sampling: Any) -> None:
+        """Turn the check off if TRL scores completions without some of the sampling settings."""
+        if names := settings_not_scored(sampling):
+            if self._host.settings.logprob_divergence_limit != 0:
+                warn(
+                    "The check of engine against trainer log-probs is off, because TRL scores completions without "
+                    f"{', '.join(names)}."
+                )
+            self.limit = 0.0
 
     @cached_property
     def limit(self) -> float:
@@ -79,6 +83,8 @@ class DivergenceMonitor:
             `LogprobDivergenceError`: if the mean difference exceeds the limit, or if more than 1 % of the trained
                 tokens have a NaN log-prob; the message names node, rank and weight version.
         """
+        if self.limit:
+            self._turn_off_for(self._generation)  # a callback may have changed its settings
         mask = output["completion_mask"].bool() & output.get("tool_mask", output["completion_mask"]).bool()
         trained = mask.nonzero(as_tuple=True)  # once, because it makes the host wait for the device
         scores = {side: output[key][trained].float() for side, key in SIDES.items() if key in output}
@@ -194,7 +200,12 @@ def noise_of(model: Any) -> str:
 
 
 def settings_not_scored(args: Any) -> list[str]:
-    """Return the names of the settings that change the engine's probabilities and that TRL's scores do not include."""
+    """Return the names of the settings that change the engine's probabilities and that TRL's scores do not include.
+
+    Args:
+        args ([`~trl.GRPOConfig`] or [`NodeGeneration`]):
+            Object with the settings.
+    """
     given = args.generation_kwargs or {}
     neutral = NEUTRAL | {"temperature": args.temperature}
     used = {"repetition_penalty": args.repetition_penalty} | given
