@@ -14,10 +14,9 @@ def text_of_error(error: Any) -> str:
         text = str(error)
     except BaseException as fault:
         return f"(its text cannot be shown: {type(error).__name__}.__str__ raised {type(fault).__name__})"
-    text = without_forms(text)  # addresses with a password are in many errors of clients
-    if len(text) <= LONGEST:
-        return text
-    return f"{text[: LONGEST - END]} ... ({len(text) - LONGEST} characters left out) ... {text[-END:]}"
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - END]} ... ({len(text) - LONGEST} characters left out) ... {text[-END:]}"
+    return without_forms(text)  # addresses with a password are in many errors of clients
 
 
 # Texts of other libraries that do not say what is wrong in a run of this one
