@@ -222,6 +222,7 @@ def test_another_user_is_refused_by_the_folder_and_by_the_socket_alone(tmp_path)
     folder.remove()
 
 
+@pytest.mark.fault("no_descriptor")
 def test_the_folder_of_a_run_is_removed_by_a_process_without_a_descriptor(tmp_path):
     def body(_: int) -> list[bool]:
         folder, opened = RunFolder(0), []
@@ -242,6 +243,7 @@ def test_the_folder_of_a_run_is_removed_by_a_process_without_a_descriptor(tmp_pa
         assert rank.result == [True, False], rank.text
 
 
+@pytest.mark.fault("folder_removed")
 def test_a_folder_of_a_run_that_a_cleaner_removed_is_named_with_the_cure(tmp_path):
     folder = RunFolder(3)
     folder.remove()

@@ -124,7 +124,7 @@ def test_a_node_whose_script_fails_before_the_import_ends_the_others_soon(tmp_pa
 
 
 @pytest.mark.nightly
-@pytest.mark.fault("10")
+@pytest.mark.fault("aborted")
 def test_a_save_of_one_rank_ends_with_the_rank_that_its_collective_aborted_and_that_ranks_last_line(tmp_path):
     """Rank 1 gets the parameters of rank 0 where it expects a loss, and gloo aborts it: it can report nothing."""
     with Nodes(2, 2, folder=tmp_path, env={"TRL_MULTINODE_ENGINE_MODULE": FAKE}, forked=True) as nodes:

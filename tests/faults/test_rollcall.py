@@ -384,6 +384,7 @@ def test_the_preempt_signal_reaches_the_ranks_and_not_a_launcher_without_a_handl
     assert run.wait() == 7 and run.text.splitlines() == ["ready", "rank"]
 
 
+@pytest.mark.fault("suspended")
 def test_a_job_that_is_suspended_and_resumed_gets_no_signal(started, tmp_path):
     """`scontrol suspend`. `sigtimedwait` of Python 3.11 returned a SIGHUP that nobody had sent."""
     got = "".join(f"trap 'echo got {name}' {name}; " for name in ("TERM", "INT", "HUP", "USR1", "USR2"))

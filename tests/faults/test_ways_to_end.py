@@ -553,7 +553,7 @@ ENDINGS = [
     pytest.param(Ending("a rank aborts in a collective", one_aborts_in_a_collective,
         line=("node 1, rank 2", "rank 3", "(pid {pids[3]})", "SIGABRT", "what(): 6 vs 2", "only some ranks call"),
         code=PEER_LOST, silent={3: -signal.SIGABRT}),
-        marks=pytest.mark.fault("10")),
+        marks=pytest.mark.fault("aborted")),
     Ending("one raises while another is stopped", one_raises(0, ValueError("engine gone")), fault=send(SIGSTOP, to=3),
         line=("node 0, rank 0", "ValueError: engine gone"), code=USER_CODE, silent={3: RUNS}),
     Ending("the store is closed", wait_in_a_trainer, fault=end_the_store,

@@ -202,6 +202,7 @@ def replace_in(name: str, change):
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
+@pytest.mark.fault("damaged_checkpoint")
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
