@@ -1,5 +1,6 @@
 """Values that DeepSpeed's config and the trainer's arguments both have are compared before a model loads."""
 
+import gc
 import inspect
 import json
 import re
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import check_kit
 import pytest
 from check_kit import TWO_NODES, launched, only_problem
+from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from trl_multinode.deepspeed_values import COMPARED, OF_SCHEDULER, check_deepspeed_values, differences
@@ -60,6 +62,17 @@ def test_each_pair_is_compared_and_auto_or_an_unknown_argument_differs_from_noth
     for config in (config_with(key, equal), config_with(key, "auto"), {}):
         assert differences(config, ARGUMENTS, world_size=7) == []
     assert differences(config_with(key, differing), {}, world_size=7) == []
+
+
+def test_the_config_under_which_models_are_loaded_stays_that_of_the_launch():
+    """transformers keeps the newest one: ZeRO-3 would load models with the compared one, or without any."""
+    of_the_launch = HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    differences(config_with("train_batch_size", "auto") | {"gradient_clipping": 0.5}, ARGUMENTS, world_size=7)
+    gc.collect()
+    try:
+        assert deepspeed._hf_deepspeed_config_weak_ref() is of_the_launch and is_deepspeed_zero3_enabled()
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
 
 
 def test_a_trainer_names_all_differences_before_a_model_loads():

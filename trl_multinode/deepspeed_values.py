@@ -66,11 +66,17 @@ def differences(config: Mapping[str, Any], arguments: Mapping[str, Any], world_s
     """
     if all(config.get(key, "auto") == "auto" for key in COMPARED):
         return []
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
 
     found: list[Difference] = []
 
     class Compared(HfTrainerDeepSpeedConfig):
+        def __init__(self, config: dict[str, Any]):
+            # not transformers' own `__init__`, which would make this the config under which models are loaded
+            super(HfDeepSpeedConfig, self).__init__(config)
+            self._dtype: Any = None
+            self.mismatches: list[str] = []
+
         def fill_match(
             self, ds_key_long: str, hf_val: Any, hf_key: str | None = None, must_match: bool = True
         ) -> None:
