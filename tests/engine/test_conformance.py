@@ -426,8 +426,9 @@ def compare_like_a_round(trainer, groups) -> None:
         "completion_mask": torch.ones(len(rows), 12),
     }
     host = SimpleNamespace(topology="node 0, rank 0", settings=NodeSettings(), divergence_limit=0.02)
-    generation = SimpleNamespace(version=trainer.version, used=SimpleNamespace(version=trainer.version))
     args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
+    used = SimpleNamespace(version=trainer.version)
+    generation = SimpleNamespace(version=trainer.version, used=used, **vars(args))
     DivergenceMonitor(host, args, generation).check(output)
 
 
