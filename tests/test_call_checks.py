@@ -1,5 +1,6 @@
 """What cannot be trained in node mode is refused by config alone, with the way out."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -263,6 +264,15 @@ def test_a_call_that_would_fail_later_is_refused_before_the_model(call, message,
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **fields)
     with pytest.raises(ConfigurationError, match=message):
         call_checks.check_call(None, config, {"model": "no/such/model", **call})
+
+
+def test_a_decorator_may_accept_more_than_the_function_below_it():
+    @functools.wraps(without_the_rest)
+    def decorated(**given):
+        return without_the_rest(given["prompts"], given["completions"])
+
+    call_checks.check_rewards({"reward_funcs": [decorated], "train_dataset": PROMPTS})
+    call_checks.check_rewards({"reward_funcs": [functools.partial(no_columns, extra=1)], "train_dataset": PROMPTS})
 
 
 def test_calls_that_supply_what_a_reward_needs_are_accepted(monkeypatch):

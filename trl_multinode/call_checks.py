@@ -333,7 +333,7 @@ def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_col
 def check_accepts(reward: Callable, names: set[str]) -> None:
     """Raise `ConfigurationError` if a reward function does not accept keywords with which TRL calls it."""
     try:
-        signature = inspect.signature(reward)
+        signature = inspect.signature(reward, follow_wrapped=False)  # a decorator may accept more, or give more
     except (TypeError, ValueError):  # a callable without a signature
         return
     try:
@@ -355,7 +355,7 @@ def name_of(reward: Callable) -> str:
 def required(reward: Callable) -> list[str]:
     """Return the arguments of a reward function that have no default."""
     try:
-        arguments = inspect.signature(reward).parameters.values()
+        arguments = inspect.signature(reward, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):  # a callable without a signature
         return []
     return [one.name for one in arguments if one.default is one.empty and one.kind in NAMED]
