@@ -32,6 +32,6 @@ def test_the_fake_demo_learns_with_a_weight_update_every_step(tmp_path):
 
 
 def test_a_node_that_fails_is_named_with_the_reason_of_its_ranks(tmp_path):
-    run = demo(tmp_path / "demo", "--seed", "-1")  # numpy refuses it, on every rank
+    run = demo(tmp_path / "demo", "--seed", "-1")  # every rank refuses it
     assert run.returncode == 1
-    assert "[demo] Node 0 failed." in run.stderr and "Seed must be between 0 and" in run.stderr
+    assert "[demo] Node 0 failed." in run.stderr and "`rollout_seed` must be at least 0" in run.stderr
