@@ -13,6 +13,7 @@ written after each job. Exit code: 0 no stage failed, 1 a stage failed, 2 no sta
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -101,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"[gpu] {meta['obstacle']}")
         return 2
     print(f"[gpu] {meta['device']}, logs in {logs}, results in {options.results}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job runs in a session of its own
     deadline, results = time.monotonic() + 60 * options.minutes, Results(options.results, meta)
     for job in selected(options):
         reason = why_not(job, meta) or (OUT_OF_TIME if time.monotonic() > deadline else None)

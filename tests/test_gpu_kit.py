@@ -1,10 +1,12 @@
 """`make gpu` without a GPU: arguments, result file, table, limits, and the first stages with the fake engine."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import gpu
 import pytest
@@ -112,6 +114,21 @@ def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_
     until(lambda: not is_running(rank), "the end of a rank of its own session")
 
 
+def test_sigterm_ends_a_job_too(slow_job, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "describe", lambda rehearse: META)
+    monkeypatch.setattr(gpu, "selected", lambda options: [Job("slow", "ab", print)])
+    before = signal.getsignal(signal.SIGTERM)
+    timer = Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    try:
+        with pytest.raises(SystemExit):
+            gpu.main(["--results", str(tmp_path / "gpu.json"), "--logs", str(tmp_path / "logs")])
+    finally:
+        timer.join()
+        signal.signal(signal.SIGTERM, before)
+    assert slow_job[0].poll() is not None
+
+
 # ---- tables
 
 
@@ -125,6 +142,8 @@ def test_nothing_is_ticked_that_did_not_pass_on_a_gpu():
     assert table.evidence(host, {"meta": META, "stages": {"b one": row("skipped")}}) == ""
     assert table.evidence(host, {"meta": META, "stages": {"b one": row(), "b 7B": row("skipped")}}) != ""
     assert table.evidence("engine start, generation, TP 2, several engines", passed) == ""
+    balanced = {"meta": META, "stages": {"e optimizer steps": row()}}
+    assert table.evidence("balanced micro-batches, ZeRO-3 and one process", balanced) == "", "another job of stage e"
     assert table.evidence("mixture of experts", passed) == "", "no stage shows it"
 
 

@@ -52,6 +52,7 @@ def transport(kind: str, found: Bench, figures: dict, repeats: int = 5) -> None:
     ) as engines:  # fmt: skip
         other = SyncDriver(found.model, engines, bucket_bytes(machine))
         alone = timed_syncs(other, kind, machine, found.log_folder, repeats)
+        other.sync.close()
     figures |= alone | {"copy_gb_per_s": copy_gb_per_s(machine, kind)}
     with_vllm = timed_syncs(found.trainer, kind, machine, found.log_folder, repeats)
     figures |= {f"{name}_vllm": value for name, value in with_vllm.items()}

@@ -1,20 +1,25 @@
 """CUDA-only lines around the slots, with a stand-in for the CUDA runtime; `make gpu` runs them on a real one."""
 
+import gc
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from served import Keeper, serving
 
+from trl_multinode.errors import WeightSyncError
 from trl_multinode.transports import host_memory, page_lock
 from trl_multinode.transports.cuda_ipc import without_expandable_segments
 from trl_multinode.transports.host_memory import HostMemory, HostSlots, OpenedHostSlots
+from trl_multinode.transports.page_lock import ALREADY_REGISTERED
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import WeightMeta, slot_layout
 from trl_multinode.weights.transport import Transport
 
 CUDA = torch.device("cuda")
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 
 class Cudart:
@@ -39,8 +44,8 @@ class Cudart:
 
 @pytest.fixture
 def cudart(monkeypatch):
-    def install(fails_at: int | None = None) -> Cudart:
-        runtime = Cudart(fails_at)
+    def install(fails_at: int | None = None, kind: type[Cudart] = Cudart) -> Cudart:
+        runtime = kind(fails_at)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         monkeypatch.setattr(page_lock, "_forget_last_error", lambda: None)
         return runtime
@@ -59,6 +64,59 @@ def test_both_ends_register_their_mapping_and_unregister_it_on_close(cudart):
     assert sorted(runtime.registered) == sorted(memory.data_ptr() for memory in slots.memory)
     slots.close()
     slots.close()
+    assert not runtime.registered
+
+
+def test_slots_that_nobody_closed_are_unregistered_before_they_are_unmapped(cudart, monkeypatch):
+    runtime, mapped = cudart(), []
+    unregister = runtime.cudaHostUnregister
+
+    def seen(pointer: int) -> int:
+        mapped.append(
+            any(line.startswith(f"{pointer:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+        )
+        return unregister(pointer)
+
+    monkeypatch.setattr(runtime, "cudaHostUnregister", seen)
+    slots = HostSlots(1 << 20, pin=True)
+    OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 1 << 20, CUDA, worker=0)
+    slots.opened()
+    del slots
+    gc.collect()
+    assert not runtime.registered
+    assert mapped == [True] * 4
+
+
+class Stale(Cudart):
+    """The second slot lies where memory is registered that was unmapped; only its own start can be unregistered."""
+
+    stale, at_start = True, True
+
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:
+        return (
+            ALREADY_REGISTERED if self.registered and self.stale else super().cudaHostRegister(pointer, num_bytes, 0)
+        )
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        if pointer in self.registered:
+            return super().cudaHostUnregister(pointer)
+        self.stale = not self.at_start
+        return NOT_REGISTERED if self.stale else 0
+
+
+def test_memory_that_was_unmapped_while_registered_is_unregistered(cudart):
+    runtime = cudart(kind=Stale)
+    slots = HostSlots(256, pin=True)
+    assert slots.warning is None and len(runtime.registered) == 2
+    slots.close()
+    assert not runtime.registered
+
+
+def test_slots_whose_copies_would_be_lost_are_an_error_and_not_only_slower(cudart, monkeypatch):
+    monkeypatch.setattr(Stale, "at_start", False)
+    runtime = cudart(kind=Stale)
+    with pytest.raises(WeightSyncError, match="CUDA error 712"):
+        HostSlots(256, pin=True)
     assert not runtime.registered
 
 

@@ -24,8 +24,8 @@ SELF_TEST_BYTES = 1 << 20
 def choose(wanted: str, machine: Machine) -> tuple[str, str]:
     """Return the transport and the reason for it.
 
-    `"auto"` takes only a transport that has been executed on such a machine. On GPUs none has run yet, only its code
-    on a CPU, so `"auto"` takes host memory, which needs nothing from the GPUs.
+    `"auto"` takes host memory, which needs nothing from the GPUs. `ipc` was executed on one GPU that an engine shares
+    with training, not between GPUs; `nccl` only over gloo, on a CPU.
 
     Args:
         wanted (`str`):
@@ -42,7 +42,7 @@ def choose(wanted: str, machine: Machine) -> tuple[str, str]:
         if machine.gpu is None:
             return "host", "the engines run on the CPU"
         peers = "peer access" if machine.peer_access else "no peer access"
-        return "host", f"{machine.gpu} GPUs, {peers}; ipc and nccl never ran on a GPU yet, so they must be named"
+        return "host", f"{machine.gpu} GPUs, {peers}; ipc and nccl never ran between GPUs yet, so they must be named"
     if refusal := TRANSPORTS[wanted].refusal(machine):
         raise ConfigurationError(refusal)
     return wanted, "as configured; experimental" if machine.gpu else "as configured; over gloo, on the CPU"
