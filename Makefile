@@ -11,7 +11,7 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 .PHONY: help setup demo versions bench gpu check test test-real test-e2e test-all nightly \
-	nightly-part faults faults-random trl-tests compatibility lock release clean
+	nightly-part faults faults-random census trl-tests compatibility lock release clean
 
 help:
 	@echo "make demo      two nodes on this machine train GRPO, each with its own vLLM engine; table and picture"
@@ -31,6 +31,7 @@ help:
 	@echo "make trl-tests DIR=...   TRL's own tests, from a checkout of TRL, under this library's classes (half an hour)"
 	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, pages"
+	@echo "make census    what the package weighs: tokens by room, complexity, settings, pages, tests"
 	@echo "make versions  contract and engine tests with the oldest and newest TRL, transformers and vLLM; half an hour"
 	@echo "make lock      resolve requirements/cpu.in again"
 	@echo "make release   wheel, notes and tag of the version in trl_multinode/__init__.py; ARGS=--dry-run: no tag"
@@ -129,6 +130,9 @@ faults-random: setup
 trl-tests: setup
 	@test -n "$(DIR)" || { echo "Usage: make trl-tests DIR=<a checkout of TRL> [ARGS='--mode plain -k eval']"; exit 2; }
 	python evidence/trl_suite/run_suite.py $(DIR) $(ARGS)
+
+census: setup
+	python evidence/census.py
 
 compatibility: setup
 	rm -f docs/compatibility.json

@@ -16,8 +16,8 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from trl_multinode.plan.model_size import size_of
 from trl_multinode.testing.engines import REAL, SyncDriver, running_engines
+from trl_multinode.tools.plan.model_size import size_of
 
 RESULTS = Path(__file__).parent / "results" / "loader_calls.json"
 TINY = {

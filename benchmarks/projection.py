@@ -5,7 +5,7 @@
     python benchmarks/projection.py --unlocked worker --rails 1    other settings: prints only
     python benchmarks/projection.py --png docs/projection.png      the picture
 
-The formula is that of `trl_multinode/plan/sync_seconds.py`, which `trl-multinode plan` uses too. docs/projection.md
+`trl_multinode/tools/plan/sync_seconds.py` has the formula, which `trl-multinode plan` uses too. docs/projection.md
 explains the tables.
 
 The arithmetic has to predict the measured cells of `sync_whole_tensors.json` first: those of a run before large
@@ -28,7 +28,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trl_multinode.plan.sync_seconds import NIC_SHARE, TRANSPORTS, Cell, Rates, Sync, projected, seconds, stage_seconds
+from trl_multinode.tools.plan.sync_seconds import (
+    NIC_SHARE,
+    TRANSPORTS,
+    Cell,
+    Rates,
+    Sync,
+    projected,
+    seconds,
+    stage_seconds,
+)
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED = "sync_whole_tensors.json"

@@ -26,10 +26,10 @@ import psutil
 import torch
 
 from trl_multinode.batches.batching import plan_micro_steps
-from trl_multinode.check import rollcall
-from trl_multinode.check.attendance import Hello
-from trl_multinode.check.meeting import Place
 from trl_multinode.testing.launch_files import free_port
+from trl_multinode.tools.check import rollcall
+from trl_multinode.tools.check.attendance import Hello
+from trl_multinode.tools.check.meeting import Place
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
 RANKS, GENERATIONS = 7, 8  # training ranks of a node, rows of a group

@@ -86,8 +86,8 @@ def projection(found: dict) -> str:
     rates = [f"- {each['what']}: <{each['source']}>" for each in found["inputs"].values() if each["source"]]
     return (
         "## Projection of the weight sync\n\n**Not measured on a GPU.** Arithmetic of "
-        "`trl_multinode/plan/sync_seconds.py`, explained in [projection.md](../docs/projection.md); first what it "
-        f"says of the cells of {MEASURED} (worst error {found['worst_error']:.0%}, limit {found['limit']:.0%}).\n\n"
+        "`trl_multinode/tools/plan/sync_seconds.py`, explained in [projection.md](../docs/projection.md); first what "
+        f"it says of the cells of {MEASURED} (worst error {found['worst_error']:.0%}, limit {found['limit']:.0%}).\n\n"
         + table(["model", "nodes", "link", "", "measured, s", "arithmetic, s", "error"], checked) + "\n"
         + "\n".join(f"**{title}**\n\n{table(heads, rows)}" for title, heads, rows in projected_tables(found))
         + "\n" + "\n".join([*sources, *rates]) + "\n"

@@ -161,7 +161,7 @@ def check_inner(words: list[str]) -> None:
 
 def check_launch(words: list[str]) -> None:
     """Parse as accelerate does, and check the launch by this library's rules; nothing starts."""
-    from trl_multinode.check.report import check as problems_of
+    from trl_multinode.tools.check.report import check as problems_of
 
     if words[:1] != ["launch"]:
         raise Refused("only `accelerate launch` is parsed")
@@ -188,7 +188,7 @@ class Parsed(Exception):
 
 def check_own(words: list[str]) -> None:
     """Run `config` and `check`, which start nothing, and let each other command run until it has parsed its words."""
-    from trl_multinode.command import COMMANDS
+    from trl_multinode.tools import COMMANDS
 
     name, *rest = words
     if name not in COMMANDS:
@@ -212,7 +212,7 @@ def check_own(words: list[str]) -> None:
 
 def write_config(words: list[str]) -> None:
     """Write the file of `trl-multinode config`; later commands of the page use it."""
-    from trl_multinode.command.config import main
+    from trl_multinode.tools.config import main
 
     with tempfile.TemporaryDirectory() as folder:
         with chdir(folder):
@@ -222,8 +222,8 @@ def write_config(words: list[str]) -> None:
 
 def check_check(words: list[str]) -> None:
     """Check a launch without the roll-call, which would wait for the other nodes, and the command behind `--`."""
-    from trl_multinode.check.command_line import parse
-    from trl_multinode.check.report import main
+    from trl_multinode.tools.check.command_line import parse
+    from trl_multinode.tools.check.report import main
 
     end = words.index("--") if "--" in words else len(words)
     if status := main([word for word in words[:end] if word != "--wait"]):
@@ -233,7 +233,7 @@ def check_check(words: list[str]) -> None:
 
 
 def check_grpo(words: list[str]) -> None:
-    from trl_multinode.command.grpo import MODULE, split
+    from trl_multinode.tools.grpo import MODULE, split
 
     with ExitStack() as stack:
         script, launch = split(words, launch_parser(), stack)
@@ -243,7 +243,7 @@ def check_grpo(words: list[str]) -> None:
 @cache
 def known_flags() -> frozenset[str]:
     """Return the flags that a command passes on to `accelerate launch` or to the check."""
-    from trl_multinode.check.command_line import own_parser
+    from trl_multinode.tools.check.command_line import own_parser
 
     return frozenset(flag for parser in (launch_parser(), own_parser()) for flag in parser._option_string_actions)
 

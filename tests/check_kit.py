@@ -1,4 +1,4 @@
-"""For tests of `trl_multinode.check`: the shipped configs, a valid one to break, and what a check says of a file."""
+"""For tests of `trl-multinode check`: the shipped configs, a valid one to break, and what a check says of a file."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trl_multinode.check import Launch, Problem, check, report, rules_nodes
+from trl_multinode.tools.check import Launch, Problem, check, report, rules_nodes
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "accelerate_configs"

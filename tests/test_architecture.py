@@ -52,9 +52,9 @@ LIBRARIES = {
             ),
             "",
         ),
-        "plan": "lazily",
+        "tools": "lazily",
     },
-    "accelerate": {"check": "", "command": "lazily", "testing": ""},  # elsewhere it is TRL's accelerator
+    "accelerate": {"tools": "", "testing": ""},  # elsewhere it is TRL's accelerator
     "vllm": {"engine_process": "lazily", "vllm_worker": "", "testing": ""},
     "deepspeed": {"weights": "lazily", "testing": "lazily"},
     "peft": {"weights": "lazily", "saving": "lazily"},
@@ -75,7 +75,7 @@ COLLECTIVES = {
     "reporting.steps": {"gather"},  # of a few numbers per rank, once per log
     # lengths of all ranks; rows between nodes, then within a node
     "batches.row_exchange": {"all_gather_into_tensor", "all_to_all_single", "new_group"},
-    "doctor.ring": {"new_group"},  # one per GPU of a node, before a run
+    "tools.doctor.ring": {"new_group"},  # one per GPU of a node, before a run
     "batches.local_metrics": {"gather"},  # once per optimizer step, instead of TRL's seven per micro-batch
 }
 COLLECTIVE_NAMES = {
@@ -184,8 +184,7 @@ def test_collectives_are_called_where_the_table_says():
 
 # Rooms of a command or of an engine's process, which has a log
 OWN_OUTPUT = {
-    "check", "command", "doctor", "examples", "render", "plan", "testing", "timeline", "engine_process",
-    "vllm_worker", "transports",
+    "tools", "examples", "testing", "engine_process", "vllm_worker", "transports",
 }  # fmt: skip
 
 
@@ -212,7 +211,7 @@ def test_nothing_is_pickled():
 PICKLES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 HEAVY = ("torch", "trl", "transformers", "vllm", "deepspeed", "accelerate")
 LIGHT = ["trl_multinode", *(f"trl_multinode.{m}" for m in (
-    "command", "command.config", "command.grpo",
+    "tools", "tools.config", "tools.grpo",
     "engine.client", "engine.node_engines", "engine.process", "engine_process.main", "engine_process.server", "errors",
     "run.phases", "run.topology", "vllm_worker.plugin", "wire.connection", "wire.supervisor",
 ))]  # fmt: skip

@@ -128,7 +128,7 @@ def test_an_uncommitted_change_and_a_tag_that_exists_are_named(released):
 
 def test_the_wheel_has_the_files_that_a_run_needs(wheel):
     names = set(wheel.namelist())
-    for folder in ("accelerate_configs", "trl_multinode/launch_templates"):
+    for folder in ("accelerate_configs", "trl_multinode/tools/render/templates"):
         for path in (ROOT / folder).iterdir():
             name = f"trl_multinode/{path.relative_to(ROOT)}".replace("trl_multinode/trl_multinode", "trl_multinode")
             assert wheel.read(name) == path.read_bytes()
@@ -144,7 +144,7 @@ def test_the_metadata_is_complete_and_no_link_of_the_readme_is_relative(wheel):
     links = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
     assert len(links) > 15 and [link for link in links if not link.startswith("https://")] == []
     scripts = wheel.read(f"trl_multinode-{VERSION}.dist-info/entry_points.txt").decode()
-    assert "trl-multinode = trl_multinode.command:main" in scripts and "[vllm.general_plugins]" in scripts
+    assert "trl-multinode = trl_multinode.tools:main" in scripts and "[vllm.general_plugins]" in scripts
 
 
 def test_config_and_check_run_from_the_wheel(installed):

@@ -20,13 +20,13 @@ from forks import forked
 from served import Keeper, _serve
 from waiting import HANG_S, until
 
-from trl_multinode.command import main as run_command
 from trl_multinode.engine.environment import engine_environment
 from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.errors import EngineDiedError, EngineStartError
 from trl_multinode.run.endings.error_text import described
 from trl_multinode.run.endings.exit_codes import is_symptom
+from trl_multinode.tools import main as run_command
 from trl_multinode.transports.host_memory import HostMemory
 from trl_multinode.wire.connection import LENGTH, Connection, frame
 from trl_multinode.wire.messages import (

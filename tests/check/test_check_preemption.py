@@ -5,7 +5,7 @@ from dataclasses import replace
 import check_kit
 from check_kit import launched, only_problem
 
-from trl_multinode.check.report import notes
+from trl_multinode.tools.check.report import notes
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 

@@ -1,4 +1,4 @@
-"""`python -m trl_multinode.check`: the shipped configs pass it, flags win over a file, and it runs alone."""
+"""`python -m trl_multinode.tools check`: the shipped configs pass it, flags win over a file, and it runs alone."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ import check_kit
 import pytest
 from check_kit import CONFIGS, ROOT, launched, only_problem
 
-from trl_multinode.check import main
+from trl_multinode.tools.check import main
 
 NODES = {"1node": 1, "2node": 2, "4node": 4, "8node": 8}
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
@@ -103,7 +103,7 @@ def test_unreadable_command_line_exits_with_2(write, capsys, flags, message):
 @pytest.mark.nightly
 @pytest.mark.real
 def test_module_runs_as_a_command_without_loading_the_libraries_it_checks_for():
-    command = [sys.executable, "-X", "importtime", "-m", "trl_multinode.check", CONFIGS / "2node.yaml"]
+    command = [sys.executable, "-X", "importtime", "-m", "trl_multinode.tools", "check", CONFIGS / "2node.yaml"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1, run.stderr
     assert "`machine_rank`" in run.stdout and "`--machine_rank K`" in run.stdout

@@ -1,4 +1,4 @@
-"""Every rule of `trl_multinode.check` names what is wrong and its cure, and the cure works."""
+"""Every rule of `trl_multinode.tools.check` names what is wrong and its cure, and the cure works."""
 
 import json
 import re
@@ -8,9 +8,9 @@ import pytest
 from check_kit import TWO_NODES, launched, only_problem
 from trl import GRPOConfig
 
-from trl_multinode.check import Batch, check, rules_nodes
-from trl_multinode.check.launch import Engines
-from trl_multinode.check.rules_batch import batch_problems
+from trl_multinode.tools.check import Batch, check, rules_nodes
+from trl_multinode.tools.check.launch import Engines
+from trl_multinode.tools.check.rules_batch import batch_problems
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 

@@ -4,7 +4,7 @@ import check_kit
 import pytest
 from check_kit import CONFIGS, only_problem
 
-from trl_multinode.check import Batch, check
+from trl_multinode.tools.check import Batch, check
 
 quiet_machine, write = check_kit.quiet_machine, check_kit.write
 FOUR_NODES = [str(CONFIGS / "4node.yaml"), "--machine_rank", "2", "--main_process_ip", "node0"]

@@ -1,4 +1,4 @@
-"""One row per launch that `trl_multinode.check` once misread: what it now says, the cure, and the facts it shows."""
+"""Launches that `trl-multinode check` once misread: what it says now, the cure, and the facts that it shows."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import check_kit
 import pytest
 from check_kit import ROOT, TWO_NODES
 
-from trl_multinode.check import main
+from trl_multinode.tools.check import main
 
 # The rules that a launch breaks most often decide in test_check_rules.py
 pytestmark = pytest.mark.nightly

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from trl_multinode.command import main
-from trl_multinode.render import node_flags
+from trl_multinode.tools import main
+from trl_multinode.tools.render import node_flags
 
 STEP = {"SLURM_NODEID": "1", "SLURM_LOCALID": "0", "SLURM_NNODES": "3", "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_NODELIST": "gpu-[007-008]", "SLURM_JOB_NODELIST": "gpu-[006-008]"}  # fmt: skip

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from waiting import HANG_S, until
 
-from trl_multinode.command import main
 from trl_multinode.testing.launch_files import free_port, fresh_environment
+from trl_multinode.tools import main
 
 # test_slurm_script.py and test_render.py divide the same launch with bash; test_grpo_command.py has the words
 pytestmark = [pytest.mark.two_node, pytest.mark.nightly]
@@ -84,7 +84,7 @@ def test_pods_meet_launch_and_end_with_the_code_of_the_run(tmp_path, monkeypatch
 
 def test_two_ranks_run_the_module_with_the_scripts_words(tmp_path):
     (tmp_path / "probe.py").write_text(PROBE)
-    code = "from trl_multinode.command import grpo; import sys; grpo.MODULE = 'probe'; grpo.main(sys.argv[1:])"
+    code = "from trl_multinode.tools import grpo; import sys; grpo.MODULE = 'probe'; grpo.main(sys.argv[1:])"
     config = tmp_path / "c.yaml"
     assert main(["config", "1x2", "--cpu", "--out", str(config)]) == 0
     words = ["--accelerate_config", str(config), "--main_process_port", "0", *NEEDED]

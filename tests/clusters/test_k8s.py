@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trl_multinode.command import main
+from trl_multinode.tools import main
 
 pytestmark = pytest.mark.nightly  # a rarely changed kind; SLURM's script decides in every run
 

@@ -10,11 +10,11 @@ import check_kit
 import pytest
 from check_kit import CONFIGS
 
-from trl_multinode.command import main
-from trl_multinode.render.job import read_job
-from trl_multinode.render.kinds import KINDS
-from trl_multinode.render.template import fill
 from trl_multinode.run.preemption import grace_after
+from trl_multinode.tools import main
+from trl_multinode.tools.render.job import read_job
+from trl_multinode.tools.render.kinds import KINDS
+from trl_multinode.tools.render.template import fill
 
 quiet_machine = check_kit.quiet_machine
 FILE = str(CONFIGS / "4node.yaml")
@@ -118,6 +118,6 @@ def test_a_missing_file_and_missing_hosts_are_named(arguments, message, capsys):
 @pytest.mark.real
 def test_it_runs_on_a_login_node_without_torch():
     code = "import sys; sys.modules |= dict.fromkeys(('torch', 'accelerate', 'trl', 'transformers', 'numpy'))\n"
-    code += f"from trl_multinode.command import main; sys.exit(main({['render', 'ssh', FILE, '--script', 'a']!r}))"
+    code += f"from trl_multinode.tools import main; sys.exit(main({['render', 'ssh', FILE, '--script', 'a']!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

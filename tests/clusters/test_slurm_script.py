@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from check_kit import CONFIGS
 
-from trl_multinode.command import main
+from trl_multinode.tools import main
 
 FILE = str(CONFIGS / "2node_6+2.yaml")
 # One task per node, in turn. With WARN the batch script gets SLURM's signal first. The last code is the step's

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S, until
 
-from trl_multinode.command import main
 from trl_multinode.testing.engines import FAKE
 from trl_multinode.testing.launch_files import fresh_environment
 from trl_multinode.testing.namespaces import Namespaces, namespaces_available
+from trl_multinode.tools import main
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 SCRIPT = Path(__file__).parent / "scripts" / "endless_run.py"

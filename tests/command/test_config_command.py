@@ -11,7 +11,7 @@ import pytest
 import yaml
 from check_kit import CONFIGS, ROOT
 
-from trl_multinode.command import main
+from trl_multinode.tools import main
 
 pytestmark = pytest.mark.nightly  # the shipped files change rarely; launches use them
 quiet_machine = check_kit.quiet_machine  # no port in use, no hidden GPU
@@ -119,7 +119,7 @@ def test_a_layout_that_cannot_run_is_refused(typed, message, capsys):
 def test_the_command_and_its_config_load_no_library():
     code = """
 import sys
-from trl_multinode.command import main
+from trl_multinode.tools import main
 main(["config", "4x8"]); main(["--help"]); main(["--version"])
 print([name for name in ("torch", "trl", "transformers", "accelerate", "yaml", "rich") if name in sys.modules])
 """

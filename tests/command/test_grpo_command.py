@@ -8,7 +8,7 @@ from accelerate.commands import launch
 from check_kit import CONFIGS
 
 import trl_multinode.examples.grpo  # noqa: F401  TRL sets a variable when it is imported: let that be before the tests
-from trl_multinode.command import main
+from trl_multinode.tools import main
 
 NEEDED = ["--dataset_name", "d", "--reward_funcs", "think_format_reward", "my.rewards:length"]
 

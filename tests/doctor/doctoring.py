@@ -10,9 +10,9 @@ import numpy
 import yaml
 from safetensors.numpy import save_file
 
-from trl_multinode.check.launch import Engines, Launch, Script
-from trl_multinode.doctor.case import Case
-from trl_multinode.doctor.facts import Fact, Finding
+from trl_multinode.tools.check.launch import Engines, Launch, Script
+from trl_multinode.tools.doctor.case import Case
+from trl_multinode.tools.doctor.facts import Fact, Finding
 
 
 def case(environ: dict[str, str] | None = None, **changes: Any) -> Case:

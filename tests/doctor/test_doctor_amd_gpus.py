@@ -6,9 +6,9 @@ import pytest
 import torch
 from doctoring import case, results
 
-from trl_multinode.doctor import gpu_list
-from trl_multinode.doctor.gpu_list import list_gpus
-from trl_multinode.doctor.gpus import count_gpus, examine_gpus
+from trl_multinode.tools.doctor import gpu_list
+from trl_multinode.tools.doctor.gpu_list import list_gpus
+from trl_multinode.tools.doctor.gpus import count_gpus, examine_gpus
 
 # The rules for free and visible GPUs decide in test_doctor_gpus.py, with NVIDIA's tool
 pytestmark = pytest.mark.nightly

@@ -15,11 +15,11 @@ import pytest
 from doctoring import config_in
 from forks import Rank, forked
 
-from trl_multinode.check.waiting import place_of
-from trl_multinode.doctor import cluster, exchange
-from trl_multinode.doctor.exchange import Exchange
-from trl_multinode.doctor.report import main
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
+from trl_multinode.tools.check.waiting import place_of
+from trl_multinode.tools.doctor import cluster, exchange
+from trl_multinode.tools.doctor.exchange import Exchange
+from trl_multinode.tools.doctor.report import main
 
 # One node in one process decides in test_doctor_report.py, and the links of a ring in test_doctor_links.py
 pytestmark = [pytest.mark.real, pytest.mark.nightly]

@@ -6,9 +6,9 @@ import stat
 import pytest
 from doctoring import case, results
 
-from trl_multinode.check.launch import Engines
-from trl_multinode.doctor.gpu_list import list_gpus
-from trl_multinode.doctor.gpus import count_gpus, examine_gpus
+from trl_multinode.tools.check.launch import Engines
+from trl_multinode.tools.doctor.gpu_list import list_gpus
+from trl_multinode.tools.doctor.gpus import count_gpus, examine_gpus
 
 TOOL = """#!/bin/sh
 case "$1" in

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from forks import forked
 
-from trl_multinode.doctor import ring
-from trl_multinode.doctor.cluster import RingPlan, differing, measure_links
-from trl_multinode.doctor.facts import Fact, NodeReport
-from trl_multinode.doctor.links import Link, link_findings, rounds_of_ring, slow_links, speed, usual_speed
 from trl_multinode.testing.launch_files import free_port
+from trl_multinode.tools.doctor import ring
+from trl_multinode.tools.doctor.cluster import RingPlan, differing, measure_links
+from trl_multinode.tools.doctor.facts import Fact, NodeReport
+from trl_multinode.tools.doctor.links import Link, link_findings, rounds_of_ring, slow_links, speed, usual_speed
 
 
 def ring_of(*speeds: float, device: str = "cpu") -> list[Link]:

@@ -9,13 +9,13 @@ import psutil
 import pytest
 from doctoring import case, model_in, results
 
-from trl_multinode.check.launch import Engines
-from trl_multinode.doctor import cores, models, network, storage
-from trl_multinode.doctor.cores import cores_of_task, examine_cores, examine_limits
-from trl_multinode.doctor.facts import Fact, Finding
-from trl_multinode.doctor.network import chosen_interfaces, examine_address, examine_names, examine_variables
-from trl_multinode.doctor.node import EXAMINATIONS, examine
-from trl_multinode.doctor.storage import examine_disks, examine_shared_memory
+from trl_multinode.tools.check.launch import Engines
+from trl_multinode.tools.doctor import cores, models, network, storage
+from trl_multinode.tools.doctor.cores import cores_of_task, examine_cores, examine_limits
+from trl_multinode.tools.doctor.facts import Fact, Finding
+from trl_multinode.tools.doctor.network import chosen_interfaces, examine_address, examine_names, examine_variables
+from trl_multinode.tools.doctor.node import EXAMINATIONS, examine
+from trl_multinode.tools.doctor.storage import examine_disks, examine_shared_memory
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
 

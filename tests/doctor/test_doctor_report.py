@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from doctoring import config_in
 
-from trl_multinode.command import main as command
-from trl_multinode.doctor.command_line import parse_line
-from trl_multinode.doctor.redaction import hide_names, hide_secrets
-from trl_multinode.doctor.report import main
+from trl_multinode.tools import main as command
+from trl_multinode.tools.doctor.command_line import parse_line
+from trl_multinode.tools.doctor.redaction import hide_names, hide_secrets
+from trl_multinode.tools.doctor.report import main
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 
@@ -167,7 +167,7 @@ def test_the_block_for_an_issue_has_the_report_without_names_and_secrets(tmp_pat
 def test_the_streamed_report_hides_secrets_too(tmp_path):
     """It is also printed where the terminal knows ASCII only."""
     environ = {**os.environ, "NCCL_MY_TOKEN": "correct-horse", "PYTHONIOENCODING": "ascii"}
-    words = [sys.executable, "-m", "trl_multinode.doctor", config_in(tmp_path), "--level", "node"]
+    words = [sys.executable, "-m", "trl_multinode.tools", "doctor", config_in(tmp_path), "--level", "node"]
     run = subprocess.run(words, env=environ, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.isascii() and "NCCL_MY_TOKEN=(hidden)" in run.stdout
     assert "correct-horse" not in run.stdout + run.stderr

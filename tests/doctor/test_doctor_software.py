@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from doctoring import case, model_in, results
 
-from trl_multinode.doctor import models, software
-from trl_multinode.doctor.models import examine_dataset, examine_hub, examine_model
-from trl_multinode.doctor.software import examine_launch, examine_tracker, examine_versions
+from trl_multinode.tools.doctor import models, software
+from trl_multinode.tools.doctor.models import examine_dataset, examine_hub, examine_model
+from trl_multinode.tools.doctor.software import examine_launch, examine_tracker, examine_versions
 
 # That these examinations run, and get the arguments of the script, decides in test_doctor_report.py
 pytestmark = pytest.mark.nightly

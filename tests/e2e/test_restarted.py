@@ -10,9 +10,9 @@ from waiting import HANG_S
 
 from trl_multinode.testing.faults import FAKE, Faults
 from trl_multinode.testing.nodes import Nodes
-from trl_multinode.timeline.lanes import STEP_PHASES
-from trl_multinode.timeline.reading import read_run
-from trl_multinode.timeline.table import phase_seconds
+from trl_multinode.tools.timeline.lanes import STEP_PHASES
+from trl_multinode.tools.timeline.reading import read_run
+from trl_multinode.tools.timeline.table import phase_seconds
 
 SCRIPT = Path(__file__).parent / "scripts" / "restarted.py"
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]

@@ -9,10 +9,10 @@ from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import CPU_ENVIRONMENT
 from trl_multinode.engine.start_log import STAGES
 from trl_multinode.errors import EngineStartError
-from trl_multinode.plan.engine_memory import BLOCK_TOKENS, cache_blocks
-from trl_multinode.plan.model_size import size_of
 from trl_multinode.testing.engines import FORKED, TREE, SyncDriver, running_engines, worst_difference
 from trl_multinode.testing.models import tiny_qwen2
+from trl_multinode.tools.plan.engine_memory import BLOCK_TOKENS, cache_blocks
+from trl_multinode.tools.plan.model_size import size_of
 from trl_multinode.wire.messages import Await
 
 pytestmark = pytest.mark.engine

@@ -47,7 +47,7 @@ class Node:
         """What `clean` prints of this node; the engine's killed processes may take a moment to be gone."""
         deadline = time.monotonic() + 60
         while True:
-            done = self.run(sys.executable, "-m", "trl_multinode.command", "clean")
+            done = self.run(sys.executable, "-m", "trl_multinode.tools", "clean")
             assert done.returncode == 0, done.stderr
             found = [line for line in done.stdout.splitlines() if line.startswith(self.temporary)]
             if time.monotonic() > deadline or not any("its run lives" in line for line in found):

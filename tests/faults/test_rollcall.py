@@ -21,14 +21,14 @@ from forks import Rank, forked
 from torch.distributed import TCPStore
 from waiting import HANG_S, until
 
-from trl_multinode.check import check, main, meeting, rollcall
-from trl_multinode.check.attendance import Hello, Verdict, host_id
-from trl_multinode.check.command_run import run_command
-from trl_multinode.check.meeting import Place
-from trl_multinode.check.rollcall import call
 from trl_multinode.run.endings.exit_codes import CONFIGURATION, PEER_LOST
 from trl_multinode.testing.launch_files import free_port
 from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
+from trl_multinode.tools.check import check, main, meeting, rollcall
+from trl_multinode.tools.check.attendance import Hello, Verdict, host_id
+from trl_multinode.tools.check.command_run import run_command
+from trl_multinode.tools.check.meeting import Place
+from trl_multinode.tools.check.rollcall import call
 from trl_multinode.wire.supervisor import is_running
 
 VERSIONS = {"torch": "2.13.0", "trl": "1.16.0", "vllm": "0.31.0", "peft": "0.21.2"}

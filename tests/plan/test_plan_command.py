@@ -9,9 +9,9 @@ import pytest
 from plan_kit import CONFIGS, layouts, size, task
 from transformers import AutoConfig
 
-from trl_multinode.command import main
-from trl_multinode.plan.hardware import GIB
-from trl_multinode.plan.training import FREE_SHARE
+from trl_multinode.tools import main
+from trl_multinode.tools.plan.hardware import GIB
+from trl_multinode.tools.plan.training import FREE_SHARE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 FLAGS = ["--nodes", "4x8", "--completion", "4096", "--rows", "256"]

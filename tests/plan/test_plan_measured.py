@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from plan_kit import CONFIGS, layouts, task
 
-from trl_multinode.command import main
-from trl_multinode.plan import PlanError
-from trl_multinode.plan.measured import read_run
+from trl_multinode.tools import main
+from trl_multinode.tools.plan import PlanError
+from trl_multinode.tools.plan.measured import read_run
 
 FLAGS = "--nodes 4x8 --prompt 512 --completion 2048 --rows 256"
 DEVICES = 2 * 8

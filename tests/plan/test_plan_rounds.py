@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from plan_kit import size, task
 
-from trl_multinode.plan.engine_memory import EngineMemory, cache_blocks, engine_memory, parallel_degrees
-from trl_multinode.plan.rounds import Decoder, Rows, drained, generate, lengths, mixed
+from trl_multinode.tools.plan.engine_memory import EngineMemory, cache_blocks, engine_memory, parallel_degrees
+from trl_multinode.tools.plan.rounds import Decoder, Rows, drained, generate, lengths, mixed
 
 # test_plan_command.py compares the numbers of docs/plan.md, which change with each formula
 pytestmark = pytest.mark.nightly

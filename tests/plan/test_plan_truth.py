@@ -10,9 +10,9 @@ import torch
 from plan_kit import PARAMETERS, layouts, size, task
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from trl_multinode.plan.layouts import sync_seconds
-from trl_multinode.plan.model_size import size_of
-from trl_multinode.plan.training import (
+from trl_multinode.tools.plan.layouts import sync_seconds
+from trl_multinode.tools.plan.model_size import size_of
+from trl_multinode.tools.plan.training import (
     LAYER_BYTES,
     LIVE_PARAMETERS,
     REDUCE_BUCKET,

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from trl_multinode.plan.sync_seconds import (
+from trl_multinode.tools.plan.sync_seconds import (
     BUCKET,
     TRANSPORTS,
     Cell,

@@ -9,8 +9,8 @@ import pytest
 from trl_multinode.run import phases as phases_module
 from trl_multinode.run.phase_file import PhaseFile
 from trl_multinode.run.phases import PHASES, Phases
-from trl_multinode.timeline.lanes import Lane, State, engine_lane
-from trl_multinode.timeline.reading import read_run
+from trl_multinode.tools.timeline.lanes import Lane, State, engine_lane
+from trl_multinode.tools.timeline.reading import read_run
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from timeline.runs import FATAL, STEPS, write_run
 
-from trl_multinode.command import main
-from trl_multinode.timeline import page
-from trl_multinode.timeline.lanes import STEP_PHASES
-from trl_multinode.timeline.page import page_data
-from trl_multinode.timeline.reading import read_run
-from trl_multinode.timeline.table import phase_seconds
+from trl_multinode.tools import main
+from trl_multinode.tools.timeline import page
+from trl_multinode.tools.timeline.lanes import STEP_PHASES
+from trl_multinode.tools.timeline.page import page_data
+from trl_multinode.tools.timeline.reading import read_run
+from trl_multinode.tools.timeline.table import phase_seconds
 
 pytestmark = pytest.mark.nightly  # what is drawn; test_reading.py and test_lanes.py have what it is drawn from
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from timeline.runs import AHEAD_S, BEGIN, STEPS, engine_lines, rank_lines, write_lines, write_run
 
-from trl_multinode.timeline.reading import TimelineError, read_run
+from trl_multinode.tools.timeline.reading import TimelineError, read_run
 
 
 def test_all_lanes_are_on_the_clock_of_node_0(tmp_path):

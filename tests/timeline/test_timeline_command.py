@@ -7,11 +7,11 @@ import re
 import pytest
 from timeline.runs import STEPS, write_run
 
-from trl_multinode.command import main
-from trl_multinode.timeline import picture
-from trl_multinode.timeline.command import chosen_steps
-from trl_multinode.timeline.lanes import Lane, Span
-from trl_multinode.timeline.reading import Run, TimelineError, read_run
+from trl_multinode.tools import main
+from trl_multinode.tools.timeline import picture
+from trl_multinode.tools.timeline.command import chosen_steps
+from trl_multinode.tools.timeline.lanes import Lane, Span
+from trl_multinode.tools.timeline.reading import Run, TimelineError, read_run
 
 
 @pytest.fixture

@@ -1,0 +1,115 @@
+"""The command `trl-multinode`, also `python -m trl_multinode.tools`. A sub-command loads only what it needs."""
+
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+
+USAGE = """\
+usage: trl-multinode COMMAND ...
+
+  config   write a config file of `accelerate launch` for a number of nodes and GPUs, as in `trl-multinode config 4x8`
+  check    report what a config file would start on a node, and every problem with its cure; starts nothing.
+           With --wait it meets the other nodes, names missing ones, and then runs the launch
+  doctor   examine the launch, this node (--level node) or all nodes and the links between them (--level cluster)
+  clean    remove what killed runs left on this machine: folders and shared memory
+  plan     report from a model's config which split of a node's GPUs fits and is fastest; starts nothing
+  grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
+  render   write a job file for SLURM, Kubernetes, ssh or SkyPilot; submits nothing
+  flags    print --machine_rank and --main_process_ip from the scheduler's variables, inside a job
+  timeline show what each rank and engine of a run did when: a table, a trace, a picture, a page
+
+`trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""
+
+
+def _config(argv: list[str]) -> int:
+    from .config import main
+
+    return main(argv)
+
+
+def _check(argv: list[str]) -> int:
+    from .check.report import main
+
+    return main(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from .doctor.report import main
+
+    return main(argv)
+
+
+def _grpo(argv: list[str]) -> int:
+    from .grpo import main
+
+    return main(argv)
+
+
+def _plan(argv: list[str]) -> int:
+    from .plan.command_line import main
+
+    return main(argv)
+
+
+def _clean(argv: list[str]) -> int:
+    from .clean import main
+
+    return main(argv)
+
+
+def _render(argv: list[str]) -> int:
+    from .render.command import main
+
+    return main(argv)
+
+
+def _flags(argv: list[str]) -> int:
+    from .render.node_flags import main
+
+    return main(argv)
+
+
+def _timeline(argv: list[str]) -> int:
+    from .timeline.command import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "config": _config,
+    "check": _check,
+    "clean": _clean,
+    "doctor": _doctor,
+    "plan": _plan,
+    "grpo": _grpo,
+    "render": _render,
+    "flags": _flags,
+    "timeline": _timeline,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one sub-command.
+
+    Args:
+        argv (`list[str]`, *optional*):
+            Arguments without the command's own name; by default those of the process.
+
+    Returns:
+        `int`: exit status of the sub-command, 2 for an unknown one.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if name == "--version":
+        from .. import __version__
+
+        print(f"trl-multinode {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
+        print(f"trl-multinode: there is no command {name!r}, {hint}", file=sys.stderr)
+        return 2
+    return COMMANDS[name](rest)

@@ -1,0 +1,152 @@
+"""Arguments of the training script, read by the script's own parser, and the problems that it finds."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from dataclasses import fields, replace
+from io import StringIO
+from typing import Any
+
+from ...node_settings import check_settings, ignored_settings, is_node_mode
+from .flags import did_you_mean
+from .launch import Batch, Engines, Problem, Script
+from .script import ParserCall, as_launched, build_parser, find_call, read_script
+
+
+class Refused(Exception):
+    """A script's parser ended the program."""
+
+
+def read_arguments(
+    args: argparse.Namespace, given: Script, batch_of: Callable[[list[str]], Batch | None]
+) -> tuple[Script, list[Problem]]:
+    """
+    Pass the arguments of a script through its own parser. Fields of its configs are read, their `__post_init__` is
+    not called, because it would look for a GPU; other data classes of the script are built.
+
+    Args:
+        args (`argparse.Namespace`):
+            Arguments of `accelerate launch` with script and arguments.
+        given ([`Script`]):
+            Arguments among the check's own flags, for a script without such a parser.
+        batch_of (`Callable`):
+            Function that finds the batch arguments among the words of such a script.
+
+    Returns:
+        `tuple[Script, list[Problem]]`: the arguments, and the problems that parser and data classes find.
+    """
+    name, words = args.training_script, args.training_script_args
+    if args.no_python:
+        return given, []
+    with as_launched(name, words, args.module):
+        try:
+            tree, path = read_script(name, args.module)
+        except (OSError, SyntaxError, ImportError) as error:
+            cure = "correct its path; a relative one begins in the folder in which you launch"
+            return given, [Problem(f"cannot read the script `{name}` ({error})", cure)]
+        if (call := find_call(tree)) is None:
+            note = f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
+            return replace(given, name=name, batch=batch_of(words), notes=(note,)), []
+        try:
+            parser = build_parser(tree, call, path)
+        except Exception as error:  # the script's own code
+            note = f"the arguments of `{name}` are not checked, because its parser cannot be built alone"
+            return _noted(given, name, f"{note} ({type(error).__name__}: {error})"), []
+        return _parsed(name, parser, call, words, given)
+
+
+def _noted(given: Script, name: str, note: str) -> Script:
+    return replace(given, name=name, notes=(note,))
+
+
+def _parsed(name: str, parser: Any, call: ParserCall, words: list[str], given: Script) -> tuple[Script, list[Problem]]:
+    cure = "correct the arguments of the script; its `--help` lists them"
+    try:
+        values, unknown = _values(parser, call, words)
+    except Refused as refused:
+        if refused.args:
+            return replace(given, name=name), [Problem(f"`{name}` stops: {refused}", cure)]
+        return _noted(given, name, f"`{name}` would print its help"), []
+    except Exception as error:  # of the parser: an unreadable config file, an unknown key in it
+        return replace(given, name=name), [Problem(f"`{name}` stops: {error}", cure)]
+    flags = [f"--{one.name}" for kind in parser.dataclass_types for one in fields(kind)]
+    problems = [Problem(f"`{name}` has no argument {word}{did_you_mean(word, flags)}", cure) for word in unknown]
+    config = None
+    for kind in parser.dataclass_types:
+        if any(base.__name__ == "TrainingArguments" for base in kind.__mro__):
+            config = _unchecked(kind, values)
+            problems += _settings_problems(config)
+        else:
+            problems += _built(name, kind, values, cure)
+    if config is None:
+        return _noted(given, name, f"`{name}` has no training config among its arguments"), problems
+    return _script(name, config, values), problems
+
+
+def _values(parser: Any, call: ParserCall, words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the parsed values by name, and the arguments that the script does not have."""
+    found: dict[str, Any] = {}
+
+    def capture(args: list[str] | None = None, return_remaining_strings: bool = False, **_: Any) -> tuple:
+        namespace, rest = parser.parse_known_args(args)
+        found.update(values=vars(namespace), unknown=[] if return_remaining_strings else rest)
+        return (namespace, rest) if return_remaining_strings else (namespace,)
+
+    parser.parse_args_into_dataclasses = capture  # it would build the configs
+    parser.print_usage = parser.print_help = lambda *_: None  # hundreds of lines
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            getattr(parser, call.method)(words, **call.keywords)
+    except SystemExit as stop:
+        raise Refused(*([said.getvalue().strip().rpartition("error: ")[2]] if stop.code else [])) from stop
+    words_only = [word.split("=")[0] for word in found["unknown"] if word.startswith("-")] or found["unknown"]
+    return found["values"], words_only
+
+
+def _unchecked(kind: type, values: dict[str, Any]) -> Any:
+    """Return a config with its parsed values, without its `__post_init__`."""
+    config: Any = object.__new__(kind)
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    vars(config).update({name: value for name, value in values.items() if name in names})
+    return config
+
+
+def _built(name: str, kind: Callable[..., Any], values: dict[str, Any], cure: str) -> Iterator[Problem]:
+    """Build a data class of the script, and yield its objection."""
+    names = {one.name for one in fields(kind) if one.init}  # type: ignore[arg-type]
+    try:
+        kind(**{key: values[key] for key in names & values.keys()})
+    except Exception as error:  # the script's own code
+        yield Problem(f"`{name}` stops: {error}", cure)
+
+
+def _settings_problems(config: Any) -> Iterator[Problem]:
+    """Yield the objection of the config's own checks that need no GPU and no world."""
+    if not hasattr(config, "vllm_mode"):
+        return
+    try:
+        if isinstance(text := getattr(config, "generation_kwargs", None), str):
+            config.generation_kwargs = json.loads(text)
+        check_settings(config)
+    except ValueError as error:  # a `ConfigurationError`, or invalid JSON
+        what, _, cure = str(error).partition(". ")
+        yield Problem(what, cure or "correct this argument of the script")
+
+
+def _script(name: str, config: Any, values: dict[str, Any]) -> Script:
+    batch = {one.name: getattr(config, one.name) for one in fields(Batch) if hasattr(config, one.name)}
+    engines = {one.name: getattr(config, one.name) for one in fields(Engines) if hasattr(config, one.name)}
+    node_mode = hasattr(config, "vllm_mode") and is_node_mode(config)
+    return Script(
+        name=name,
+        batch=Batch(**batch) if "num_generations" in batch else None,
+        engines=Engines(**engines),
+        model=values.get("model_name_or_path"),
+        revision=values.get("model_revision"),
+        node_mode=node_mode,
+        use_cpu=bool(getattr(config, "use_cpu", False)),
+        ignored=tuple(ignored_settings(config)) if node_mode else (),
+        values=values,
+    )

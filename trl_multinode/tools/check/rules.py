@@ -1,0 +1,116 @@
+"""Rules for the launch itself; each yields the problems of one kind."""
+
+import os
+from collections.abc import Iterator
+
+from ...errors import ConfigurationError
+from ...run.gpu_variables import CUDA, check_gpu_variables, gpu_variable
+from .launch import Launch, Problem
+from .reading import PREPARE, rank_variables
+
+# Flags of `accelerate launch` that replace the strategy of a file
+STRATEGIES = {
+    "multi_gpu": "MULTI_GPU",
+    "use_deepspeed": "DEEPSPEED",
+    "use_fsdp": "FSDP",
+    "use_megatron_lm": "MEGATRON_LM",
+    "tpu": "XLA",
+    "cpu": "NO",
+}
+
+
+def replaced_strategy(launch: Launch) -> str | None:
+    """Return the flag of the command line that replaces the strategy for which the file has a section, if any."""
+    kind = launch.file["distributed_type"]
+    flags = [name for name, strategy in STRATEGIES.items() if name in launch.args.nondefault and strategy != kind]
+    return flags[0] if flags and kind in ("DEEPSPEED", "FSDP") else None
+
+
+def launcher_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield the reasons why a launch is not one torchrun per node, or why node mode cannot run under it."""
+    args, kind = launch.args, launch.file["distributed_type"]
+    if (flag := replaced_strategy(launch)) is not None:
+        what = f"`--{flag}` replaces `distributed_type: {kind}` of the file, and nothing reads its section (got "
+        what += f"{STRATEGIES[flag]}, expected {kind})"
+        more = "; without a GPU write `use_cpu: true` in the file" if flag == "cpu" else ""
+        yield Problem(what, f"leave `--{flag}` out{more}")
+        return
+    if launch.own_launcher:
+        what = f"DeepSpeed's own launcher would start the ranks, through ssh (got {launch.own_launcher}, expected"
+        what += " standard); accelerate also appends this environment, tokens included, to `.deepspeed_env`"
+        yield Problem(what, "write `deepspeed_multinode_launcher: standard` under `deepspeed_config:`")
+    if launch.launcher == "simple_launcher" and (args.num_processes or 1) > 1:
+        cause = "--cpu" if args.cpu else f"distributed_type: {kind}"
+        what = f"`{cause}` starts one process per node without a warning (got 1, expected {launch.ranks_per_node})"
+        cure = "write `distributed_type: DEEPSPEED`; without a GPU add `use_cpu: true` and leave `--cpu` out"
+        yield Problem(what, cure)
+    if launch.launcher not in {*PREPARE, "simple_launcher"} or args.use_megatron_lm:
+        what = f"the trainer cannot run under this launch (got {kind}, expected DEEPSPEED, FSDP or MULTI_GPU)"
+        yield Problem(what, "write `distributed_type: DEEPSPEED`")
+    if args.use_fsdp and str(args.fsdp_version) == "1":
+        what = "node mode has no weights of FSDP1, accelerate's default (got fsdp_version 1, expected 2)"
+        yield Problem(what, "write `fsdp_version: 2` under `fsdp_config:`")
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if args.use_parallelism_config and (size := getattr(args, f"parallelism_config_{name}")) > 1:
+            what = f"in node mode ranks share no rows (got `parallelism_config_{name}` {size}, expected 1)"
+            yield Problem(what, f"delete `parallelism_config_{name}`; FSDP2 shards the model over all ranks")
+
+
+def count_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if `num_processes`, the total, is one node's share or is not divisible by the nodes."""
+    total, nodes, most = launch.args.num_processes or 1, launch.num_nodes, max(1, launch.gpus_per_node - 1)
+    on_gpus = launch.visible is not None
+    # 8 processes on 4 nodes of 8 GPUs; 8 on 2 nodes are the split 4 + 4
+    share = on_gpus and nodes > 1 and total in (most, most + 1) and 2 * (total // nodes) < launch.gpus_per_node
+    if share and not (total % nodes == 0 and launch.script.engines.chosen):
+        what = f"`num_processes` is the total, not one node's share: {total // nodes} of {launch.gpus_per_node} GPUs"
+        what += f" a node would train (got {total}, expected {most * nodes} for {most} on each of {nodes} nodes)"
+        cure = f"write `num_processes: {most * nodes}`"
+        if total % nodes == 0:
+            cure += f"; if {total // nodes} a node are meant, set `num_engines` in the script's arguments"
+        yield Problem(what, cure)
+    elif total % nodes != 0:
+        shares = sorted(
+            {min(max(1, share), most if on_gpus else total) for share in (total // nodes, total // nodes + 1)}
+        )
+        fits = " or ".join(f"{share * nodes} ({share} a node)" for share in shares)
+        what = (
+            f"`num_processes`, the total, is not divisible by {nodes} nodes: accelerate runs {total // nodes} on each"
+        )
+        yield Problem(f"{what} (got {total}, expected {fits})", f"write `num_processes:` {fits}")
+
+
+def variable_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if torch and vLLM would read the variables that hide GPUs in different ways."""
+    if launch.visible is None:
+        return
+    try:
+        check_gpu_variables(rank_variables(launch.args.gpu_ids))
+    except ConfigurationError as error:
+        what, _, cure = str(error).partition(". ")
+        yield Problem(what, cure)
+
+
+def device_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if the node's processes train on every GPU that they see; the engine needs one of its own."""
+    if launch.visible is None or launch.started < len(launch.visible):
+        return
+    if launch.visible and (launch.script.engines.vllm_devices or not launch.script.node_mode):
+        return
+    most, needed = launch.gpus_per_node - 1, launch.gpus_per_node
+    if launch.started > most:
+        what = f"no GPU is left over for the engine (got {launch.started} processes a node, expected {most} or less)"
+        fewer = f"write `num_processes: {launch.num_nodes * most}`, the total, or " if most else ""
+        yield Problem(what, f"{fewer}name a training GPU in the trainer's `vllm_devices`, to share it")
+        return
+    variable = gpu_variable(os.environ)
+    by_ids = launch.args.gpu_ids != "all" and variable == CUDA
+    setting = f"`gpu_ids` {launch.args.gpu_ids}" if by_ids else f"{variable} of this shell"
+    hides = "the reserved GPU from the engine too"
+    if not launch.visible:
+        setting += "" if by_ids else f" (`{os.environ.get(variable, '')}`)"
+        hides = "every GPU of the node"
+    what = f"{setting} hides {hides} (got {len(launch.visible)} visible GPUs for"
+    what += f" {launch.started} processes, expected {needed})"
+    cure = "write `gpu_ids: all`, and no `--gpu_ids`: a rank takes the GPU of its own number and leaves the rest"
+    yield Problem(what, cure if by_ids else f"unset {variable}")

@@ -1,0 +1,55 @@
+"""Rules for DeepSpeed's config; each yields the problems of one kind."""
+
+from collections.abc import Iterator
+
+from ...deepspeed_values import differences
+from .launch import Launch, Problem
+
+
+def zero_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield the keys without which ZeRO-3 saves no weights, or cannot offload them."""
+    deepspeed = launch.deepspeed
+    if deepspeed is None:
+        return
+    where = f"in `{deepspeed.path}`" if deepspeed.path else "under `deepspeed_config:`"
+    if deepspeed.stage == 3 and not deepspeed.zero.get("stage3_gather_16bit_weights_on_model_save"):
+        key = "zero3_save_16bit_model: true"
+        if deepspeed.path:
+            key = '"stage3_gather_16bit_weights_on_model_save": true'
+        what = "a saved model would hold empty shards, which `from_pretrained` cannot read (got no"
+        yield Problem(f"{what} `{key.split(':')[0]}`, expected true)", f"write `{key}` {where}")
+    flag = deepspeed.config["zero3_init_flag"]
+    if deepspeed.stage == 3 and flag is not None and str(flag).lower() != "true":
+        what = f"accelerate would not gather the shards that transformers builds (got `zero3_init_flag` {flag},"
+        yield Problem(f"{what} expected true)", "write `zero3_init_flag: true` under `deepspeed_config:`")
+    for name in ("offload_optimizer", "offload_param"):
+        offload = deepspeed.zero.get(name) or {}
+        if offload.get("device") == "nvme" and str(offload.get("nvme_path") or "none") == "none":
+            what = f"`{name}` to `nvme` has no path (got None, expected a folder on the node's NVMe disk)"
+            key = "nvme_path" if deepspeed.path else f"{name}_nvme_path"
+            yield Problem(what, f"write `{key}: /local_nvme` {where}, with the node's own folder")
+
+
+def value_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield the values that differ between DeepSpeed's config and the script's arguments."""
+    deepspeed, script = launch.deepspeed, launch.script
+    if deepspeed is None:
+        return
+    config = {key: value for key, value in deepspeed.config.items() if key != "zero3_init_flag"}
+    if not deepspeed.path:  # accelerate fills it from the launch, and the ranks from the script
+        config = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
+    batch = vars(script.batch) if script.batch is not None else {}
+    for one in differences(config, batch | script.values, launch.num_ranks):
+        what = f"every rank would raise: `{one.key}` is not the script's `{one.argument}`"
+        cure = "delete it from the file, the trainer fills it in"
+        if deepspeed.path:
+            cure = f'write `"{one.key.rpartition(".")[2]}": "auto"` in `{deepspeed.path}`'
+            cure += "; accelerate takes 1 if it is missing" if one.key == "gradient_accumulation_steps" else ""
+        yield Problem(f"{what} (got {one.value}, expected {one.expected})", cure)
+
+
+def zero_notes(launch: Launch) -> Iterator[str]:
+    """Yield a note if accelerate takes its default for the construction of the model in shards."""
+    deepspeed = launch.deepspeed
+    if deepspeed and deepspeed.stage == 3 and deepspeed.config["zero3_init_flag"] is None:
+        yield "`zero3_init_flag` is missing: accelerate takes true, so each rank builds only its shard of the model"

@@ -1,0 +1,93 @@
+"""Rules for the engines: GPUs that are left over, tensor parallelism and attention heads."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from ...errors import ConfigurationError
+from ...run.gpu_variables import gpu_variable
+from ...run.topology import EngineDevices, Topology, assign_engines, idle_gpus
+from .launch import Launch, Problem
+from .reading import rank_variables
+
+
+def engine_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if a node's engines do not fit its GPUs, with the message of the run itself."""
+    engines, gpus = launch.script.engines, launch.visible
+    size, count = engines.vllm_tensor_parallel_size, engines.num_engines
+    try:
+        _assigned(launch)
+    except ConfigurationError as error:
+        assert gpus is not None
+        what, _, cure = str(error).partition(". ")
+        left = [free for free in range(size * (count or 1), len(gpus)) if free % size == 0]
+        if left and not engines.vllm_devices:
+            ranks = len(gpus) - left[0]
+            cure += f" `num_processes: {ranks * launch.num_nodes}` ({ranks} a node) leaves {left[0]} GPUs."
+        yield Problem(what, cure)
+
+
+def engine_notes(launch: Launch) -> Iterator[str]:
+    """Yield a note on GPUs of this node that would be idle."""
+    try:
+        devices = _assigned(launch)
+    except ConfigurationError:  # `engine_problems` reports it
+        return
+    if devices is not None and (idle := idle_gpus(devices)):
+        yield idle
+
+
+def _assigned(launch: Launch) -> EngineDevices | None:
+    """Return the GPUs of this node's engines as the run would assign them; `None` if it has none to assign.
+
+    Without GPUs any number of engines runs, and `device_problems` reports that none is left.
+    """
+    engines, gpus = launch.script.engines, launch.visible
+    if not gpus or not launch.script.node_mode or not (engines.vllm_devices or launch.started < len(gpus)):
+        return None
+    topology = Topology(
+        rank=launch.started * launch.args.machine_rank,
+        world_size=launch.num_ranks,
+        local_rank=0,
+        ranks_per_node=launch.started,
+        node=launch.args.machine_rank,
+        num_nodes=launch.num_nodes,
+        launched=True,
+    )
+    size, count = engines.vllm_tensor_parallel_size, engines.num_engines
+    environment = {gpu_variable(rank_variables(launch.args.gpu_ids)): ",".join(gpus)}
+    return assign_engines(topology, len(gpus), engines.vllm_devices, count, size, environment)
+
+
+def head_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if an engine's GPUs cannot share the attention heads of the model evenly."""
+    size, heads = launch.script.engines.vllm_tensor_parallel_size, _attention_heads(launch)
+    if launch.script.node_mode and heads and heads % size:
+        fits = [str(n) for n in range(1, size + 1) if heads % n == 0 and n & (n - 1) == 0]
+        what = f"`vllm_tensor_parallel_size` does not divide the attention heads of {launch.script.model} (got {size},"
+        yield Problem(
+            f"{what} expected a divisor of {heads})", f"pass `--vllm_tensor_parallel_size` {' or '.join(fits)}"
+        )
+
+
+def _attention_heads(launch: Launch) -> int | None:
+    """Return the number of attention heads from the model's config, if this machine has it; nothing is downloaded."""
+    name = launch.script.model
+    if name is None:
+        return None
+    path = Path(name) / "config.json"
+    if not path.is_file():
+        try:
+            cached = try_to_load_from_cache(name, "config.json", revision=launch.script.revision)
+        except ValueError:  # a path that does not exist is not a name on the Hub either
+            return None
+        if not isinstance(cached, str):
+            return None
+        path = Path(cached)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return (config.get("text_config") or config).get("num_attention_heads")

@@ -1,0 +1,78 @@
+"""Shared memory and disks of this node, against what the launch writes."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...wire.leftovers import leftovers
+from .case import Case
+from .facts import Fact, Finding, size
+from .models import find_model
+
+SHARED_MEMORY = Path("/dev/shm")
+MESSAGE_QUEUES = 160 << 20  # bytes of vLLM's message queues in /dev/shm, per engine
+OPTIMIZER_BYTES = 14  # per parameter in a checkpoint: weights in 2 bytes, and a master copy and two moments in 4 each
+NEARLY_FULL = 1 << 30  # bytes
+
+
+def free_bytes(path: Path) -> tuple[int, int]:
+    """Return the bytes that this user may write at a path or above it, and the size of its file system."""
+    place = existing(path)
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def existing(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def examine_shared_memory(case: Case) -> Iterator[Fact | Finding]:
+    """Yield the free shared memory, and an error if the weight sync and vLLM's queues do not fit into it."""
+    free, total = free_bytes(SHARED_MEMORY)
+    needed = needed_shared_memory(case)
+    yield Fact("/dev/shm", f"{size(free)} free of {size(total)}, {size(needed)} needed")
+    left = list(leftovers(remove=False))
+    dead = [each for each in left if each.kept is None]
+    held = sum(each.num_bytes for each in dead)
+    if dead:
+        what = f"killed runs left {len(dead)} folder(s) and {size(held)} of files and shared memory on this node"
+        yield Finding("warning", "/dev/shm", what, "the next start removes them; `trl-multinode clean` does it now")
+    if case.launch.script.node_mode and free + held < needed:
+        what = f"{SHARED_MEMORY} has {size(free)} free of {size(total)} (expected {size(needed)} for the weight sync"
+        what += f" and {case.engines} engine(s))"
+        cure = "give the container more shared memory (docker: --shm-size; Kubernetes: an `emptyDir` with `medium:"
+        yield Finding("error", "/dev/shm", what, f"{cure} Memory`), or lower `sync_bucket_mb`")
+
+
+def needed_shared_memory(case: Case) -> int:
+    """Return the bytes of both slots and of vLLM's message queues."""
+    return case.slots_bytes + MESSAGE_QUEUES * case.engines
+
+
+def examine_disks(case: Case) -> Iterator[Fact | Finding]:
+    """Yield the free bytes of `output_dir` and of the temporary folder, and findings if little is left."""
+    output, model = case.value("output_dir"), find_model(case)
+    folders = {"disk of `output_dir`": Path(output)} if output else {}
+    folders["disk of TMPDIR"] = Path(tempfile.gettempdir())
+    for name, folder in folders.items():
+        free, total = free_bytes(folder)
+        yield Fact(name, f"{size(free)} free of {size(total)} ({folder})")
+        if not os.access(existing(folder), os.W_OK):
+            yield Finding("error", name, f"{folder} cannot be written on this node", "choose another folder")
+        if free < NEARLY_FULL:
+            what = f"{folder} has {size(free)} free (expected {size(NEARLY_FULL)} or more)"
+            yield Finding("error", name, what, "free some space, or choose another folder")
+    if output and model is not None and model.parameters:
+        yield from _checkpoint(Path(output), model.parameters)
+
+
+def _checkpoint(folder: Path, parameters: int) -> Iterator[Finding]:
+    needed, (free, _) = OPTIMIZER_BYTES * parameters, free_bytes(folder)
+    if free < needed:
+        what = (
+            f"{folder} has {size(free)} free, a checkpoint of all nodes with AdamW's state takes about {size(needed)}"
+        )
+        cure = "choose a larger disk for `output_dir`, or set `save_only_model` if you will not resume"
+        yield Finding("warning", "disk of `output_dir`", what, cure)

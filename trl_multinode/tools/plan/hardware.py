@@ -1,0 +1,78 @@
+"""Nodes, GPUs and links of a plan, and the rates that it assumes of them."""
+
+import re
+from dataclasses import dataclass
+
+from . import PlanError
+
+GIB = 2**30
+# A GPU sold with 80 GB shows about 79.1 GiB to CUDA, one with 141 GB 139.8
+USABLE_SHARE = 0.98
+# Memory rate of the vendors' data sheets, in bytes per second; the first name that is part of the GPU's counts
+MEMORY_RATES = {
+    "GB200": 8.0e12,
+    "B200": 8.0e12,
+    "H200": 4.8e12,
+    "GH200": 4.0e12,
+    "H100": 3.35e12,
+    "H800": 3.35e12,
+    "H20": 4.0e12,
+    "A100": 2.0e12,
+    "A800": 2.0e12,
+    "L40S": 0.864e12,
+    "L40": 0.864e12,
+    "MI355X": 8.0e12,
+    "MI325X": 6.0e12,
+    "MI300X": 5.3e12,
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU; the rates are `None` if no table has its name."""
+
+    name: str
+    total: float  # bytes that CUDA reports
+    memory_rate: float | None  # bytes per second
+    peak: float | None  # dense bfloat16 operations per second
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes and the link between them."""
+
+    nodes: int
+    gpus: int  # of a node
+    gpu: Gpu
+    link: float  # bytes per second into a node
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Read nodes x GPUs of a node."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise PlanError(f"`--nodes` are nodes x GPUs of a node (got {text!r}, expected for example 4x8).")
+    return int(match[1]), int(match[2])
+
+
+def parse_gpu(text: str) -> Gpu:
+    """Read a GPU's name and its memory, as in `H100-80`."""
+    from ...reporting.flops import peak_of
+
+    match = re.fullmatch(r"([A-Za-z][\w ]*)-([1-9]\d*)", text)
+    if match is None:
+        raise PlanError(f"`--gpu` is a name and the GB of its memory (got {text!r}, expected H100-80).")
+    name = match[1].upper()
+    rate = next((rate for known, rate in MEMORY_RATES.items() if known in name.split()), None)
+    return Gpu(text, int(match[2]) * GIB * USABLE_SHARE, rate, peak_of(name))
+
+
+def parse_split(text: str, gpus: int) -> tuple[int, int]:
+    """Read a split such as `7+1`."""
+    match = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", text)
+    if match is None or int(match[1]) + int(match[2]) != gpus:
+        raise PlanError(
+            f"`--splits` are training + reserved GPUs of a node, {gpus} in all (got {text!r}, expected for example "
+            f"{gpus - 1}+1)."
+        )
+    return int(match[1]), int(match[2])

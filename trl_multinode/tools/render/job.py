@@ -1,0 +1,149 @@
+"""`Job`: nodes, devices and times of a launch, read from a config file of `accelerate launch` without accelerate."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...node_settings import NodeSettings
+
+DEFAULT_PORT = 29500  # of torchrun
+LAUNCHER_MARGIN_S = 5  # torchrun's limit that the ranks keep for their own end (`run/preemption.py: MARGIN_S`)
+END_S = 30  # from the deadline of the checkpoint to the end of engines, launcher and roll-call
+
+
+class JobError(ValueError):
+    """Config file or script that cannot be launched; the message has got, expected and the cure."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Launch of a script on several nodes."""
+
+    config: Path
+    nodes: int
+    ranks: int  # training processes of a node
+    gpus: int  # of a node, 0 without
+    port: int
+    script: str  # shell text: the script and its arguments
+    grace_s: int  # for the end of the step and a checkpoint, after a signal
+    timeout_s: int  # of the roll-call
+
+    @property
+    def launcher_s(self) -> int:
+        """Seconds after which torchrun may kill the ranks: `grace_s`, and what the ranks keep of this limit."""
+        return self.grace_s + LAUNCHER_MARGIN_S
+
+    @property
+    def kill_s(self) -> int:
+        """Seconds after which the scheduler may kill everything."""
+        return self.grace_s + END_S
+
+    @property
+    def launch(self) -> str:
+        """Shell text that meets the other nodes and runs this node's share; `$flags` holds its rank and address."""
+        config = shlex.quote(str(self.config))
+        wait = f"--wait --timeout {self.timeout_s}" + (
+            f" --gpus_per_node {self.gpus}" if self.gpus not in (0, 8) else ""
+        )
+        return (
+            f"trl-multinode check {config} {wait} $flags -- \\\n"
+            f"    accelerate launch --config_file {config} $flags {self.script}"
+        )
+
+    def summary(self) -> str:
+        """Return what the nodes do, in one line."""
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        if not self.gpus:
+            return f"{nodes} with {self.ranks} training process{'es' if self.ranks > 1 else ''} on the CPU of each"
+        trains, left = f"{self.ranks} {'trains' if self.ranks == 1 else 'train'}", self.gpus - self.ranks
+        rest = f"{left} {'generates' if left == 1 else 'generate'}" if left else "none is left for engines alone"
+        return f"{nodes} of {self.gpus} GPU{'s' if self.gpus > 1 else ''}: on each {trains}, {rest}"
+
+
+def read_job(path: str, script: str, gpus: int | None = None, grace_s: int | None = None, timeout_s: int = 600) -> Job:
+    """Read the job of a config file.
+
+    Args:
+        path (`str`):
+            Config file of `accelerate launch`.
+        script (`str`):
+            The training script and its arguments, as one word of the command line.
+        gpus (`int`, *optional*):
+            GPUs of a node; by default 8, or none with `use_cpu: true`.
+        grace_s (`int`, *optional*):
+            Seconds for a checkpoint after a signal; by default `--preemption_grace` of the script, or its default.
+        timeout_s (`int`, *optional*, defaults to `600`):
+            Longest wait of the roll-call.
+
+    Raises:
+        [`JobError`]: if the file or the script cannot be launched.
+    """
+    file = _read(path)
+    nodes, total = _count(file, path, "num_machines", 1), _count(file, path, "num_processes", None)
+    if total % nodes:
+        raise JobError(
+            f"{path}: `num_processes` is the total (got {total} for {nodes} nodes, expected a multiple of {nodes}); "
+            f"write {max(1, total // nodes) * nodes}"
+        )
+    gpus = gpus if gpus is not None else 0 if file.get("use_cpu") else 8
+    if gpus and total // nodes > gpus and not file.get("use_cpu"):
+        raise JobError(
+            f"{path}: a node has {gpus} GPUs (got `num_processes` {total}, expected at most {gpus * nodes}, the "
+            "total); correct it, or pass --gpus_per_node"
+        )
+    words = _words(script)
+    grace = grace_s if grace_s is not None else _grace_of(words)
+    port = _count(file, path, "main_process_port", DEFAULT_PORT)
+    return Job(Path(path), nodes, total // nodes, gpus, port, script.strip(), grace, timeout_s)
+
+
+def _read(path: str) -> dict[str, Any]:
+    cure = "`trl-multinode config 4x8` writes one"
+    try:
+        file = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise JobError(f"cannot read {path} ({reason}, expected a config file of accelerate); {cure}") from None
+    except yaml.YAMLError as error:
+        raise JobError(f"{path} is not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(file, dict):
+        raise JobError(f"{path} holds no keys (expected a config file of accelerate); {cure}")
+    return file
+
+
+def _count(file: dict[str, Any], path: str, key: str, default: int | None) -> int:
+    value: Any = file.get(key, default)
+    if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
+        raise JobError(f"{path}: `{key}` must be a number from 1 (got {value!r})")
+    return int(value)
+
+
+def _words(script: str) -> list[str]:
+    what = "--script takes the training script and its arguments as one word, as in --script 'train.py --max_steps 9'"
+    if "\n" in script.strip():
+        raise JobError(f"{what} (got several lines)")
+    try:
+        words = shlex.split(script)
+    except ValueError as error:
+        raise JobError(f"{what} (got {script!r}: {error})") from None
+    if not words:
+        raise JobError(f"{what} (got nothing)")
+    if "accelerate" in words[:1]:
+        raise JobError(f"{what} (got {words[0]}): leave `accelerate launch` and its flags out")
+    return words
+
+
+def _grace_of(words: list[str]) -> int:
+    """Return the value of `--preemption_grace` in the script's arguments, else its default."""
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.lstrip("-").replace("-", "_") == "preemption_grace" and name.startswith("--"):
+            value = value or "".join(words[index + 1 : index + 2])
+            try:
+                return int(float(value))
+            except ValueError:
+                raise JobError(f"`--preemption_grace` takes seconds (got {value!r})") from None
+    return int(NodeSettings.preemption_grace)
