@@ -18,6 +18,7 @@ other mixes are scaled down to a tenth and a fifth of it.
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -35,8 +36,9 @@ from datasets import Dataset
 from overlap import ENGINE_CORE, RANK_CORE, Schedule, pin, spread  # also binds the engine to its core
 from transformers import PrinterCallback
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.tool_model import tool_model, tool_tokenizer
 from trl_multinode import GRPOConfig, GRPOTrainer
-from trl_multinode.testing.tool_model import tool_model, tool_tokenizer
 
 GROUP = 2
 CALLS = "tools/call_frequency"

@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,10 +30,11 @@ from datasets import Dataset
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.launch_files import ZERO3, free_port
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
+from multinode_kit.replay import ReplayTrainer, log_normal_length
 from trl_multinode import GRPOConfig
-from trl_multinode.testing.launch_files import ZERO3, free_port
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
-from trl_multinode.testing.replay import ReplayTrainer, log_normal_length
 
 LONGEST, PROMPT = 768, 24  # tokens of the longest row; of the longest prompt
 ROWS, GENERATIONS = 4, 8  # TRL's micro-batch: what the cap is worth

@@ -21,6 +21,7 @@ import http.client
 import json
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -39,11 +40,12 @@ torch.set_num_threads(1)  # before the forks: the parent's OpenMP threads would 
 
 from replayed_core import VOCABULARY, Rank, Server, run_our_engine, run_real_engine, run_vllm_serve
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.settings import save_without_weights
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.wire.messages import WeightVersion
 
 RESULTS = Path(__file__).parent / "results" / "exchange.json"

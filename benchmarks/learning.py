@@ -80,7 +80,7 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
 
     torch.set_num_threads(1)
     control, in_flight = arm == "control", arm == "in_flight_3"
-    slow = {"logits_processors": ["trl_multinode.testing.logits_processor:SlowTokens"]}
+    slow = {"logits_processors": ["multinode_kit.logits_processor:SlowTokens"]}
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,

@@ -9,6 +9,7 @@ matrices are nearly all calls of a large model; dense ones have 300 to 1200 tens
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,8 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from trl_multinode.testing.engines import REAL, SyncDriver, running_engines
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.engines import REAL, SyncDriver, running_engines
 from trl_multinode.tools.plan.model_size import size_of
 
 RESULTS = Path(__file__).parent / "results" / "loader_calls.json"

@@ -28,6 +28,7 @@ below 1, an arm would be fast because it leaves long rows for later.
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -43,12 +44,13 @@ import torch
 from msgspec.structs import replace
 from transports import spread
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.engines import REAL, SyncDriver, running_engines
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.rollouts.continuous import ContinuousRollouts
 from trl_multinode.rollouts.look_ahead import LookAhead
-from trl_multinode.testing.engines import REAL, SyncDriver, running_engines
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.wire.messages import Await, Generate, Message, unpack_ids
 
 GROUP = 8

@@ -23,6 +23,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -40,11 +41,12 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.engines import REAL, running_engines
+from multinode_kit.launch_files import free_port
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
-from trl_multinode.testing.engines import REAL, running_engines
-from trl_multinode.testing.launch_files import free_port
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import slot_layout
 from trl_multinode.weights.gathering import ShardGather

@@ -23,6 +23,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -42,8 +43,9 @@ import torch
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode import GRPOConfig, GRPOTrainer
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 
 KEYS = ("step_s", "generate", "sync_weights", "ahead_s", "waited_s")
 ARMS = ("sync", "overlap", "control", "bare")

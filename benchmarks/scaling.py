@@ -16,6 +16,7 @@ import asyncio
 import gc
 import json
 import math
+import sys
 import tempfile
 from pathlib import Path
 from time import monotonic
@@ -25,8 +26,9 @@ import numpy as np
 import psutil
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.launch_files import free_port
 from trl_multinode.batches.batching import plan_micro_steps
-from trl_multinode.testing.launch_files import free_port
 from trl_multinode.tools.check import rollcall
 from trl_multinode.tools.check.attendance import Hello
 from trl_multinode.tools.check.meeting import Place

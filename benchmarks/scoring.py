@@ -21,6 +21,7 @@ A second run has the same slow reward without `score_groups`: TRL calls it in th
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import asdict, dataclass
@@ -38,8 +39,9 @@ from overlap import ENGINE_CORE, RANK_CORE, Schedule, pin, spread  # also binds 
 from slow_rewards import GROUP
 from transformers import PrinterCallback
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode import GRPOConfig, GRPOTrainer
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 
 ARMS = ("free", "slow", "control")
 WARM_UP_ROUNDS = 2

@@ -20,14 +20,16 @@ is a copy too), because four vLLMs do not fit on two cores.
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
-from trl_multinode.testing.engines import FAKE, REAL
-from trl_multinode.testing.launch_files import ZERO3
-from trl_multinode.testing.nodes import Nodes
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.engines import FAKE, REAL
+from multinode_kit.launch_files import ZERO3
+from multinode_kit.nodes import Nodes
 
 FOLDER = Path(__file__).parent
 LINKS = {"free": None, "1 Gbit/s": 1000}

@@ -52,7 +52,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_multinode.testing.engines import running_engines
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.engines import running_engines
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import slot_bytes
 from trl_multinode.weights.gathering import ShardGather

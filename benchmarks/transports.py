@@ -15,6 +15,7 @@ One process sends a model of 40 M parameters; arms take turns:
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +24,8 @@ from statistics import median
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from trl_multinode.testing.engines import REAL, SyncDriver, running_engines
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.engines import REAL, SyncDriver, running_engines
 from trl_multinode.weights.buckets import slot_bytes
 from trl_multinode.weights.transport import Transport
 

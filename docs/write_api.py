@@ -106,18 +106,12 @@ def pages() -> list[Page]:
     fields = entries(PACKAGE / "config.py", "NodeFields")
     trainers = [one for path in trainer_files() for one in entries(path, r"MultiNode\w+Trainer")]
     of_node = with_methods(entries(PACKAGE / "node_trainer.py", "NodeTrainer"), PUBLIC_METHODS)
-    kit = re.findall(
-        r"\]\((\w+)\.py\)", ast.get_docstring(ast.parse((PACKAGE / "testing" / "__init__.py").read_text()))
-    )
     settings = f"{TWO_NAMES} [settings.md](../settings.md) has them on one screen, with the defaults."
-    modules = "Import from the modules, as in `from trl_multinode.testing.nodes import Nodes`."
     messages = "[errors.md](../errors.md) has the causes and the cures."
-    of_kit = {name: with_methods(entries(PACKAGE / "testing" / f"{name}.py")) for name in dict.fromkeys(kit)}
     return [
         Page("configs.md", "Configs", settings, {"": [*configs, *fields]}),
         Page("trainers.md", "Trainers", f"{TWO_NAMES} All other methods are TRL's.", {"": trainers + of_node}),
         Page("errors.md", "Errors", messages, {"": entries(PACKAGE / "errors.py")}),
-        Page("testing.md", "Test kit", modules, of_kit),
     ]
 
 

@@ -4,16 +4,18 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+from multinode_kit.faults import FAKE, Faults
+from multinode_kit.nodes import Nodes
+from multinode_kit.waiting import wait_until
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.saving.checkpoint_files import why_unfinished
-from trl_multinode.testing.faults import FAKE, Faults
-from trl_multinode.testing.nodes import Nodes
-from trl_multinode.testing.waiting import wait_until
 
 SCRIPT = Path(__file__).with_name("named_engines.py")
 NODES, RANKS = 2, 2

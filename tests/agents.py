@@ -24,10 +24,10 @@ from replays import Gradients
 from tokenizers import AddedToken
 
 import trl_multinode
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.engine.row_stream import Peeking, RowRequest
 from trl_multinode.host import NodeHost
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.wire.messages import WeightVersion
 

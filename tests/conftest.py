@@ -21,7 +21,7 @@ from costs import FileCosts, budgets, file_of, name_of, parts
 from private_memory import make_shared_memory_private, note_segments, unused_segments
 from store_host import StoreHost
 
-from trl_multinode.testing.forking import template_pids
+from multinode_kit.forking import template_pids
 from trl_multinode.wire.supervisor import descendants, is_resource_tracker, title_of
 
 
@@ -167,7 +167,7 @@ def loopback_hub(monkeypatch):
     from huggingface_hub import constants
     from huggingface_hub.utils import _http, close_session
 
-    from trl_multinode.testing.hub import LoopbackHub
+    from multinode_kit.hub import LoopbackHub
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from trl_multinode.testing.faults import FAULTY_REAL, FORKED, REAL, TREE
-from trl_multinode.testing.forking import FORK_EVENT, LAUNCHER_PROGRAM, VLLM_PROGRAM, template_pids
+from multinode_kit.faults import FAULTY_REAL, FORKED, REAL, TREE
+from multinode_kit.forking import FORK_EVENT, LAUNCHER_PROGRAM, VLLM_PROGRAM, template_pids
 
 TESTS = Path(__file__).parent
 BUDGETS = TESTS / "budgets.json"
@@ -25,7 +25,7 @@ SLOWEST = 10
 FREE_CPU_S = 10.0
 # Between machines of the same kind, CPU seconds of a file differ by less than this
 MACHINE_FACTOR = 1.5
-TEMPLATE = "trl_multinode.testing.template"
+TEMPLATE = "multinode_kit.template"
 NIGHTLY = " (nightly)"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 

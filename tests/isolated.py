@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 from listening import listeners
 
-from trl_multinode.testing.engines import TREE, SyncDriver, running_engines
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit.engines import TREE, SyncDriver, running_engines
+from multinode_kit.models import tiny_qwen2
 
 
 def facts(process: psutil.Process) -> dict:

@@ -10,10 +10,10 @@ from forks import on_gloo_ranks
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from multinode_kit.launch_files import free_port
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
+from multinode_kit.replay import ReplayTrainer, seeded
 from trl_multinode import GRPOConfig
-from trl_multinode.testing.launch_files import free_port
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
-from trl_multinode.testing.replay import ReplayTrainer, seeded
 
 PROMPTS = [f"{i} " * (1 + i % 7) for i in range(64)]  # 2 to 21 tokens
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from waiting import until
 
+from multinode_kit.engines import SyncDriver, worst_difference
 from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.row_stream import RowRequest
-from trl_multinode.testing.engines import SyncDriver, worst_difference
 from trl_multinode.wire.messages import WeightVersion
 
 LIMIT = 1e-5  # mean difference of log-probs in fp32

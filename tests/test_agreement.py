@@ -15,6 +15,7 @@ from peft import LoraConfig
 from store_host import RANKS, StoreHost, topology_of
 from trl import RLOOConfig
 
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode import GRPOConfig, must_agree
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.run.agreement import Disagreement, Facts, disagreements
@@ -22,7 +23,6 @@ from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.values import flat, shown, text_of
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.trainers import MultiNodeDistillationConfig, MultiNodeRLOOConfig
 
 ROWS = [{"prompt": f"{i} + {i} =", "answer": 2 * i} for i in range(40)]

@@ -48,15 +48,14 @@ LIBRARIES = {
                 "batches",
                 "rehearsal",
                 "reporting",
-                "testing",
             ),
             "",
         ),
         "tools": "lazily",
     },
-    "accelerate": {"tools": "", "testing": ""},  # elsewhere it is TRL's accelerator
-    "vllm": {"engine_process": "lazily", "vllm_worker": "", "testing": ""},
-    "deepspeed": {"weights": "lazily", "testing": "lazily"},
+    "accelerate": {"tools": ""},  # elsewhere it is TRL's accelerator
+    "vllm": {"engine_process": "lazily", "vllm_worker": ""},
+    "deepspeed": {"weights": "lazily"},
     "peft": {"weights": "lazily", "saving": "lazily"},
 }
 
@@ -184,7 +183,7 @@ def test_collectives_are_called_where_the_table_says():
 
 # Rooms of a command or of an engine's process, which has a log
 OWN_OUTPUT = {
-    "tools", "examples", "testing", "engine_process", "vllm_worker", "transports",
+    "tools", "examples", "engine_process", "vllm_worker", "transports",
 }  # fmt: skip
 
 

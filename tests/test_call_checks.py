@@ -11,10 +11,10 @@ from peft import LoraConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_m
 from transformers import BitsAndBytesConfig, GPT2Config, Qwen2Config
 from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
+from multinode_kit.models import save_tiny, tiny_qwen2
 from trl_multinode import GRPOConfig, call_checks
 from trl_multinode.call_checks import check_model, check_own_folders, uneven_evaluations
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.testing.models import save_tiny, tiny_qwen2
 
 FOUR_BIT = BitsAndBytesConfig(load_in_4bit=True)
 

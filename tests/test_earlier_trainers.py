@@ -11,14 +11,14 @@ from forks import forked
 from waiting import HANG_S
 
 import trl_multinode.host.ending as host_module
+from multinode_kit.engines import FAKE
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
+from multinode_kit.waiting import wait_until
 from trl_multinode import GRPOConfig, GRPOTrainer
 from trl_multinode.host import NodeHost
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.topology import EngineDevices
 from trl_multinode.run.watch.watchdog import Watchdog
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
-from trl_multinode.testing.waiting import wait_until
 from trl_multinode.wire.supervisor import is_running
 
 LIMIT_S = HANG_S

@@ -11,11 +11,11 @@ from teacher_server import teacher_server
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import trl_multinode
+from multinode_kit.models import tiny_qwen2
 from trl_multinode import GMPOTrainer  # here, because vLLM sets variables
 from trl_multinode.errors import ConfigurationError
 from trl_multinode.experimental.server_distillation import check_teacher
 from trl_multinode.node_trainer import NodeTrainer, bound_arguments
-from trl_multinode.testing.models import tiny_qwen2
 
 IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate"}
 

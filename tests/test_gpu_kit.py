@@ -17,8 +17,8 @@ from gpu_kit.record import Recorder, events, merge, read
 from gpu_kit.weights import run_stages
 from waiting import until
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.faults import Faults
+from multinode_kit.engines import FAKE
+from multinode_kit.faults import Faults
 from trl_multinode.wire.supervisor import is_running
 
 pytestmark = [pytest.mark.real, pytest.mark.nightly]
@@ -115,6 +115,7 @@ def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_
 
 
 def test_sigterm_ends_a_job_too(slow_job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"])  # the kit adds to it
     monkeypatch.setattr(gpu, "describe", lambda rehearse: META)
     monkeypatch.setattr(gpu, "selected", lambda options: [Job("slow", "ab", print)])
     before = signal.getsignal(signal.SIGTERM)

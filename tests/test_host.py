@@ -58,7 +58,7 @@ def test_a_vllm_out_of_range_is_told_with_the_range(monkeypatch, found):
 
 def test_another_engine_such_as_the_fake_one_needs_no_vllm(monkeypatch):
     monkeypatch.setattr(engine_settings, "version", lambda name: "0.1")
-    monkeypatch.setenv("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.testing.fake_engine")
+    monkeypatch.setenv("TRL_MULTINODE_ENGINE_MODULE", "multinode_kit.fake_engine")
     check_vllm()
 
 

@@ -12,6 +12,8 @@ from forks import forked
 from pidfds import forbid_pidfds
 from waiting import HANG_S, until
 
+from multinode_kit.engines import ENGINE_ARGS, FAKE
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine.cores import engine_cores, on_cores
 from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine.run_folder import RunFolder
@@ -19,8 +21,6 @@ from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker, sav
 from trl_multinode.run.limits import launchers
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
-from trl_multinode.testing.engines import ENGINE_ARGS, FAKE
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.wire.connection import Connection
 from trl_multinode.wire.process_end import ProcessReference, open_end, start_time
 from trl_multinode.wire.supervisor import PidWatch, is_running

@@ -18,8 +18,8 @@ from teacher_server import teacher_server
 from transformers import AutoTokenizer
 
 import trl_multinode
-from trl_multinode.testing.launch_files import fresh_environment
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from multinode_kit.launch_files import fresh_environment
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 
 # 100 CPU s; that a config leaves node mode off is decided by test_config.py
 pytestmark = [pytest.mark.real, pytest.mark.nightly]

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "trl_multinode"
 LIBRARIES = ("trl", "transformers", "vllm", "deepspeed", "peft", "accelerate", "torch")
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items() if not name.startswith("testing/")}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 TRAINERS = {
     name: getattr(trl_multinode, f"MultiNode{name}Trainer")
     for name in ("GRPO", "RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation")

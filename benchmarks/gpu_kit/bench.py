@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from trl_multinode.testing.engines import SyncDriver, running_engines
+from multinode_kit.engines import SyncDriver, running_engines
 from trl_multinode.weights.transport import Transport
 
 from . import rows as comparing

@@ -8,8 +8,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import safe_get_full_grad
 
+from multinode_kit.replay import ReplayTrainer, log_normal_length
 from trl_multinode import GRPOConfig
-from trl_multinode.testing.replay import ReplayTrainer, log_normal_length
 
 PER_LAYER = ("q_proj", "down_proj", "input_layernorm")  # of every layer, enough to reveal a wrong gradient
 

@@ -15,6 +15,7 @@ from .jobs import Job
 from .preflight import ROOT
 from .record import FAILED, SKIPPED, events
 
+FOLDERS = (ROOT / "benchmarks", ROOT, ROOT / "tests")  # of the kit, the package, and its test kit
 STAGE_LIMIT_S = 240.0
 DESCRIBE_LIMIT_S = 120.0
 POLL_S = 0.5
@@ -23,7 +24,7 @@ OUT_OF_TIME = "the time of the run was over"
 
 def helper(*arguments: str, **keywords) -> subprocess.Popen:
     """Start `python -m gpu_kit.job` in a session of its own, so that this process never holds GPU memory."""
-    path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "gpu_kit.job", *arguments]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, **keywords)
 

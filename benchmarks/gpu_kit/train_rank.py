@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from trl_multinode.testing.models import tiny_tokenizer
+from multinode_kit.models import tiny_tokenizer
 
 GENERATIONS = 4
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from trl_multinode.testing.launch_files import ZERO3, NodesSpec, free_port, fresh_environment
-from trl_multinode.testing.models import tiny_tokenizer
+from multinode_kit.launch_files import ZERO3, NodesSpec, free_port, fresh_environment
+from multinode_kit.models import tiny_tokenizer
 
 from .machine import Machine, build_model
 from .record import require

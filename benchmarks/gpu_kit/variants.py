@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, get_peft_model
 
+from multinode_kit.engines import SyncDriver, running_engines
 from trl_multinode.engine.settings import lora_arguments
-from trl_multinode.testing.engines import SyncDriver, running_engines
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.transport import Transport
 

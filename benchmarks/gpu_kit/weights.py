@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from trl_multinode.testing.engines import SyncDriver, running_engines
+from multinode_kit.engines import SyncDriver, running_engines
 from trl_multinode.weights.buckets import slot_bytes
 from trl_multinode.weights.transport import Transport
 

@@ -95,7 +95,9 @@ class Suite:
         return 1 if mode == "vllm" else self.jobs
 
     def environment(self, run: dict, jobs: int) -> dict[str, str]:
-        path = os.pathsep.join([str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join(
+            [str(HERE), str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
         home = {"HF_HOME": str(self.folder / "hf"), "HF_HUB_OFFLINE": "1"}
         own = {"PYTHONPATH": path, "TRL_SUITE": json.dumps(run), "TRL_EXPERIMENTAL_SILENCE": "1"}
         # a pytest with several processes may be the caller, and its variables are not for the one that starts here

@@ -38,12 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
         if RUN["mode"] == "plain":  # TRL's default, which TRL's tests rely on
             config_class.__init__ = with_default(config_class.__init__, use_vllm=False)
     if RUN["mode"] == "node" and "PYTEST_XDIST_WORKER" not in os.environ:  # workers have this one's environment
-        from trl_multinode.testing.faults import FAKE
-        from trl_multinode.testing.forking import from_template
+        from multinode_kit.faults import FAKE
+        from multinode_kit.forking import from_template
 
         os.environ[ENGINE_MODULE] = from_template(FAKE)
     if RUN["mode"] == "vllm":
-        os.environ[ENGINE_MODULE] = "trl_multinode.testing.forked_vllm"
+        os.environ[ENGINE_MODULE] = "multinode_kit.forked_vllm"
 
 
 def use_cpu_without_gpu() -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trl_multinode.testing.faults import FAKE as FAKE_ENGINE
-from trl_multinode.testing.faults import HOOK
+from multinode_kit.faults import FAKE as FAKE_ENGINE
+from multinode_kit.faults import HOOK
 
 MODES: dict[str, dict] = {  # added to the config of `train.py`
     "sync": {},

@@ -16,12 +16,13 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
 import yaml
 from modes import DEMOS, REAL, Demo
 from report import Report
 from rich.console import Console
 
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.nodes import Nodes
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]

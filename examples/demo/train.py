@@ -26,8 +26,8 @@ from task import (
 )
 from transformers import TrainerCallback
 
+from multinode_kit.faults import Faults
 from trl_multinode import GRPOConfig, GRPOTrainer
-from trl_multinode.testing.faults import Faults
 
 NUM_GENERATIONS = 8
 ROWS_PER_RANK = 64  # 32 prompts a step on 4 ranks; with 16, one seed in three got stuck at a reward below 0.7

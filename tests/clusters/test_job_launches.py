@@ -11,7 +11,7 @@ import pytest
 import yaml
 from waiting import HANG_S, until
 
-from trl_multinode.testing.launch_files import free_port, fresh_environment
+from multinode_kit.launch_files import free_port, fresh_environment
 from trl_multinode.tools import main
 
 # test_slurm_script.py and test_render.py divide the same launch with bash; test_grpo_command.py has the words
@@ -64,7 +64,7 @@ def test_pods_meet_launch_and_end_with_the_code_of_the_run(tmp_path, monkeypatch
         variables = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_MASTER_ADDR": "127.0.0.1",
                      "PET_MASTER_PORT": "29400", "PET_NPROC_PER_NODE": "auto", "JOB_COMPLETION_INDEX": str(rank),
                      "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo",
-                     "PYTHONPATH": str(ROOT)}  # fmt: skip
+                     "PYTHONPATH": os.environ["PYTHONPATH"]}  # fmt: skip
         with log.open("wb") as file:
             pods.append(
                 subprocess.Popen(command, env=fresh_environment() | variables, stdout=file, stderr=subprocess.STDOUT)
@@ -88,7 +88,7 @@ def test_two_ranks_run_the_module_with_the_scripts_words(tmp_path):
     config = tmp_path / "c.yaml"
     assert main(["config", "1x2", "--cpu", "--out", str(config)]) == 0
     words = ["--accelerate_config", str(config), "--main_process_port", "0", *NEEDED]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}", "PROBE": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{tmp_path}", "PROBE": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code, *words], env=environment, cwd=tmp_path, capture_output=True, text=True
     )

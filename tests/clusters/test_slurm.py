@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S, until
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.launch_files import ZERO3, NodesSpec
-from trl_multinode.testing.slurm import SlurmCluster, slurm_available
+from multinode_kit.engines import FAKE
+from multinode_kit.launch_files import ZERO3, NodesSpec
+from multinode_kit.slurm import SlurmCluster, slurm_available
 from trl_multinode.tools import main
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S, until
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.launch_files import fresh_environment
-from trl_multinode.testing.namespaces import Namespaces, namespaces_available
+from multinode_kit.engines import FAKE
+from multinode_kit.launch_files import fresh_environment
+from multinode_kit.namespaces import Namespaces, namespaces_available
 from trl_multinode.tools import main
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -105,9 +105,9 @@ def script(hosts, monkeypatch, capsys) -> Path:
     for name in ("run.sh", "c.yaml"):
         Path(name).unlink(missing_ok=True)
     assert main(["config", "2x1", "--cpu", "--out", "c.yaml"]) == 0
-    variables = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1,
+    variables = {"GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": 1,
                  "TRL_MULTINODE_ENGINE_MODULE": FAKE, "TMPDIR": hosts.private, "HF_HUB_OFFLINE": 1}  # fmt: skip
-    variables |= {name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ}
+    variables |= {name: os.environ[name] for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR") if name in os.environ}
     options = [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
     options += ["--setup", f"export PATH={Path(sys.executable).parent}:$PATH", "--grace", "60", "--out", "run.sh"]
     arguments = ["--script", f"'{SCRIPT}' $PWD/run", "--hosts", "10.77.0.1,10.77.0.2", "--timeout", "60"]

@@ -15,7 +15,7 @@ import pytest
 from doctoring import config_in
 from forks import Rank, forked
 
-from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
+from multinode_kit.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.tools.check.waiting import place_of
 from trl_multinode.tools.doctor import cluster, exchange
 from trl_multinode.tools.doctor.exchange import Exchange

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from forks import forked
 
-from trl_multinode.testing.launch_files import free_port
+from multinode_kit.launch_files import free_port
 from trl_multinode.tools.doctor import ring
 from trl_multinode.tools.doctor.cluster import RingPlan, differing, measure_links
 from trl_multinode.tools.doctor.facts import Fact, NodeReport

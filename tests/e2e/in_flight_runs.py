@@ -6,8 +6,8 @@ from pathlib import Path
 
 from waiting import HANG_S
 
-from trl_multinode.testing.faults import Faults
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import Faults
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "in_flight.py"
 GROUP, WORLD = 4, 4

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from waiting import HANG_S
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.engines import FAKE
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "continued.py"
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE}

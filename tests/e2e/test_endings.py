@@ -17,10 +17,10 @@ import pytest
 from left_behind import left_in
 from waiting import HANG_S, until
 
+from multinode_kit.faults import HOOK, TREE
+from multinode_kit.namespaces import namespaces_available
+from multinode_kit.nodes import Nodes
 from trl_multinode.saving.newest import newest_whole
-from trl_multinode.testing.faults import HOOK, TREE
-from trl_multinode.testing.namespaces import namespaces_available
-from trl_multinode.testing.nodes import Nodes
 from trl_multinode.wire.supervisor import descendants, title_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "endless.py"

@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file
 from waiting import HANG_S
 
+from multinode_kit.engines import FAKE
+from multinode_kit.nodes import Nodes
 from trl_multinode.run.endings import exit_codes
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]

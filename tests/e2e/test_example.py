@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file
 from waiting import HANG_S, until
 
-from trl_multinode.testing.faults import FAKE, HOOK
-from trl_multinode.testing.models import save_tiny
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import FAKE, HOOK
+from multinode_kit.models import save_tiny
+from multinode_kit.nodes import Nodes
 from trl_multinode.tools.plan.measured import read_run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.launch_files import DDP, FSDP2, ZERO3
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.engines import FAKE
+from multinode_kit.launch_files import DDP, FSDP2, ZERO3
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "features.py"
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.testing.forking import template_pids
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.forking import template_pids
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "process.py"
 pytestmark = [pytest.mark.two_node, pytest.mark.nightly]

@@ -22,9 +22,9 @@ from in_flight_runs import (
 )
 from waiting import HANG_S, until
 
-from trl_multinode.testing.faults import FAKE
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import FAKE
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.nodes import Nodes
 
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 

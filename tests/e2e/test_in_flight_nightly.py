@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from in_flight_runs import GROUP, SLOW, WORLD, check_whole, end, losses, losses_of, results, start, trained, versions
 
-from trl_multinode.testing.faults import FAKE, FORKED, Faults
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import FAKE, FORKED, Faults
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.nodes import Nodes
 
 # `weights/test_adapter_sync.py`, `rollouts/test_agents.py`, `engine/` and `test_in_flight.py` decide
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S, until
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.launch_files import ZERO3, fresh_environment
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.engines import FAKE
+from multinode_kit.launch_files import ZERO3, fresh_environment
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "small_run.py"
 ZERO2 = ZERO3 | {"zero_optimization": {"stage": 2}}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.engines import FAKE
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "continued.py"
 # `rollouts/test_look_ahead.py`, `_generation_ahead.py` and `_agents.py` decide, and on two nodes `test_continued.py`

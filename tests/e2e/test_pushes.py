@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from waiting import HANG_S
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.hub import LoopbackHub
-from trl_multinode.testing.launch_files import ZERO3
-from trl_multinode.testing.models import save_tiny
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.engines import FAKE
+from multinode_kit.hub import LoopbackHub
+from multinode_kit.launch_files import ZERO3
+from multinode_kit.models import save_tiny
+from multinode_kit.nodes import Nodes
 
 TOKEN = "hf_SecretOfTheRun"
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]

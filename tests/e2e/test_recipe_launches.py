@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.testing.faults import FAKE, HOOK
-from trl_multinode.testing.models import save_tiny
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import FAKE, HOOK
+from multinode_kit.models import save_tiny
+from multinode_kit.nodes import Nodes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = EXAMPLES / "recipes"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.testing.faults import FAKE, Faults
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import FAKE, Faults
+from multinode_kit.nodes import Nodes
 from trl_multinode.tools.timeline.lanes import STEP_PHASES
 from trl_multinode.tools.timeline.reading import read_run
 from trl_multinode.tools.timeline.table import phase_seconds

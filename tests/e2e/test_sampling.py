@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trl_multinode.testing.faults import FORKED
-from trl_multinode.testing.launch_files import ZERO3
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import FORKED
+from multinode_kit.launch_files import ZERO3
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "features.py"
 NAMES = ["structured_outputs", "stop_strings", "pictures"]

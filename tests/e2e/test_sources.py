@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.testing.engines import FORKED
-from trl_multinode.testing.nodes import Nodes
-from trl_multinode.testing.sources import KINDS
+from multinode_kit.engines import FORKED
+from multinode_kit.nodes import Nodes
+from multinode_kit.sources import KINDS
 
 SCRIPT = Path(__file__).parent / "scripts" / "sources.py"
 NAMES = {

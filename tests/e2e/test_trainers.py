@@ -6,10 +6,10 @@ import pytest
 from metric_names import documented, mine
 from teacher_server import teacher_server
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.launch_files import ZERO3
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.engines import FAKE
+from multinode_kit.launch_files import ZERO3
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
+from multinode_kit.nodes import Nodes
 
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 TRAINERS = ["RLOO", "Distillation", "SDFT", "SDPO", "GOLD", "IWOPD", "GMPO", "ServerDistillation"]

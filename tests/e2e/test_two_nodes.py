@@ -14,9 +14,9 @@ from left_behind import left_in
 from listening import listeners
 from waiting import HANG_S, until
 
-from trl_multinode.testing.faults import FORKED, HOOK, Faults
-from trl_multinode.testing.namespaces import namespaces_available
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import FORKED, HOOK, Faults
+from multinode_kit.namespaces import namespaces_available
+from multinode_kit.nodes import Nodes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 FAULTS = Faults().lie_about_load(8).lose_load(10).stale_head(12).environment()

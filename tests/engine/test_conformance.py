@@ -26,7 +26,10 @@ from swapping import (
     send_as,
 )
 
-from trl_multinode import testing
+import multinode_kit
+from multinode_kit.engines import FAKE, FORKED, REAL, SyncDriver, running_engines, worst_difference
+from multinode_kit.faults import Faults
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import (
     EngineError,
@@ -39,9 +42,6 @@ from trl_multinode.errors import (
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.rollouts.monitor import DivergenceMonitor
-from trl_multinode.testing.engines import FAKE, FORKED, REAL, SyncDriver, running_engines, worst_difference
-from trl_multinode.testing.faults import Faults
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weights.buckets import layer_key
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
@@ -83,7 +83,7 @@ def driver_of(tmp_path_factory):
             model.generation_config.eos_token_id, model.config.eos_token_id = [FURTHER_EOS], NO_EOS
             faults = Faults().lose_load(7).lie_about_load(8).stale_head(9).lose_load(62)
             names = {FAKE: (), REAL: ("SlowTokens",), FORKED: ("SlowTokens", "EvenTokensOnly")}[module]
-            custom = {"logits_processors": [f"{testing.__name__}.logits_processor:{name}" for name in names]}
+            custom = {"logits_processors": [f"{multinode_kit.__name__}.logits_processor:{name}" for name in names]}
             engine = faults.late_outputs(70, 79).engine(module)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv(PREEMPT_VARIABLE, "USR1")

@@ -14,15 +14,15 @@ import pytest
 from forks import forked
 from waiting import HANG_S, until
 
+from multinode_kit import engines as testing_engines
+from multinode_kit.engines import FAKE, SyncDriver, running_engines
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.client import EngineClient
 from trl_multinode.engine.dispatch import EngineLoad, PromptRequest
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.process import EngineProcess
 from trl_multinode.engine.row_stream import RowRequest, RowStream
 from trl_multinode.errors import EngineDiedError, EngineStalledError
-from trl_multinode.testing import engines as testing_engines
-from trl_multinode.testing.engines import FAKE, SyncDriver, running_engines
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.wire.messages import Generate
 
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}

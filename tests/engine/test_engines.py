@@ -5,12 +5,12 @@ import re
 import pytest
 from test_conformance import FEATURE, PROMPTS, SAMPLING, check_log_probs
 
+from multinode_kit.engines import FORKED, TREE, SyncDriver, running_engines, worst_difference
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import CPU_ENVIRONMENT
 from trl_multinode.engine.start_log import STAGES
 from trl_multinode.errors import EngineStartError
-from trl_multinode.testing.engines import FORKED, TREE, SyncDriver, running_engines, worst_difference
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.tools.plan.engine_memory import BLOCK_TOKENS, cache_blocks
 from trl_multinode.tools.plan.model_size import size_of
 from trl_multinode.wire.messages import Await

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from left_behind import left_in
 
-from trl_multinode.testing.namespaces import Namespaces, namespaces_available
+from multinode_kit.namespaces import Namespaces, namespaces_available
 
 SCRIPT = Path(__file__).parents[1] / "isolated.py"
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "PYTHON_SECRET", "CUDA_PASSWORD", "NCCL_CREDENTIALS")

@@ -14,11 +14,11 @@ import pytest
 from store_host import topology_of
 from waiting import HANG_S, until
 
+from multinode_kit.faults import FAKE
+from multinode_kit.namespaces import INTERFACE, namespaces_available
+from multinode_kit.nodes import Nodes
 from trl_multinode.run.heartbeats.judges import READ_STATES_EVERY_S
 from trl_multinode.run.heartbeats.node_slots import NAME, NodeSlots
-from trl_multinode.testing.faults import FAKE
-from trl_multinode.testing.namespaces import INTERFACE, namespaces_available
-from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "scripts" / "endless.py"
 LIMIT_S = 6.0

@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from store_host import RANKS, StoreHost, enter
 from waiting import HANG_S
 
+from multinode_kit.engines import FAKE
+from multinode_kit.nodes import Nodes
 from trl_multinode.engine.process import RunFolder
 from trl_multinode.errors import DiskError
 from trl_multinode.run import disk
@@ -25,8 +27,6 @@ from trl_multinode.run import store as run_store
 from trl_multinode.run.disk import as_disk_error, written_folders
 from trl_multinode.run.endings.exit_codes import DISK, code_of
 from trl_multinode.saving.newest import newest_whole
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "scripts" / "continued.py"
 BIG = torch.zeros(2**20)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S, until
 
-from trl_multinode.testing.faults import FAKE
-from trl_multinode.testing.namespaces import namespaces_available
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.faults import FAKE
+from multinode_kit.namespaces import namespaces_available
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parents[1] / "e2e" / "scripts" / "endless.py"
 RANKS = {0, 1, 2, 3}

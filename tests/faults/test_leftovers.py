@@ -14,12 +14,12 @@ import pytest
 from forks import forked
 from waiting import HANG_S, until
 
+from multinode_kit.engines import ENGINE_ARGS, FAKE
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.settings import save_without_weights
-from trl_multinode.testing.engines import ENGINE_ARGS, FAKE
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.tools import main
 from trl_multinode.transports.base import SlotSettings
 from trl_multinode.transports.host_memory import HostSlots

@@ -12,12 +12,12 @@ from forks import forked
 from store_host import RANKS, begin_early
 from waiting import HANG_S, until
 
+from multinode_kit.namespaces import namespaces_available
 from trl_multinode import errors
 from trl_multinode.run import owner, versions
 from trl_multinode.run import store as run_store
 from trl_multinode.run.begin import check_writable
 from trl_multinode.run.endings import exit_codes
-from trl_multinode.testing.namespaces import namespaces_available
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from forks import Rank, forked
 from store_host import RANKS, StoreHost, enter, enter_early, topology_of
 from waiting import HANG_S, until
 
+from multinode_kit.engines import ENGINE_ARGS, FAKE
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode import GRPOConfig
 from trl_multinode.engine.process import EngineProcess, RunFolder, wait_until_ready
 from trl_multinode.engine.settings import save_without_weights
@@ -35,8 +37,6 @@ from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.saving.checkpoint_files import MARKERS
 from trl_multinode.saving.newest import newest_whole
 from trl_multinode.saving.preempted import SaveAtPreemption
-from trl_multinode.testing.engines import ENGINE_ARGS, FAKE
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.wire.stop_signals import (
     END_ENGINE,
     OF_LAUNCHERS,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.testing.engines import FAKE
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.engines import FAKE
+from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "scripts" / "continued.py"
 ENVIRONMENT = {"TRL_MULTINODE_ENGINE_MODULE": FAKE, "TRL_MULTINODE_PREEMPT_SIGNAL": "USR1"}

@@ -16,6 +16,10 @@ import pytest
 import torch
 from waiting import HANG_S, until
 
+from multinode_kit.engines import ENGINE_ARGS
+from multinode_kit.faults import FAKE, HOOK, TREE
+from multinode_kit.forking import from_template
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine import fleet as fleet_module
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.fleet import EngineFleet
@@ -30,10 +34,6 @@ from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
-from trl_multinode.testing.engines import ENGINE_ARGS
-from trl_multinode.testing.faults import FAKE, HOOK, TREE
-from trl_multinode.testing.forking import from_template
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.weights.host_copy import HostCopy
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync

@@ -21,9 +21,9 @@ from forks import Rank, forked
 from torch.distributed import TCPStore
 from waiting import HANG_S, until
 
+from multinode_kit.launch_files import free_port
+from multinode_kit.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.run.endings.exit_codes import CONFIGURATION, PEER_LOST
-from trl_multinode.testing.launch_files import free_port
-from trl_multinode.testing.namespaces import Namespaces, enter_node, namespaces_available
 from trl_multinode.tools.check import check, main, meeting, rollcall
 from trl_multinode.tools.check.attendance import Hello, Verdict, host_id
 from trl_multinode.tools.check.command_run import run_command

@@ -16,13 +16,13 @@ from store_host import topology_of
 from trl.trainer import grpo_trainer
 from waiting import HANG_S, until
 
+from multinode_kit.faults import FAKE
+from multinode_kit.nodes import Nodes
 from trl_multinode.errors import RolloutError
 from trl_multinode.rollouts import rewards as rewards_module
 from trl_multinode.rollouts.rewards import RewardCalls
 from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.run.endings.exit_codes import USER_CODE
-from trl_multinode.testing.faults import FAKE
-from trl_multinode.testing.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "rewards.py"
 LIMIT_S = 0.2

@@ -11,12 +11,12 @@ from forks import forked
 from replays import make, on_ranks
 from transformers import Trainer, TrainerCallback
 
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.errors import EngineDiedError, RehearsalError
 from trl_multinode.rehearsal import rehearsal as rehearsal_module
 from trl_multinode.rehearsal.rehearsal import Rehearsal
 from trl_multinode.rehearsal.rows import Rows, batch_of
 from trl_multinode.rehearsal.state_memory import reserve_state, state_bytes
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 
 # e2e/test_continued decides that a run is the same with a rehearsal, test_longest_rows which rows it has
 pytestmark = pytest.mark.nightly

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 from transformers.utils import hub as transformers_hub
 
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import ConfigurationError, HubPushError, SavedWeightsError
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import EngineDevices, Topology
 from trl_multinode.saving import pushing
 from trl_multinode.saving.hub import HubTrainer, check_push
-from trl_multinode.testing.models import tiny_qwen2
 
 TOKEN = "hf_SecretOfTheTest"
 COMMIT = "/commit/"

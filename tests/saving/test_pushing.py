@@ -9,10 +9,10 @@ import pytest
 from huggingface_hub import HfApi
 from waiting import HANG_S
 
+from multinode_kit.hub import LoopbackHub
 from trl_multinode.errors import HubPushError, SavedWeightsError
 from trl_multinode.saving import pushing
 from trl_multinode.saving.pushing import CheckedHub, Settings, hide
-from trl_multinode.testing.hub import LoopbackHub
 
 TOKEN = "hf_SecretOfTheTest"
 COMMIT, UPLOAD = "/commit/", "PUT /lfs/"

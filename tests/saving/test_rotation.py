@@ -18,6 +18,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import hub as transformers_hub
 
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import HubPushError
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.look_ahead import LookAhead
@@ -26,7 +27,6 @@ from trl_multinode.run.topology import Topology
 from trl_multinode.saving import pushing
 from trl_multinode.saving.checkpoints import CheckpointLog
 from trl_multinode.saving.resume import Resume
-from trl_multinode.testing.models import tiny_qwen2
 
 
 class Model(torch.nn.Module):

@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import MultiNodeError, SavedWeightsError
 from trl_multinode.saving.saved_weights import check_saved
-from trl_multinode.testing.models import tiny_qwen2
 
 KEY = "model.layers.1.mlp.up_proj.weight"
 

@@ -1,4 +1,4 @@
-"""`trl_multinode.testing.nodes`: the machines that every test of a real launch stands on."""
+"""`multinode_kit.nodes`: the machines that every test of a real launch stands on."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.testing.namespaces import namespaces_available
-from trl_multinode.testing.nodes import Nodes
+from multinode_kit.namespaces import namespaces_available
+from multinode_kit.nodes import Nodes
 
 pytestmark = pytest.mark.nightly  # a kit that did less would fail the launches that stand on it
 MEET = """

@@ -11,9 +11,9 @@ import pytest
 from forks import forked
 from waiting import HANG_S, until
 
-from trl_multinode.testing import template
-from trl_multinode.testing.forked_process import Inherited
-from trl_multinode.testing.forking import ForkedProcess
+from multinode_kit import template
+from multinode_kit.forked_process import Inherited
+from multinode_kit.forking import ForkedProcess
 from trl_multinode.wire.supervisor import is_alive
 
 pytestmark = [pytest.mark.real, pytest.mark.nightly]

@@ -11,14 +11,14 @@ from received import received
 from swapping import differences_with_a_cached_prefix, generate_while_sending
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from trl_multinode import testing
+import multinode_kit
+from multinode_kit.engines import FAKE, FORKED, SyncDriver, running_engines, worst_difference
+from multinode_kit.faults import Faults
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
 from trl_multinode.errors import ConfigurationError, EngineError, WeightSyncError, WeightVersionError
-from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines, worst_difference
-from trl_multinode.testing.faults import Faults
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weights.buckets import plan_buckets, slot_layout
 from trl_multinode.weights.building import SyncPlan, checked_with_engines, plan_sync
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource, adapter_obstacle, lora_rank
@@ -219,7 +219,7 @@ def run(request, tmp_path_factory):
     logs = tmp_path_factory.mktemp("log")
     lora = lora_arguments(lora_rank(base))
     if request.param[0] != FAKE:
-        lora["logits_processors"] = [f"{testing.__name__}.logits_processor:SlowTokens"]
+        lora["logits_processors"] = [f"{multinode_kit.__name__}.logits_processor:SlowTokens"]
     with running_engines(base, logs, module, tensor_parallel_size=workers, max_model_len=1024, **lora) as engines:
         yield Run(model, SyncDriver(base, engines, source=AdapterSource(base, torch.float32)))
 

@@ -12,12 +12,12 @@ from test_weight_sync import Sharded
 from torch import nn
 
 import trl_multinode.host.syncing as host_module
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.sources import prepare
 from trl_multinode.errors import WeightsNotFiniteError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.run.topology import Topology
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.sources import prepare
 from trl_multinode.weights.finite import unchecked
 from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource

@@ -6,9 +6,9 @@ from peft import LoraConfig, get_peft_model
 from served import Keeper, digest, serving
 from torch import nn
 
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.group import EngineGroup
 from trl_multinode.errors import WeightSyncError
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weights.host_copy import HostCopy
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.source import ModuleSource, WeightSource

@@ -10,11 +10,11 @@ import transformers
 from forks import forked
 from PIL import Image
 
+from multinode_kit.architectures import model_for
+from multinode_kit.engines import FORKED, SyncDriver, running_engines, worst_difference
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import EngineError
 from trl_multinode.rollouts.requests import requests_of
-from trl_multinode.testing.architectures import model_for
-from trl_multinode.testing.engines import FORKED, SyncDriver, running_engines, worst_difference
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 

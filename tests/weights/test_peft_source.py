@@ -5,9 +5,9 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from received import received
 
+from multinode_kit.engines import FAKE, FORKED, SyncDriver, running_engines
+from multinode_kit.models import renamed_llava, tiny_qwen2
 from trl_multinode.errors import ConfigurationError, WeightSyncError
-from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
-from trl_multinode.testing.models import renamed_llava, tiny_qwen2
 from trl_multinode.weights.building import plan_sync
 from trl_multinode.weights.peft_source import AdapterSource, PeftSource
 from trl_multinode.weights.source import ModuleSource

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from multinode_kit.engines import FAKE, SyncDriver, running_engines
+from multinode_kit.faults import Faults
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import LogprobDivergenceError
-from trl_multinode.testing.engines import FAKE, SyncDriver, running_engines
-from trl_multinode.testing.faults import Faults
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.weights.probe import probe_engines
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from forks import forked
 
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.errors import WeightSyncError
 from trl_multinode.host import NodeHost
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.transports import host_memory
 from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.weights.buckets import WeightMeta, plan_buckets, slot_layout

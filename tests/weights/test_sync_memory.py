@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from memory import MIB, status
 
-from trl_multinode.testing.engines import TREE, SyncDriver, running_engines
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit.engines import TREE, SyncDriver, running_engines
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.wire.supervisor import descendants, title_of
 
 # test_weight_sync.py counts the buckets that are open, which is what a fault here would change first

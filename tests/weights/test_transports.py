@@ -11,11 +11,11 @@ import torch.distributed as dist
 from file_transport import FileSlots, OpenedFileSlots
 from served import Keeper, digest, serving
 
+from multinode_kit.engines import FAKE, FORKED, SyncDriver, running_engines
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import ConfigurationError, EngineDiedError, WeightSyncError
 from trl_multinode.run.topology import EngineDevices
 from trl_multinode.settings import WEIGHT_TRANSPORTS
-from trl_multinode.testing.engines import FAKE, FORKED, SyncDriver, running_engines
-from trl_multinode.testing.models import tiny_qwen2
 from trl_multinode.transports.base import Machine, call_with_timeout
 from trl_multinode.transports.broadcast import Broadcast, BroadcastSlots, OpenedBroadcastSlots
 from trl_multinode.transports.host_memory import HostSlots

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import WeightRenaming
 
-from trl_multinode.testing.models import renamed_llava, tiny_qwen2
+from multinode_kit.models import renamed_llava, tiny_qwen2
 from trl_multinode.weights.buckets import ALIGNMENT, WeightMeta, layer_key, plan_buckets, slot_bytes, slot_layout
 from trl_multinode.weights.names import checkpoint_names
 from trl_multinode.weights.source import ModuleSource

@@ -14,8 +14,8 @@ from forks import on_gloo_ranks
 from served import Keeper, digest, serving
 from torch import nn
 
-from trl_multinode.testing import sources
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit import sources
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.weights.finite import unchecked
 from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.source import ModuleSource

@@ -1,6 +1,6 @@
 """The engine's end of the protocol: connections, the order of updates and generation, progress.
 
-This module does not import vLLM. The same server runs on the fake backend of `trl_multinode.testing`, so that the fake
+This module does not import vLLM. The same server runs on the fake backend of `multinode_kit`, so that the fake
 engine behaves like the real one.
 """
 

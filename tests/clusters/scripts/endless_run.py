@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "scripts"))
 from common import make_trainer
 
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit.models import tiny_qwen2
 
 
 def distinct(completion_ids, **_):

@@ -17,7 +17,7 @@ from common import RANK, WORLD, make_trainer
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit.models import tiny_qwen2
 
 FOLDER = Path(sys.argv[1])
 STEPS = 6

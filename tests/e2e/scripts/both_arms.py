@@ -26,7 +26,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl.trainer import grpo_trainer
 
 import trl_multinode
-from trl_multinode.testing.models import tiny_qwen2, tiny_tokenizer
+from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.weights.source import keep_head_during_backward
 
 STEPS = 3

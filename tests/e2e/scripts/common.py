@@ -8,8 +8,8 @@ import deepspeed
 import torch
 from datasets import Dataset
 
+from multinode_kit.models import tiny_tokenizer
 from trl_multinode import GRPOConfig, GRPOTrainer
-from trl_multinode.testing.models import tiny_tokenizer
 
 RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])

@@ -29,7 +29,7 @@ from common import RANK, Recorder, make_trainer, write_result
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit.models import tiny_qwen2
 
 folder, jobs_json = sys.argv[1:]
 

@@ -7,7 +7,7 @@ import sys
 
 from common import RANK, make_trainer
 
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit.models import tiny_qwen2
 
 folder, failing = sys.argv[1], [int(rank) for rank in sys.argv[2:]]
 calls = 0

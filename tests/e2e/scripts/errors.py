@@ -9,8 +9,8 @@ import torch
 from common import RANK, WORLD, Recorder, make_trainer
 from transformers import TrainerCallback
 
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.waiting import wait_until
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.waiting import wait_until
 
 folder, case = sys.argv[1:]
 

@@ -28,8 +28,8 @@ from scenarios import Adder, add
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.tool_model import CALL, DONE, TURN_END, tool_model, tool_tokenizer
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.tool_model import CALL, DONE, TURN_END, tool_model, tool_tokenizer
 
 folder, jobs_json = sys.argv[1:]
 

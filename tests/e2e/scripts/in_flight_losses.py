@@ -14,7 +14,7 @@ from deepspeed.utils import safe_get_full_grad
 from scenarios import AtSteps
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit.models import tiny_qwen2
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 NUM_FIRST = 4  # the rounds that begin before the first update hold hardly any row that sees several

@@ -20,9 +20,9 @@ from trackio.sqlite_storage import SQLiteStorage
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from trl_multinode.testing.architectures import model_for
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.tool_model import tool_model, tool_tokenizer
+from multinode_kit.architectures import model_for
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.tool_model import tool_model, tool_tokenizer
 
 # ---- accelerate 1.15 makes FSDP of several GPUs only; with this of several CPUs too, by the same plugin
 

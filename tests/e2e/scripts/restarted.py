@@ -25,11 +25,11 @@ import common
 from common import RANK, make_trainer, write_result
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from multinode_kit.faults import HOOK, Faults
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.waiting import wait_until
 from trl_multinode import GRPOTrainer
 from trl_multinode.host import NodeHost
-from trl_multinode.testing.faults import HOOK, Faults
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.waiting import wait_until
 
 folder, jobs_json = sys.argv[1:]
 ROWS_LIMIT_S = 5.0

@@ -9,8 +9,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.tool_model import tool_model, tool_tokenizer
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.tool_model import tool_model, tool_tokenizer
 
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {}
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")

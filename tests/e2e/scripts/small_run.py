@@ -11,8 +11,8 @@ os.environ.setdefault("WORLD_SIZE", "1")
 import trl
 from common import Recorder, make_trainer, write_result
 
+from multinode_kit.models import tiny_qwen2
 from trl_multinode import MultiNodeGRPOConfig
-from trl_multinode.testing.models import tiny_qwen2
 
 os.environ["HF_TOKEN"] = os.environ["TEST_TOKEN"]  # not in the launch: imports read it, and forked ranks share theirs
 folder, config = sys.argv[1:]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from common import RANK, WORLD, write_result
 
-from trl_multinode.testing.engines import running_engines
-from trl_multinode.testing.models import tiny_qwen2
-from trl_multinode.testing.sources import KINDS, prepare
+from multinode_kit.engines import running_engines
+from multinode_kit.models import tiny_qwen2
+from multinode_kit.sources import KINDS, prepare
 from trl_multinode.weights.gathering import ShardGather
 from trl_multinode.weights.probe import probe_tokens
 from trl_multinode.weights.source import ModuleSource

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from common import RANK, WORLD, Recorder, make_trainer, perturb, write_result
 
+from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.errors import MultiNodeError
-from trl_multinode.testing.models import tiny_qwen2
 
 folder, until = sys.argv[1], sys.argv[2]
 PROMPTS = [f"{i} + {i + 1} =" for i in range(64)]

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "e2e" / "scripts"))
 from common import RANK, make_trainer
 from transformers import TrainerCallback
 
-from trl_multinode.testing.models import tiny_qwen2
+from multinode_kit.models import tiny_qwen2
 
 rounds = {"plain": 0, "judged": 0}
 

@@ -8,9 +8,10 @@ from unittest.mock import patch
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from ..vllm_worker import reloading
-from ..vllm_worker.plugin import BACKEND
-from ..vllm_worker.worker import BucketReceiver, WorkerExtension
+from trl_multinode.vllm_worker import reloading
+from trl_multinode.vllm_worker.plugin import BACKEND
+from trl_multinode.vllm_worker.worker import BucketReceiver, WorkerExtension
+
 from .faults import Faults
 
 

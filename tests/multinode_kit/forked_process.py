@@ -26,7 +26,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ..run.watch import early
+from trl_multinode.run.watch import early
+
 from .namespaces import enter_node
 from .thread_safe_fork import fork_without_held_locks
 

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..wire.process_end import end_with_parent
+from trl_multinode.wire.process_end import end_with_parent
+
 from .faults import FORKED, HOOK
 from .forking import ForkedProcess, fork_launcher, from_template
 from .launch_files import ZERO3, NodesSpec, core_of_engines, node_environment

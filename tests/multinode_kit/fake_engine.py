@@ -1,6 +1,6 @@
 """An engine without vLLM: the same protocol and server with a transformers model. It is slow, small and correct.
 
-`python -m trl_multinode.testing.fake_engine SPEC.json` replaces `trl_multinode.engine_process.main` when
+`python -m multinode_kit.fake_engine SPEC.json` replaces `trl_multinode.engine_process.main` when
 `TRL_MULTINODE_ENGINE_MODULE` names it; words of [`Faults`](faults.py) may stand before the spec. It starts in the time
 of one import (vLLM: half a minute). It computes real log-probs, so the library's alarms work with it.
 `tests/engine/test_conformance.py` runs the same tests on both.
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ..engine_process.backend import Backend, CompletionBuffer, Refused, end_row, show
-from ..engine_process.main import main
-from ..transports.base import SELF_TEST_S, call_with_timeout
-from ..transports.opening import open_slots
-from ..wire.messages import (
+from trl_multinode.engine_process.backend import Backend, CompletionBuffer, Refused, end_row, show
+from trl_multinode.engine_process.main import main
+from trl_multinode.transports.base import SELF_TEST_S, call_with_timeout
+from trl_multinode.transports.opening import open_slots
+from trl_multinode.wire.messages import (
     ADAPTER_TENSORS,
     BeginUpdate,
     EngineSpec,
@@ -36,6 +36,7 @@ from ..wire.messages import (
     RequestRefused,
     WeightVersion,
 )
+
 from .fake_sampling import SAMPLING_KEYS, sample
 from .faults import Faults
 

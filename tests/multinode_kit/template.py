@@ -1,6 +1,6 @@
 """A process that has imported what every rank or every vLLM engine imports, and that forks them on request.
 
-[`forking`](forking.py) starts `python -u -m trl_multinode.testing.template KIND SOCKET`, at most once per kind and
+[`forking`](forking.py) starts `python -u -m multinode_kit.template KIND SOCKET`, at most once per kind and
 test session. There are two kinds, because DeepSpeed's and vLLM's patches of torch do not mix in one process. The
 imports of a rank take 15 s of a core, those of a fake engine 5 s, those of vLLM 9 s; a fork takes a tenth of a second.
 """
@@ -15,8 +15,9 @@ import sys
 from importlib import import_module
 from typing import NoReturn
 
-from ..wire.process_end import open_end
-from ..wire.supervisor import kill_descendants
+from trl_multinode.wire.process_end import open_end
+from trl_multinode.wire.supervisor import kill_descendants
+
 from .forked_engine import run_engine
 from .forked_process import Inherited, run_launcher, run_to_the_end
 from .forking import FAKE_PROGRAM, LAUNCHER_PROGRAM, RANKS_KIND, VLLM_KIND, VLLM_PROGRAM
@@ -33,8 +34,8 @@ RANK_IMPORTS = (
     "transformers.integrations.deepspeed",
     "transformers.models.qwen2.modeling_qwen2",
     "trl_multinode.trainer",
-    "trl_multinode.testing.fake_engine",
-    "trl_multinode.testing.models",
+    "multinode_kit.fake_engine",
+    "multinode_kit.models",
 )
 VLLM_IMPORTS = (
     "vllm.v1.engine.async_llm",
@@ -44,8 +45,8 @@ VLLM_IMPORTS = (
     "vllm.v1.executor.multiproc_executor",
     "vllm.model_executor.models.qwen2",
     "trl_multinode.engine_process.vllm_backend",
-    "trl_multinode.testing.faulty_engine",
-    "trl_multinode.testing.forked_vllm",
+    "multinode_kit.faulty_engine",
+    "multinode_kit.forked_vllm",
 )
 IMPORTS = {RANKS_KIND: RANK_IMPORTS, VLLM_KIND: VLLM_IMPORTS}
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 HOOK = "TRL_MULTINODE_ENGINE_MODULE"  # variable that replaces the engine's module and adds words to its command line
 REAL = "trl_multinode.engine_process.main"
-FAULTY_REAL = "trl_multinode.testing.faulty_engine"  # REAL accepts no faults
-TREE = "trl_multinode.testing.forked_vllm"  # the real engine whose vLLM processes are its forks; it accepts faults
-FAKE = "trl_multinode.testing.fake_engine"
+FAULTY_REAL = "multinode_kit.faulty_engine"  # REAL accepts no faults
+TREE = "multinode_kit.forked_vllm"  # the real engine whose vLLM processes are its forks; it accepts faults
+FAKE = "multinode_kit.fake_engine"
 
 # TREE, or FAKE, as a fork of a template process. `forking.from_template` adds the template's socket and the program.
 # The process that a rank starts only stands for the fork, so vLLM's processes are no descendants of it
-FORKED = "trl_multinode.testing.forked_engine"
+FORKED = "multinode_kit.forked_engine"
 
 
 @dataclass(frozen=True)

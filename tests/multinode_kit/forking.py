@@ -21,7 +21,7 @@ Node = tuple[str, list[str]]  # arguments of `namespaces.enter_node`
 STOP_LIMIT_S = 10.0
 RANKS_KIND, VLLM_KIND = "ranks", "vllm"  # of a template, by what it has imported
 LAUNCHER_PROGRAM, FAKE_PROGRAM, VLLM_PROGRAM = "launcher", "fake", "vllm"  # that a fork runs
-FORK_EVENT = "trl_multinode.testing.fork"  # audit event of each fork, with the program
+FORK_EVENT = "multinode_kit.fork"  # audit event of each fork, with the program
 # Libraries read these when they are imported, which the template has done once for all launches
 READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "DS_", "OMP_", "TORCH_", "PYTHON", "XDG_", "TRACKIO_")
 
@@ -219,8 +219,8 @@ def has_template(engine: str) -> bool:
 def _vllm_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of vLLM's template: that of an engine on a CPU, started from `environment`."""
     # They import torch, which the processes that stand for engines import from here must not pay for
-    from ..engine.environment import engine_environment, is_kept
-    from ..engine.settings import CPU_ENVIRONMENT
+    from trl_multinode.engine.environment import engine_environment, is_kept
+    from trl_multinode.engine.settings import CPU_ENVIRONMENT
 
     read = {name: value for name, value in environment.items() if is_kept(name) and name.startswith(READ_AT_IMPORT)}
     return engine_environment({**read, **CPU_ENVIRONMENT})

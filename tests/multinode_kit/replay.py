@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..trainer import MultiNodeGRPOTrainer
+from trl_multinode.trainer import MultiNodeGRPOTrainer
 
 
 def seeded(*parts: object) -> np.random.Generator:

@@ -1,4 +1,4 @@
-"""The real engine with forked vLLM processes: `python -m trl_multinode.testing.forked_vllm [FAULTS] SPEC.json`.
+"""The real engine with forked vLLM processes: `python -m multinode_kit.forked_vllm [FAULTS] SPEC.json`.
 
 On a CPU vLLM starts its engine core and each worker as a new Python process that imports vLLM again: 24 of the 37 CPU
 seconds that an engine with a tiny model takes. Here they are forks of the engine process, which is vLLM's own default
@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 
-from ..engine_process.main import main
-from ..engine_process.vllm_backend import VllmBackend
-from ..wire.messages import EngineSpec
+from trl_multinode.engine_process.main import main
+from trl_multinode.engine_process.vllm_backend import VllmBackend
+from trl_multinode.wire.messages import EngineSpec
+
 from .faulty_engine import FaultyBackend
 
 

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..engine.client import Rollout
-from ..engine.node_engines import NodeEngines
-from ..engine.process import EngineProcess, wait_until_ready
-from ..engine.run_folder import RunFolder
-from ..engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
-from ..weights.source import ModuleSource, WeightSource
-from ..weights.sync import WeightSync
-from ..weights.transport import Transport
-from ..wire.messages import WeightVersion
+from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.process import EngineProcess, wait_until_ready
+from trl_multinode.engine.run_folder import RunFolder
+from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, cores_per_worker, save_without_weights
+from trl_multinode.weights.source import ModuleSource, WeightSource
+from trl_multinode.weights.sync import WeightSync
+from trl_multinode.weights.transport import Transport
+from trl_multinode.wire.messages import WeightVersion
+
 from .faults import FAKE, FORKED, REAL, TREE  # noqa: F401 - callers of `running_engines` import them
 from .forking import from_template
 from .models import tiny_tokenizer

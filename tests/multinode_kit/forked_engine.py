@@ -1,6 +1,6 @@
 """An engine as a fork of a [`template`](template.py).
 
-Usage: `python -m trl_multinode.testing.forked_engine SOCKET PROGRAM [FAULTS] SPEC.json`.
+Usage: `python -m multinode_kit.forked_engine SOCKET PROGRAM [FAULTS] SPEC.json`.
 
 A rank starts this module as it starts any engine, as a new process. The process stands for the engine: it asks the
 template to fork one, passes its owner's signal on to it, and ends as it ends. If it is killed, so is the fork.
@@ -14,8 +14,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ..wire.process_end import open_end
-from ..wire.stop_signals import END_ENGINE, ignore_stop_signals
+from trl_multinode.wire.process_end import open_end
+from trl_multinode.wire.stop_signals import END_ENGINE, ignore_stop_signals
+
 from .forked_process import Inherited, begin_process, show_node
 from .forking import FAKE_PROGRAM, VLLM_PROGRAM, ForkedProcess
 from .namespaces import enter_namespaces_of

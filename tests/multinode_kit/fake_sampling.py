@@ -11,7 +11,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from ..wire.sampling import TRUNCATING
+from trl_multinode.wire.sampling import TRUNCATING
 
 SAMPLING_KEYS = {
     "temperature",

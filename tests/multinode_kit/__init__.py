@@ -1,4 +1,4 @@
-"""The public test kit.
+"""The test kit: what tests, the demo and the benchmarks run instead of machines, networks and models.
 
 - [`engines`](engines.py): engines without a trainer, real or fake;
 - [`fake_engine`](fake_engine.py): the fake engine; `tests/engine/test_conformance.py` tests it together with vLLM;
@@ -14,5 +14,16 @@
 - [`replay`](replay.py): a trainer whose completions are computed from its prompts, without an engine;
 - [`hub`](hub.py): a model hub on this machine, with faults on request.
 
-Import from the modules, not from this package: each module has its own dependencies.
+Import from the modules, not from this package: each module has its own dependencies. The wheel has no kit. A
+program that uses it puts `tests/` on its path; the processes that it starts then find the kit and the package too.
 """
+
+import os
+import sys
+from pathlib import Path
+
+_FOLDERS = [str(folder) for folder in Path(__file__).resolve().parents[1:3]]  # tests/, and the repository
+
+sys.path += [folder for folder in _FOLDERS if folder not in sys.path]
+_inherited = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+os.environ["PYTHONPATH"] = os.pathsep.join([*_inherited, *(each for each in _FOLDERS if each not in _inherited)])

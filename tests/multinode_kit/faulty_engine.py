@@ -1,4 +1,4 @@
-"""The real engine with faults: `python -m trl_multinode.testing.faulty_engine skip_load@2-2 SPEC.json`.
+"""The real engine with faults: `python -m multinode_kit.faulty_engine skip_load@2-2 SPEC.json`.
 
 [`Faults`](faults.py) makes the words before the spec.
 """
@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from ..engine_process.main import main
-from ..engine_process.vllm_backend import VllmBackend
-from ..wire.messages import EngineSpec
+from trl_multinode.engine_process.main import main
+from trl_multinode.engine_process.vllm_backend import VllmBackend
+from trl_multinode.wire.messages import EngineSpec
+
 from .faults import Faults
 
 LATE_S = 1.0  # longer than an update; vLLM waits 0.02 s after a pause for outputs that are not read yet
@@ -20,7 +21,7 @@ LATE_S = 1.0  # longer than an update; vLLM waits 0.02 s after a pause for outpu
 class FaultyBackend(VllmBackend):
     """Backend that delays requests, or their outputs, and makes vLLM's workers use the faulty receiver."""
 
-    worker_extension = "trl_multinode.testing.faulty_receiver.FaultyWorkerExtension"
+    worker_extension = "multinode_kit.faulty_receiver.FaultyWorkerExtension"
 
     def __init__(self, spec: EngineSpec):
         self._faults = Faults.from_command_line()
