@@ -202,7 +202,7 @@ def check_own(words: list[str]) -> None:
     else:
         with mock.patch.object(argparse.ArgumentParser, "parse_known_args", parsed_only(known_flags())):
             try:
-                COMMANDS[name](rest)
+                import_module(f"trl_multinode.tools.{COMMANDS[name]}").main(rest)
             except Parsed as parsed:
                 if lost := parsed.args[0]:
                     raise Refused(f"it has no argument {' '.join(lost)}") from None

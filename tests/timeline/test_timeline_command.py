@@ -1,6 +1,5 @@
-"""`trl-multinode timeline`: its table, the trace, the picture, and its errors."""
+"""`trl-multinode timeline`: its table, the trace, and its errors."""
 
-import builtins
 import json
 import re
 
@@ -8,10 +7,8 @@ import pytest
 from timeline.runs import STEPS, write_run
 
 from trl_multinode.tools import main
-from trl_multinode.tools.timeline import picture
 from trl_multinode.tools.timeline.command import chosen_steps
-from trl_multinode.tools.timeline.lanes import Lane, Span
-from trl_multinode.tools.timeline.reading import Run, TimelineError, read_run
+from trl_multinode.tools.timeline.reading import TimelineError
 
 
 @pytest.fixture
@@ -118,49 +115,3 @@ def test_errors_are_one_line_with_what_was_expected(folder, capsys, arguments, m
     assert main(["timeline", *(str(folder) if word == "RUN" else word for word in arguments)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trl-multinode timeline: ") and re.search(message, line)
-
-
-# ---- the picture
-
-
-@pytest.mark.nightly
-def test_a_picture_has_every_piece_in_its_lane_at_its_time(folder, tmp_path, monkeypatch):
-    """Bars of a lane do not overlap, and their widths are the seconds of the phases."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    run = read_run([folder]).cut(range(2, 4))
-    assert picture.draw(run, tmp_path / "a.png", "title") == []
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    (axes,) = figures[0].axes
-    bars = [path.get_extents() for each in axes.collections for path in each.get_paths()]
-    rank = sorted((box.x0, box.x1) for box in bars if box.y0 == -0.4)
-    assert all(one[1] <= next_[0] + 1e-9 for one, next_ in zip(rank, rank[1:], strict=False))
-    assert sum(end - start for start, end in rank) == pytest.approx(sum(run.lanes[0].seconds().values()))
-
-
-@pytest.mark.nightly
-def test_a_picture_of_many_ranks_has_the_slowest_one_of_each_node():
-    lanes = [
-        Lane(node, "rank", node * 7 + rank, [Span("wait", 0, 1 if rank == node % 7 else 2), Span("train", 2, 3)])
-        for node in range(9) for rank in range(7)
-    ]  # fmt: skip
-    lanes += [Lane(node, "engine", 0, []) for node in range(9)]
-    lanes.sort(key=lambda lane: lane.node)
-    found, notes = picture.chosen(Run(lanes, 1, [1]))
-    assert [lane.name for lane in found[:4]] == ["rank 0", "engine 0", "rank 8", "engine 0"] and len(found) == 18
-    assert len(notes) == 1
-
-
-@pytest.mark.nightly
-def test_a_picture_without_matplotlib_says_how_to_get_it(folder, monkeypatch, capsys):
-    real = builtins.__import__
-
-    def without(name, *arguments):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    assert main(["timeline", str(folder), "--png"]) == 1
-    assert "pip install 'trl-multinode[timeline]'" in capsys.readouterr().err

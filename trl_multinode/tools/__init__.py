@@ -1,8 +1,8 @@
 """The command `trl-multinode`, also `python -m trl_multinode.tools`. A sub-command loads only what it needs."""
 
 import sys
-from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
 
 USAGE = """\
 usage: trl-multinode COMMAND ...
@@ -16,75 +16,22 @@ usage: trl-multinode COMMAND ...
   grpo     train with GRPO: model, dataset and rewards from the command line, as `trl grpo`
   render   write a job file for SLURM, Kubernetes, ssh or SkyPilot; submits nothing
   flags    print --machine_rank and --main_process_ip from the scheduler's variables, inside a job
-  timeline show what each rank and engine of a run did when: a table, a trace, a picture, a page
+  timeline show what each rank and engine of a run did when: a table, a trace, a page
 
 `trl-multinode COMMAND --help` lists the arguments, `trl-multinode --version` prints the version."""
 
 
-def _config(argv: list[str]) -> int:
-    from .config import main
-
-    return main(argv)
-
-
-def _check(argv: list[str]) -> int:
-    from .check.report import main
-
-    return main(argv)
-
-
-def _doctor(argv: list[str]) -> int:
-    from .doctor.report import main
-
-    return main(argv)
-
-
-def _grpo(argv: list[str]) -> int:
-    from .grpo import main
-
-    return main(argv)
-
-
-def _plan(argv: list[str]) -> int:
-    from .plan.command_line import main
-
-    return main(argv)
-
-
-def _clean(argv: list[str]) -> int:
-    from .clean import main
-
-    return main(argv)
-
-
-def _render(argv: list[str]) -> int:
-    from .render.command import main
-
-    return main(argv)
-
-
-def _flags(argv: list[str]) -> int:
-    from .render.node_flags import main
-
-    return main(argv)
-
-
-def _timeline(argv: list[str]) -> int:
-    from .timeline.command import main
-
-    return main(argv)
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "config": _config,
-    "check": _check,
-    "clean": _clean,
-    "doctor": _doctor,
-    "plan": _plan,
-    "grpo": _grpo,
-    "render": _render,
-    "flags": _flags,
-    "timeline": _timeline,
+# Command -> module of this folder whose `main(argv)` returns the exit code
+COMMANDS = {
+    "config": "config",
+    "check": "check.report",
+    "clean": "clean",
+    "doctor": "doctor.report",
+    "plan": "plan.command_line",
+    "grpo": "grpo",
+    "render": "render.command",
+    "flags": "render.node_flags",
+    "timeline": "timeline.command",
 }
 
 
@@ -112,4 +59,4 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(COMMANDS)}"
         print(f"trl-multinode: there is no command {name!r}, {hint}", file=sys.stderr)
         return 2
-    return COMMANDS[name](rest)
+    return import_module(f".{COMMANDS[name]}", __name__).main(rest)

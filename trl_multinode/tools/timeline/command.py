@@ -1,4 +1,4 @@
-"""`trl-multinode timeline RUN_DIR`: read a run's files, print a table of its nodes, write trace, picture and page."""
+"""`trl-multinode timeline RUN_DIR`: read a run's files, print a table of its nodes, write trace and page."""
 
 import argparse
 import json
@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from .reading import Run, TimelineError, read_run
-from .table import print_table, title
+from .table import print_table
 
 PROG = "trl-multinode timeline"
 DESCRIPTION = """\
 Show what every rank and every engine of a run did when, from the files that the run wrote into its output_dir.
 It starts nothing and needs no GPU, and a run that still goes on may be read too."""
-PICTURED = 3  # steps of a picture, unless --steps chooses others
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -23,11 +22,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run_dir", type=Path, nargs="+", metavar="RUN_DIR",
                         help="output_dir of the run; if the nodes do not share it, that of each node")  # fmt: skip
     parser.add_argument("--steps", metavar="a:b", help="optimizer steps a to b, as the log counts them; also a, a:, "
-                        ":b, and -3: for the last three (default: all; of a picture the last three)")  # fmt: skip
+                        ":b, and -3: for the last three (default: all)")  # fmt: skip
     parser.add_argument("--nodes", metavar="a,b-c", help="only these nodes (default: all)")
     parser.add_argument("--attempt", type=int, metavar="N", help="number of the start of a run that was launched "
                         "again with the same output_dir (default: the last one)")  # fmt: skip
-    parser.add_argument("--png", action="store_true", help="write a picture too; needs matplotlib")
     parser.add_argument("--html", action="store_true", help="write a page of the run too, which needs no network")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the files (default: "
                         "RUN_DIR/_multinode/timeline)")  # fmt: skip
@@ -115,12 +113,6 @@ def write(run: Run, options: argparse.Namespace) -> list[str]:
     path.write_text(json.dumps(trace(shown)))
     size = f"{path.stat().st_size / 1e6:.1f} MB"
     lines = [*run.notes, f"wrote {path} ({size}): open it in https://ui.perfetto.dev"]
-    if options.png:
-        from .picture import draw
-
-        pictured = run.cut(steps if options.steps else steps[-PICTURED:])
-        lines += draw(pictured, folder / "timeline.png", title(pictured))
-        lines.append(f"wrote {folder / 'timeline.png'}: {title(pictured)}")
     if options.html:
         from .page import write_page
 
