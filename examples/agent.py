@@ -1,7 +1,7 @@
 """GRPO of an agent on many nodes: a completion is a hunt of several turns. Run this on every node, K = 0 to 3:
 
     accelerate launch --config_file accelerate_configs/4node.yaml --machine_rank K --main_process_ip HOST0 \
-        examples/agent.py --model_name_or_path Qwen/Qwen3-4B --max_tool_calling_iterations 3 --tool_timeout 60 \
+        examples/agent.py --model_name_or_path Qwen/Qwen3-4B --max_tool_calling_iterations 3 --call_timeout 60 \
         --max_completion_length 2048 --output_dir outputs/agent
 
 The prompt names a box; a note in it names a second box, whose note says where the treasure is. The answer is the color

@@ -106,6 +106,7 @@ DIFFERENT: dict[str, tuple[dict, Callable[[], dict], list[str]]] = {
     "output_dir": ({"output_dir": "run2"}, dict, ["`output_dir`", "/run2 on rank 3"]),
     "ours": ({"max_staleness": 1}, dict, ["`max_staleness`", "1 on rank 3"]),
     "a setting of the node": ({"num_engines": 2}, dict, ["`num_engines`", "null on rank 2", "2 on rank 3"]),
+    "dtype": ({"engine_kwargs": {"dtype": "float16"}}, dict, ["`dtype` in `engine_kwargs` (", "float16 on rank 3"]),
     "model": ({}, lambda: {"model": changed_model()}, ["model config.hidden_act", "gelu on rank 3"]),
     "template": ({}, lambda: {"processing_class": changed_tokenizer()}, ["chat template", "messages"]),
     "adapter": ({}, lambda: {"peft_config": LoraConfig(r=4)}, ["adapter default.r (8 on ranks 0, 1, 2", "4 on"]),

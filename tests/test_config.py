@@ -78,14 +78,14 @@ def test_node_mode_is_the_default_and_leaves_the_gpu_share_to_user_or_devices(tm
 # ---- refused values: the setting, the value and the way out are in the message
 
 NO_CORRECTION = {"vllm_importance_sampling_correction": False}
-POSITIVE = ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "reward_timeout"]
+POSITIVE = ["engine_start_timeout", "engine_stall_timeout", "sync_bucket_mb", "save_minutes", "call_timeout"]
 COUNTS = ["num_engines", "vllm_tensor_parallel_size"]
 REFUSED_FIELDS: list[tuple[dict[str, Any], list[str]]] = [
     *(({name: value}, [f"`{name}`", "above 0", f"{value}"]) for name in POSITIVE for value in (0, -1.5)),
     *(({name: value}, [f"`{name}`", "at least 1", f"{value}"]) for name in COUNTS for value in (0, -2)),
     ({"engine_restart_copy": True, "engine_restarts": 0}, ["`engine_restart_copy`", "`engine_restarts`", "got 0"]),
     ({"logprob_divergence_limit": -0.1}, ["`logprob_divergence_limit`", "-0.1"]),
-    ({"engine_dtype": "bfloat61"}, ["`engine_dtype`", "bfloat61"]),
+    ({"engine_kwargs": {"dtype": "bfloat61"}}, ["`dtype` in `engine_kwargs`", "bfloat61"]),
     ({"vllm_mode": "nodes"}, ["`vllm_mode`", "'node', 'server' or 'colocate'", "got 'nodes'"]),
     ({"max_completion_length": None, "loss_type": "dr_grpo"}, ["`max_completion_length`", "dr_grpo"]),
     # one round ahead
@@ -263,7 +263,7 @@ def test_a_plain_config_can_ask_for_node_mode_and_has_our_defaults(tmp_path):
     assert is_node_mode(args)
     assert args.vllm_gpu_memory_utilization == 0.3  # TRL's, literally
     assert NodeSettings.of(args) == replace(NodeSettings.of(ours(tmp_path)), vllm_gpu_memory_utilization=0.3)
-    assert NodeSettings.of(args).engine_dtype == "auto" and NodeSettings.of(args).engine_stall_timeout == 300.0
+    assert NodeSettings.of(args).engine_stall_timeout == 300.0
     args.engine_kwargs = '{"max_num_seqs": 4}'  # as on a command line
     assert NodeSettings.of(args).engine_kwargs == {"max_num_seqs": 4}
 

@@ -204,7 +204,7 @@ def test_the_engines_type_follows_training_and_can_be_set(tmp_path):
     assert engine_dtype(NodeSettings.of(config(tmp_path)), model) == torch.float32
     assert engine_dtype(NodeSettings(bf16=True), model) == torch.bfloat16
     assert engine_dtype(NodeSettings(fp16=True), model) == torch.float16
-    assert engine_dtype(NodeSettings.of(config(tmp_path, engine_dtype="float16")), model) == torch.float16
+    assert engine_dtype(NodeSettings.of(config(tmp_path, engine_kwargs={"dtype": "float16"})), model) == torch.float16
 
 
 def test_a_failed_check_in_a_single_process_ends_its_watch_and_frees_its_folder(tmp_path, monkeypatch):

@@ -126,8 +126,8 @@ def hang_in_a_step(host: SimpleNamespace) -> None:
 
 
 HANGS = {
-    hang_in_a_reward: ("`hang`", "`reward_timeout` (got 0.5 s)", USER_CODE),
-    hang_in_a_tool: ("`hang`", "`tool_timeout` (got 0.5 s)", USER_CODE),
+    hang_in_a_reward: ("`hang`", "`call_timeout` (got 0.5 s)", USER_CODE),
+    hang_in_a_tool: ("`hang`", "`call_timeout` (got 0.5 s)", USER_CODE),
     hang_in_a_step: ("rank 0", "`stuck_timeout` 1 s", PEER_LOST),
 }
 
@@ -140,7 +140,7 @@ def test_limits_hold_in_a_world_of_one_rank(tmp_path, hang, launched):
 
     def body(rank: int) -> None:
         topology = LAUNCHED if launched else ALONE
-        settings = SimpleNamespace(reward_timeout=0.5, tool_timeout=0.5, tool_errors="answer")
+        settings = SimpleNamespace(call_timeout=0.5, tool_errors="answer")
         hang(SimpleNamespace(topology=topology, settings=settings, watch=Watchdog(topology)))
 
     with forked(body, 1, tmp_path) as (rank,):

@@ -31,9 +31,9 @@ FOREIGN_GENERATION_KEYS = {
     "no_repeat_ngram_size": "vLLM has no such setting; `repetition_penalty` is the nearest",
     "guided_decoding": "use `structured_outputs`",
 } | dict.fromkeys(("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"), NO_BEAMS)
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of an engine's weights
 REFUSED_ENGINE_KEYS = {
     "model": "the engines serve the trainer's model",
-    "dtype": "use `engine_dtype`",
     "tensor_parallel_size": "use `vllm_tensor_parallel_size`",
     "pipeline_parallel_size": "an engine's GPUs are `vllm_tensor_parallel_size`",
     "data_parallel_size": "use `num_engines`",
@@ -67,6 +67,8 @@ def check_keys(generation_kwargs: dict | None, engine_kwargs: dict, node_mode: b
     for key in (generation_kwargs or {}) if node_mode else ():
         if (reason := _no_sampling_key(key)) is not None:
             raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
+    if (dtype := engine_kwargs.get("dtype", "auto")) not in DTYPES:
+        raise ConfigurationError(f"`dtype` in `engine_kwargs` must be one of {DTYPES}, got {dtype!r}.")
     for key in engine_kwargs:
         reason = REFUSED_ENGINE_KEYS.get(key) or (_unknown_to("EngineArgs", key, engine_keys()) if node_mode else None)
         if reason is not None:

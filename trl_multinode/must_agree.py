@@ -20,6 +20,7 @@ from transformers.utils import cached_file
 from .call_checks import config_of
 from .errors import ConfigurationError
 from .host import NodeHost
+from .node_settings import NodeSettings
 from .run.agreement import Disagreement, Facts
 from .run.reporter import warn
 from .run.values import digest_of, flat, text_of
@@ -48,7 +49,6 @@ MAY_DIFFER = {
     "dataloader_prefetch_factor": "it is about this rank's own processes",
     "dataloader_multiprocessing_context": "it is about this rank's own processes",
     "num_completions_to_print": "only rank 0 prints",
-    "repeat_warnings": "it is about this rank's own lines",
     "vllm_server_base_url": "node mode has no server",
     "vllm_server_host": "node mode has no server",
     "vllm_server_port": "node mode has no server",
@@ -62,7 +62,6 @@ MAY_DIFFER_BY_NODE = {
     "engine_kwargs": "a node may have other GPUs, or other paths",
     "vllm_gpu_memory_utilization": "a node may have other GPUs",
     "sync_bucket_mb": "a node may have less memory; the buckets of a sync are planned by each node",
-    "device_tflops": "a node may have other GPUs",
     "model_init_kwargs": "it may hold paths of the node",
     "deepspeed": "it may be a path of the node; its contents are compared",
     "fsdp_config": "it may be a path of the node; what accelerate read of it is compared",
@@ -113,6 +112,7 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     for library, version in local_versions().items():
         if library in MUST_AGREE:
             facts.add(f"version of {library}", ".".join(major_minor(version)))
+    facts.add("`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto"))
     refuse(host.agree(facts))
     warn_of(host, args)
     check_rows(host, args, call)

@@ -134,7 +134,7 @@ class NodeTrainer(HubTrainer):
         iterations = getattr(self, "num_iterations", 1)
         self._history = LogHistory()
         self._report = StepReport(host, self.accelerator, self._meter, self.vllm_generation, self.model, iterations)
-        report_steps(self.callback_handler.callbacks, host.settings.node_table_steps)
+        report_steps(self.callback_handler.callbacks)
         self._record = RunRecord(host, self.args, self.model) if host.topology.rank == 0 else None
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))

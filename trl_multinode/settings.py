@@ -84,11 +84,8 @@ class Settings:
         None,
         "Further keywords of vLLM's `EngineArgs`, as a dict or JSON. Unless they are in here, `max_num_seqs` is the "
         "node's rows of one round (in flight: of `open_rounds` + 1 rounds), divided by its engines and at most 1024; "
-        "`max_num_batched_tokens` is vLLM's own for offline inference, at least 8192 and twice `max_num_seqs`.",
-    )
-    engine_dtype: Annotated[str, OneOf(("auto", "float32", "bfloat16", "float16"))] = setting(
-        "auto",
-        "Dtype of the engine's weights. 'auto': bfloat16 or float16 if the trainer uses it, else the model's own.",
+        "`max_num_batched_tokens` is vLLM's own for offline inference, at least 8192 and twice `max_num_seqs`, and "
+        "`dtype` is bfloat16 or float16 if the trainer uses it, else the model's own.",
     )
     engine_start_timeout: Annotated[float, SECONDS] = setting(
         900.0, "Time in which all engines of a node must be ready, and all ranks must have imported this library."
@@ -194,16 +191,6 @@ class Settings:
         "bytes a token cross the network. 'node' keeps every row on its node, and in each micro-step all nodes wait "
         "for the one with the longest rows.",
     )
-    node_table_steps: Annotated[int, Number("optimizer steps", least=0)] = setting(
-        10, "Steps between two tables of the nodes in the log of rank 0; 0 for none. See docs/log.md."
-    )
-    device_tflops: Annotated[float | None, Number("TFLOPS", above=0, most=1e6), DefaultIs("by the device's name")] = (
-        setting(
-            None,
-            "Peak of one training device, for `perf/mfu`. By default the data sheet's dense bfloat16 rate, if the "
-            "device is known and training computes in bfloat16 or float16. See docs/log.md.",
-        )
-    )
     rehearse_longest: bool = setting(
         False,
         "Before step 1, run the longest rows that the settings allow through forward and backward, and a round of "
@@ -222,17 +209,13 @@ class Settings:
         "`TORCH_ELASTIC_SHUTDOWN_TIMEOUT` is set before the launch. The default is what the job files of "
         "`trl-multinode render` leave. See docs/running.md.",
     )
-    reward_timeout: Annotated[float | None, SECONDS, DefaultIs("none")] = setting(
+    call_timeout: Annotated[float | None, SECONDS, DefaultIs("none")] = setting(
         None,
-        "Time after which a call of a reward function that has not returned ends the run, with a line that has its "
-        "name, the rank, the place in its code and, if it loops over the rows, the row. It must let other threads "
-        "run: a call into C that holds the interpreter's lock is not seen. Set it above the longest round of "
-        "rewards. It also holds for async functions, not for reward models.",
-    )
-    tool_timeout: Annotated[float | None, SECONDS, DefaultIs("none")] = setting(
-        None,
-        "Time after which a call of a tool that has not returned ends the run, with a line that has its name, the "
-        "rank and the row. It also holds for the `reset` of an environment. See docs/agents.md.",
+        "Time after which a call of a reward function, of a tool, or of the `reset` of an environment that has not "
+        "returned ends the run, with a line that has its name, the rank, the place in its code and the row. It must "
+        "let other threads run: a call into C that holds the interpreter's lock is not seen. Set it above the longest "
+        "round of rewards. It also holds for async functions, not for reward models. See docs/scoring.md and "
+        "docs/agents.md.",
     )
     tool_errors: Annotated[str, OneOf(("answer", "raise"))] = setting(
         "answer",
@@ -269,12 +252,6 @@ class Settings:
         False,
         "End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the "
         "command that repeats the push. See docs/hub.md.",
-    )
-    repeat_warnings: bool = setting(
-        False,
-        "Show the warnings of Python and of libraries as often as they come, from every rank. By default each "
-        "appears once per node in a launch; errors and a script's own log lines always appear, and `python -W` or "
-        "`PYTHONWARNINGS` overrides it for Python's warnings.",
     )
 
 

@@ -32,7 +32,7 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         max_staleness=1,  # whole hunts run beside training
         vllm_importance_sampling_mode="token_truncate",  # docs/overlap.md says why
         vllm_importance_sampling_clip_max=2.0,
-        tool_timeout=60.0,
+        call_timeout=60.0,
         learning_rate=5e-4,
         lr_scheduler_type="constant",
         beta=0.0,

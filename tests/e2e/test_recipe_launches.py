@@ -89,7 +89,7 @@ def test_the_agent_trains_on_hunts_that_ran_ahead_and_are_not_flat(nodes):
         --model_name_or_path {folder}/model --output_dir {folder}/run --use_cpu true --bf16 false --dtype float32
         --report_to none --gradient_checkpointing false --disable_tqdm true --max_steps 3 --save_steps 3
         --logging_steps 1 --per_device_train_batch_size 8 --num_generations 8 --rollout_seed 1 --max_staleness 1
-        --max_tool_calling_iterations 3 --tool_timeout 60 --max_completion_length 96 --learning_rate 1e-4
+        --max_tool_calling_iterations 3 --call_timeout 60 --max_completion_length 96 --learning_rate 1e-4
         --score_groups true --dynamic_sampling true
     """.split()
     nodes.launch(EXAMPLES / "agent.py", *words)

@@ -47,7 +47,7 @@ def test_rows_18_19_a_rank_without_rewards_is_counted_and_one_that_hangs_ends_th
     assert re.search(
         r"node 1, rank 1, phase reward: the reward function `plain` .* \d+ s, in row 2 .* rows 0 to 3; ", line
     )
-    assert "(verify)" in line and "`reward_timeout`" in line
+    assert "(verify)" in line and "`call_timeout`" in line
 
 
 class Hung:
@@ -97,7 +97,7 @@ def test_row_18_a_function_that_loops_over_the_rows_is_named_with_the_row(hold):
     assert code == USER_CODE
     line = r"the reward function `slow` .* \d+ s, in row 1 .* rows 0 to 2; "
     assert re.search(line, text)
-    assert f"{__file__}:" in text and "`reward_timeout` (got 0.2 s)" in text
+    assert f"{__file__}:" in text and "`call_timeout` (got 0.2 s)" in text
 
 
 def test_the_oldest_call_that_runs_is_named_with_its_seconds():
@@ -255,7 +255,7 @@ def test_a_tool_that_waits_is_named_with_its_row_and_its_line(hold):
     text, code = first_report(watched, lambda: watched.trainer._sync_tool_dicts[2]["sync"](number=1), hold)
     assert code == USER_CODE
     assert re.search(r"the tool `sync` .* \d+ s, for row 6 of this rank; ", text)
-    assert f"{__file__}:" in text and "(ask)" in text and "`tool_timeout` (got 0.2 s)" in text
+    assert f"{__file__}:" in text and "(ask)" in text and "`call_timeout` (got 0.2 s)" in text
 
 
 def test_an_async_tool_is_named_with_the_place_where_it_waits(hold):

@@ -119,7 +119,7 @@ class OfTheScript(TrainerCallback):
 def handler(default: TrainerCallback, *own: TrainerCallback) -> CallbackHandler:
     """Callbacks as transformers' Trainer has them: the script's, then its own one that prints."""
     handler = CallbackHandler([*own, default], None, None, None, None)
-    report_steps(handler.callbacks, table_steps=10)
+    report_steps(handler.callbacks)
     return handler
 
 

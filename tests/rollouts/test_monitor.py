@@ -68,12 +68,12 @@ def test_the_limit_fits_the_types_of_both_sides_and_the_users_own_wins(config):
 
 def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end(config):
     """DeepSpeed casts the model after the trainer's `__init__`; autocast never does."""
-    watcher = monitor(config(engine_dtype="float32"))
+    watcher = monitor(config(engine_kwargs={"dtype": "float32"}))
     watcher._host._model.dtype = torch.bfloat16
     watcher.check(batch([[-1.0]], [[-1.1]]))
     assert watcher.limit == 0.3
     for precision in ({"bf16": True}, {"fp16": True}, {"mixed_precision": "bf16"}):
-        args = config(engine_dtype="float32")
+        args = config(engine_kwargs={"dtype": "float32"})
         for name, value in precision.items():
             setattr(args, name, value)  # on a machine without such a GPU, the config refuses them
         assert monitor(args).limit == 0.3, precision
@@ -120,7 +120,7 @@ def test_more_than_one_nan_in_a_hundred_tokens_is_an_alarm_whatever_the_limit(co
         monitor(config(**fields)).check(batch([[-1.0] * 99], one_nan_in(99)), stale)
     message = str(error.value)
     for word in ["node 1, rank 3", "1.0 %", "1 of 99", "NaN", "limit 1 %", "the engine,", "update 3 (step 11)",
-                 "`engine_dtype='bfloat16'`", "`engine_kwargs`"]:  # fmt: skip
+                 "`engine_kwargs={'dtype': 'bfloat16'}`"]:  # fmt: skip
         assert word in message
 
 

@@ -402,7 +402,7 @@ def test_a_function_that_hangs_is_named_with_its_row_and_line(name, processes, s
         "rows 0 to 3",
         f"({name})",
         "group_rewards.py:",
-        "`reward_timeout` (got 0.3 s)",
+        "`call_timeout` (got 0.3 s)",
     ]:
         assert word in text
     pids = [process.pid for process in scorer._pool.processes] if processes else []

@@ -56,7 +56,7 @@ def test_a_value_that_the_engines_dtype_cannot_hold_has_another_cure():
     weight, source = source_of(sent_as=torch.float16)
     with torch.no_grad():
         weight[3, 5] = -7e4
-    with pytest.raises(WeightsNotFiniteError, match=r"-70000 .* float16 .*engine_dtype='bfloat16'"):
+    with pytest.raises(WeightsNotFiniteError, match=r"-70000 .* float16 .*'dtype': 'bfloat16'"):
         check(source)
 
 

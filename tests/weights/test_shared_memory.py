@@ -86,7 +86,9 @@ def test_a_tensor_that_fills_a_slot_is_named_with_the_cures(four_mib):
 @pytest.mark.fault("36")
 def test_a_run_finds_a_full_memory_before_it_starts_an_engine(four_mib, tmp_path):
     held = HostSlots(3 * MIB // 2, pin=False)  # of another run
-    host = NodeHost(MultiNodeGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False, engine_dtype="float32"))
+    host = NodeHost(
+        MultiNodeGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False, engine_kwargs={"dtype": "float32"})
+    )
     with pytest.raises(WeightSyncError, match=r"1 MiB free of 4 MiB.*`sync_bucket_mb`"):
         host.start_engines(tiny_qwen2(), tiny_tokenizer(), {"max_num_seqs": 8})
     assert host._fleet._processes == []

@@ -100,7 +100,6 @@ class EngineSettings:
         """Return the keywords of vLLM's `EngineArgs` for engine `index`."""
         args = {
             "model": str(model_folder),
-            "dtype": str(self.dtype).removeprefix("torch."),
             "tensor_parallel_size": self._settings.vllm_tensor_parallel_size,
             "max_model_len": self._keywords.get("max_model_length"),
             "max_num_seqs": self.max_num_seqs,
@@ -109,7 +108,8 @@ class EngineSettings:
             # without per-row seeds, engines with the same seed would repeat each other's completions
             "seed": self._settings.seed + self._topology.node * len(self._devices.per_engine) + index,
         }
-        return args | self._memory(index) | lora_arguments(self._lora_rank) | self._settings.engine_kwargs
+        dtype = {"dtype": str(self.dtype).removeprefix("torch.")}  # never vLLM's "auto", which looks at the model only
+        return args | self._memory(index) | lora_arguments(self._lora_rank) | self._settings.engine_kwargs | dtype
 
     def _memory(self, index: int) -> dict:
         if not self._devices.per_engine[index]:
@@ -181,10 +181,9 @@ def check_vllm() -> None:
 
 
 def engine_dtype(settings: NodeSettings, model: Any) -> torch.dtype:
-    """Return `engine_dtype` if it is set, else bfloat16 or float16 if training uses it, else the model's dtype."""
-    if settings.engine_dtype != "auto":
-        return getattr(torch, settings.engine_dtype)
-    return training_dtype(settings, model)
+    """Return the `dtype` of `engine_kwargs`, else bfloat16 or float16 if training uses it, else the model's dtype."""
+    chosen = settings.engine_kwargs.get("dtype", "auto")
+    return training_dtype(settings, model) if chosen == "auto" else getattr(torch, chosen)
 
 
 def training_dtype(settings: NodeSettings, model: Any) -> torch.dtype:

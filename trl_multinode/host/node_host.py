@@ -112,7 +112,7 @@ class NodeHost(SyncingHost, EndingHost):
         if self.topology.rank == 0:
             self._progress_lines.start()
         self._warn_once = WarnOnce(self.watch.is_first)
-        if self.topology.launched and not self.settings.repeat_warnings:
+        if self.topology.launched:
             self._warn_once.install()
         atexit.register(self._close_at_exit)
 

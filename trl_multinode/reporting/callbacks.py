@@ -8,30 +8,29 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from ..run.reporter import show
 from .lines import node_table, other_line, rendered, step_line
 
+TABLE_STEPS = 10  # optimizer steps between two tables of the nodes
+
 
 class StepLines(ProgressCallback, PrinterCallback):
     """
-    Print one line per log on rank 0, and a table of the nodes every `table_steps` optimizer steps.
+    Print one line per log on rank 0, and a table of the nodes every ten optimizer steps.
 
     On a terminal, the progress bar of transformers stays, and the lines appear above it; elsewhere, where a bar would
     write a line of its own per step, there is none. The class derives from both callbacks of transformers, so that
     `trainer.remove_callback(PrinterCallback)` and `remove_callback(ProgressCallback)` remove it too.
 
     Args:
-        table_steps (`int`):
-            Optimizer steps between two tables; 0 for none.
         bar (`bool`):
             Show a progress bar if stderr is a terminal.
     """
 
-    def __init__(self, table_steps: int, bar: bool):
+    def __init__(self, bar: bool):
         super().__init__()
-        self._table_steps = table_steps
         self._bar = bar and sys.stderr.isatty()
-        self._table_at = table_steps
+        self._table_at = TABLE_STEPS
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._table_at = state.global_step + self._table_steps
+        self._table_at = state.global_step + TABLE_STEPS
         if self._bar:
             super().on_train_begin(args, state, control, **kwargs)
 
@@ -56,8 +55,8 @@ class StepLines(ProgressCallback, PrinterCallback):
             self._write(other_line(logs, state.global_step))
             return
         self._write(step_line(logs, state.global_step, state.max_steps))
-        if self._table_steps and state.global_step >= self._table_at:
-            self._table_at = state.global_step + self._table_steps
+        if state.global_step >= self._table_at:
+            self._table_at = state.global_step + TABLE_STEPS
             if (table := node_table(logs, state.global_step)) is not None:
                 self._write(rendered(table, color=sys.stdout.isatty()))
 
@@ -66,7 +65,7 @@ class StepLines(ProgressCallback, PrinterCallback):
         show(text, write=bar.write if bar is not None else None)
 
 
-def report_steps(callbacks: list[TrainerCallback], table_steps: int) -> None:
+def report_steps(callbacks: list[TrainerCallback]) -> None:
     """
     Replace the callback with which transformers prints every metric. Callbacks that a script passed stay.
 
@@ -74,10 +73,8 @@ def report_steps(callbacks: list[TrainerCallback], table_steps: int) -> None:
         callbacks (`list[TrainerCallback]`):
             Callbacks of a trainer, changed in place. Those of the script come before transformers' own one. In a
             notebook that is another class, which shows a table and stays.
-        table_steps (`int`):
-            Optimizer steps between two tables of the nodes.
     """
     for index in reversed(range(len(callbacks))):
         if (kind := type(callbacks[index])) in (PrinterCallback, ProgressCallback):
-            callbacks[index] = StepLines(table_steps, bar=kind is ProgressCallback)
+            callbacks[index] = StepLines(bar=kind is ProgressCallback)
             return

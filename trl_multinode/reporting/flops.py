@@ -44,12 +44,10 @@ def peak_flops(settings: Any, device: torch.device) -> float | None:
 
     Args:
         settings ([`NodeSettings`]):
-            Settings; its `device_tflops` replaces the table.
+            Settings, which have the precision.
         device (`torch.device`):
             Device of the rank.
     """
-    if settings.device_tflops is not None:
-        return settings.device_tflops * 1e12
     half = settings.bf16 or settings.fp16 or settings.mixed_precision in ("bf16", "fp16")
     if device.type != "cuda" or not half:
         return None

@@ -23,7 +23,7 @@ SCORED_KEYS = {*TRUNCATING, "stop", "stop_token_ids", "ignore_eos", "max_tokens"
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
 NAN_CURES = {
     "engine": "The trainer has numbers for them: a float16 engine overflows above 65504, so try "
-    "`engine_dtype='bfloat16'`; leave out `engine_kwargs` that choose kernels, caches or quantization.",
+    "`engine_kwargs={'dtype': 'bfloat16'}`; leave out those that choose kernels, caches or quantization.",
     "trainer": "Training has diverged: resume from an earlier checkpoint with a lower `learning_rate` or "
     "`max_grad_norm`, and train in bfloat16 instead of float16.",
 }

@@ -51,7 +51,7 @@ class RewardCalls:
     @classmethod
     def of(cls, host: Any) -> "RewardCalls":
         """Return the calls of a rank's trainer, watched by the watch thread of its [`NodeHost`]."""
-        calls = cls(host.topology, host.settings.reward_timeout, host.watch.report)
+        calls = cls(host.topology, host.settings.call_timeout, host.watch.report)
         host.watch.add_chore(calls.check)
         return calls
 
@@ -121,7 +121,7 @@ class RewardCalls:
 
     def _cause(self, call: Call, seconds: float) -> str:
         what = f"{self._what(call)} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
-        return f"{what}. Give what it waits for a limit, or raise `reward_timeout` (got {self._timeout_s:g} s)"
+        return f"{what}. Give what it waits for a limit, or raise `call_timeout` (got {self._timeout_s:g} s)"
 
     def state(self) -> str:
         """Return the call that has run longest, if any. Any thread calls it."""

@@ -58,7 +58,7 @@ class ToolCalls(RewardCalls):
     def of(cls, host: Any) -> "ToolCalls":
         """Return the calls of a rank's trainer, watched by the watch thread of its [`NodeHost`]."""
         settings = host.settings
-        calls = cls(host.topology, settings.tool_timeout, settings.tool_errors == "raise", host.watch.report)
+        calls = cls(host.topology, settings.call_timeout, settings.tool_errors == "raise", host.watch.report)
         host.watch.add_chore(calls.check)
         return calls
 
@@ -67,7 +67,7 @@ class ToolCalls(RewardCalls):
 
     def _cause(self, call: Call, seconds: float) -> str:
         what = f"{call.name} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
-        return f"{what}. Give what it waits for a limit, or raise `tool_timeout` (got {self._timeout_s:g} s)"
+        return f"{what}. Give what it waits for a limit, or raise `call_timeout` (got {self._timeout_s:g} s)"
 
     @contextmanager
     def named(self, what: str, place: str, fatal: bool = True, limited: bool = True) -> Iterator[None]:
@@ -81,7 +81,7 @@ class ToolCalls(RewardCalls):
             fatal (`bool`, *optional*, defaults to `True`):
                 Whether an `Exception` ends the run too. Others always do.
             limited (`bool`, *optional*, defaults to `True`):
-                Whether `tool_timeout` holds for it.
+                Whether `call_timeout` holds for it.
         """
         call = ToolCall(what, time.monotonic(), threading.get_ident(), place=place)
         with self.open_call(call) if limited else nullcontext():

@@ -21,7 +21,7 @@ NOT_FINITE = (
     "(`train(resume_from_checkpoint=True)`) with a lower `learning_rate` or `max_grad_norm`, or with `bf16` instead "
     "of `fp16`."
 )
-TOO_LARGE = "They are finite, but too large for the engine: set `engine_dtype='bfloat16'` or 'float32'."
+TOO_LARGE = "They are finite, but too large for the engine: set `engine_kwargs={'dtype': 'bfloat16'}`, or 'float32'."
 
 
 def check_finite(

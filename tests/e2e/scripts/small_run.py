@@ -25,7 +25,7 @@ if config == "plain":
 else:
     settings["rollout_seed"] = 5
     settings["micro_batch_tokens"] = 50 if config == "balanced" else None  # 2 of the longest rows
-    settings |= {"bf16": config == "bf16", "engine_dtype": "float32"}
+    settings |= {"bf16": config == "bf16", "engine_kwargs": {"dtype": "float32"}}
     if config == "ours":  # a checkpoint, in which no token may be
         settings |= {"hub_token": os.environ["HF_TOKEN"], "save_strategy": "steps", "save_steps": 2}
 recorder = Recorder()

@@ -80,7 +80,7 @@ def train(trainer, resume: str | None = None) -> dict:
 
 def on_our_engines(name: str) -> tuple[dict, list]:
     saving = {"save_strategy": "steps", "save_steps": CHECKPOINT[name]}
-    trainer = make(trl_multinode, name, rollout_seed=5, node_table_steps=3, **saving, **OF_NODE_MODE.get(name, {}))
+    trainer = make(trl_multinode, name, rollout_seed=5, **saving, **OF_NODE_MODE.get(name, {}))
     micro_rows = count_rows(trainer)
     dropped_run = [Path(f"/proc/{pid}").exists() for pid in dropped]
     generation, calls, versions = trainer.vllm_generation, [], []

@@ -51,7 +51,7 @@ class Logged(TrainerCallback):
 
 
 prompts = [f"{i} + {i + 1} =" for i in range(64)]
-settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 5, "reward_timeout": 6.0}
+settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-3, "max_steps": 5, "call_timeout": 6.0}
 trainer = make_trainer(tiny_qwen2(), [plain, judged], sys.argv[1], prompts, **settings)
 trainer.add_callback(Logged())
 trainer.train()
