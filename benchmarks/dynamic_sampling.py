@@ -3,7 +3,7 @@
     python benchmarks/dynamic_sampling.py [--seeds 5] [--steps 250] [--groups 8] [--jobs 2]
 
     off    every group is trained
-    on     dynamic_sampling=True
+    on     dynamic_sampling=8
 
 The demo's task with a reward of 0 or 1: the first symbol must be right. A new model guesses it with probability 1/12,
 so (11/12)^8, half of the groups of 8 completions are flat at the start, and most of them are again near the end.
@@ -88,7 +88,7 @@ def train(arm: str, seed: int, steps: int, groups: int, output: Path) -> None:
             seed=seed,
             rollout_seed=seed,
             score_groups=arm == "on",
-            dynamic_sampling=arm == "on",
+            dynamic_sampling=8 if arm == "on" else 0,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
@@ -179,7 +179,7 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
     figure, (by_steps, by_tokens) = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for arm, color in zip(ARMS, ("tab:gray", "tab:blue"), strict=True):
         for seed, run in enumerate(runs[arm]):
-            label = f"dynamic_sampling={arm == 'on'}" if seed == 0 else None
+            label = f"dynamic_sampling={8 if arm == 'on' else 0}" if seed == 0 else None
             tokens = [sum(run["tokens"][: step + 1]) / 1000 for step in range(len(run["expected"]))]
             by_steps.plot(range(1, len(tokens) + 1), run["expected"], color=color, linewidth=1, label=label)
             by_tokens.plot(tokens, run["expected"], color=color, linewidth=1)

@@ -193,7 +193,12 @@ def scoring(found: dict) -> str:
 
 def dynamic_sampling(found: dict) -> str:
     rows = [
-        [f"`dynamic_sampling={arm == 'on'}`", number, mean_of(found[arm][number]), listed(found[arm][number])]
+        [
+            f"`dynamic_sampling={8 if arm == 'on' else 0}`",
+            number,
+            mean_of(found[arm][number]),
+            listed(found[arm][number]),
+        ]
         for number in ("steps", "tokens")
         for arm in ("off", "on")
     ]

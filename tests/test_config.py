@@ -23,7 +23,7 @@ from trl_multinode.settings import OF_TRL, Number, Settings, check_value
 
 TRLS_MODES = [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}]
 IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate"}
-SAMPLING = {"dynamic_sampling": True, "score_groups": True}
+SAMPLING = {"dynamic_sampling": 8, "score_groups": True}
 
 
 def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
@@ -115,7 +115,7 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], list[str]]] = [
     # what node mode sets itself
     ({"engine_kwargs": {"load_format": "auto"}}, ["`engine_kwargs`", "load_format"]),
     ({"engine_kwargs": '{"tensor_parallel_size": 2}'}, ["`engine_kwargs`", "tensor_parallel_size"]),
-    ({"engine_kwargs": {"dtype": "float16"}}, ["`engine_kwargs`", "dtype"]),
+    ({"engine_kwargs": {"seed": 3}}, ["`engine_kwargs`", "'seed'"]),
 ]
 
 
@@ -283,8 +283,8 @@ def test_the_rules_hold_for_a_plain_config_too(tmp_path):
     args = plain(tmp_path, use_vllm=True, vllm_mode="nodes")
     assert "got 'nodes'" in refusal(check_settings, args)
     args = plain(tmp_path, use_vllm=True, vllm_mode="node")
-    args.engine_kwargs = '{"dtype": "float16"}'
-    assert has_all(refusal(check_settings, args), ["`engine_kwargs`", "'dtype'"])
+    args.engine_kwargs = '{"dtype": "half"}'
+    assert has_all(refusal(check_settings, args), ["`dtype` in `engine_kwargs`", "'half'"])
 
 
 # ---- rounds in flight, rewards of a group before its round, dynamic sampling
@@ -294,14 +294,14 @@ def test_settings_of_rounds_and_groups_are_off_by_default_and_taken_as_given(tmp
     settings = NodeSettings.of(ours(tmp_path))
     assert not settings.in_flight and (settings.open_rounds, settings.recompute_kv) == (1, False)
     assert (settings.score_groups, settings.score_with_batch, settings.score_processes) == (False, None, 0)
-    assert (settings.dynamic_sampling, settings.max_resample_rounds) == (False, 8)
+    assert settings.dynamic_sampling == 0
     assert NodeSettings.of(plain(tmp_path)).weight_update == "drain"
     settings = NodeSettings.of(ours(tmp_path, **IN_FLIGHT))
     assert settings.in_flight and settings.oldest_rounds == 6
     assert NodeSettings.of(ours(tmp_path, **IN_FLIGHT, max_age=2, recompute_kv=True)).oldest_rounds == 2
     scored = {"score_groups": True, "score_with_batch": ["diversity"], "score_processes": 2}
     assert NodeSettings.of(ours(tmp_path, **scored)).score_with_batch == ["diversity"]
-    assert checked_again(tmp_path, **SAMPLING, max_resample_rounds=3) == ""
+    assert checked_again(tmp_path, **SAMPLING | {"dynamic_sampling": 3}) == ""
 
 
 def test_a_group_in_flight_may_not_straddle_ranks_and_the_nearest_batches_are_named(tmp_path):
@@ -338,13 +338,10 @@ def checked_again(folder, **fields) -> str:
         ({"score_groups": True, "score_processes": -1}, ["`score_processes`", "at least 0", "-1"]),
         ({"score_groups": True, "vllm_mode": "colocate"}, ["`score_groups=True`", "`vllm_mode='node'`"]),
         ({"score_groups": True, "num_generations": 3}, ["`score_groups=True`", "`num_generations`"]),
-        ({"dynamic_sampling": True}, ["`dynamic_sampling=True`", "`score_groups=True`", "got False"]),
+        ({"dynamic_sampling": 8}, ["`dynamic_sampling`", "`score_groups=True`", "got False"]),
         (SAMPLING | {"score_with_batch": ["diversity"]}, ["['diversity']", "`score_with_batch`"]),
-        (SAMPLING | {"max_resample_rounds": 0}, ["`max_resample_rounds`", "at least 1", "got 0"]),
-        (
-            {"score_groups": True, "max_resample_rounds": 3},
-            ["`max_resample_rounds`", "`dynamic_sampling=True`", "got 3", "8"],
-        ),
+        (SAMPLING | {"dynamic_sampling": -1}, ["`dynamic_sampling`", "at least 0", "got -1"]),
+        (SAMPLING | {"dynamic_sampling": True}, ["`dynamic_sampling`", "an integer", "got True"]),
         (SAMPLING | {"vllm_mode": "colocate"}, ["`score_groups=True`", "`vllm_mode='node'`"]),
         (SAMPLING | {"num_generations": 3}, ["`score_groups=True`", "`num_generations`"]),
     ],
@@ -374,7 +371,7 @@ def test_reward_models_and_streams_are_not_sampled_again(tmp_path):
     call = {"reward_funcs": [len], "train_dataset": rows}
     streams = call | {"train_dataset": rows.to_iterable_dataset()}
     check_dynamic_sampling(args, streams | {"reward_funcs": "a/model"})
-    args.dynamic_sampling = True
+    args.dynamic_sampling = 8
     check_dynamic_sampling(args, call)
     assert "IterableDataset" in refusal(check_dynamic_sampling, args, streams)
     for model, name in ("a/model", "a/model"), ([len, torch.nn.Linear(1, 1)], "Linear"):

@@ -195,14 +195,14 @@ def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> Non
     dataset = call.get("train_dataset")
     if dataset is not None and not has_index(dataset):
         raise ConfigurationError(
-            f"`dynamic_sampling=True` needs a dataset with an index, got a stream ({type(dataset).__name__}): it "
+            f"`dynamic_sampling` needs a dataset with an index, got a stream ({type(dataset).__name__}): it "
             "draws other rows of it. Use a `Dataset`."
         )
     rewards = call.get("reward_funcs") or []
     several = rewards if isinstance(rewards, list) else [rewards]
     if COSINE in map(name_in_trl, several):
         raise ConfigurationError(
-            f"`dynamic_sampling=True` needs all rewards of a group before its round is chosen, and TRL's `{COSINE}` "
+            f"`dynamic_sampling` needs all rewards of a group before its round is chosen, and TRL's `{COSINE}` "
             "can only be called in the main thread, with the whole batch: its time limit is a signal. Use a function "
             "of your own around `math_verify`, or leave `dynamic_sampling` out."
         )
@@ -210,7 +210,7 @@ def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> Non
     if models:
         name = models[0] if isinstance(models[0], str) else type(models[0]).__name__
         raise ConfigurationError(
-            f"`dynamic_sampling=True` needs all rewards of a group before its round is chosen, and the forward of a "
+            f"`dynamic_sampling` needs all rewards of a group before its round is chosen, and the forward of a "
             f"reward model ({name}) is a collective of all ranks. Use reward functions, for example one that asks a "
             "server with that model, or leave `dynamic_sampling` out."
         )

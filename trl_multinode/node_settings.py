@@ -201,19 +201,15 @@ def _check_correction_in_flight(args: Any) -> None:
 
 def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
     if not settings.dynamic_sampling:
-        if (most := settings.max_resample_rounds) != (default := NodeSettings.max_resample_rounds):
-            raise ConfigurationError(
-                f"`max_resample_rounds` needs `dynamic_sampling=True`, got {most}. Set that, or leave it at {default}."
-            )
         return
     if not settings.score_groups:  # whose own checks are node mode and groups that do not straddle ranks
         raise ConfigurationError(
-            "`dynamic_sampling=True` needs `score_groups=True`, got False: whether a group is used depends on its "
+            "`dynamic_sampling` needs `score_groups=True`, got False: whether a group is used depends on its "
             "rewards, which TRL computes once the round is chosen. Set it."
         )
     if later := list(getattr(args, "score_with_batch", None) or ()):
         raise ConfigurationError(
-            f"`dynamic_sampling=True` needs all rewards of a group before its round is chosen, got {later} in "
+            f"`dynamic_sampling` needs all rewards of a group before its round is chosen, got {later} in "
             "`score_with_batch`, which TRL calls with the whole batch. Leave them out, or `dynamic_sampling`."
         )
 

@@ -237,16 +237,12 @@ class Settings:
         "With `score_groups`: processes of each rank for sync reward functions that hold the interpreter. With 0, "
         "only TRL's `accuracy_reward` and `reasoning_accuracy_reward` get one, because they need a main thread.",
     )
-    dynamic_sampling: bool = setting(
-        False,
-        "Whether a group whose completions all get the same reward, which teaches nothing, is dropped, and another "
-        "prompt of the training dataset takes its place in the round. Needs `score_groups=True`. Steps, epochs and "
-        "rows per rank stay the same. See docs/dynamic-sampling.md.",
-    )
-    max_resample_rounds: Annotated[int, Number(least=1, most=1e6)] = setting(
-        8,
-        "With `dynamic_sampling`: prompts that a place in the round tries after the first one. Then the last group "
-        "is kept, and if that happens to all groups of all ranks in one round, the run ends.",
+    dynamic_sampling: Annotated[int, Number("prompts", least=0, most=1e6)] = setting(
+        0,
+        "Further prompts that a place in the round tries while all completions of its group get the same reward, "
+        "which teaches nothing: 8 is a good value, 0 trains such groups. If all fail, the last group is kept, and if "
+        "that happens to all groups of all ranks in one round, the run ends. Needs `score_groups=True`. Steps, epochs "
+        "and rows per rank stay the same. See docs/dynamic-sampling.md.",
     )
     hub_push_must_succeed: bool = setting(
         False,

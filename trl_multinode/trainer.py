@@ -91,7 +91,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         super()._check_call(host, settings, call)
         if host.settings.dynamic_sampling and (owner := owner_of(type(self), "_calculate_rewards")) is not None:
             raise ConfigurationError(
-                f"`dynamic_sampling=True` looks at the rewards of the functions, and `{owner.__name__}` has a "
+                f"`dynamic_sampling` looks at the rewards of the functions, and `{owner.__name__}` has a "
                 "`_calculate_rewards` of its own, so groups would be dropped for rewards that are not trained. Shape "
                 "the rewards in a reward function, or leave `dynamic_sampling` out."
             )

@@ -100,7 +100,7 @@ class Shaped(GRPOTrainer):
 @pytest.mark.parametrize("kind", [Shaped, GRPOTrainer])
 def test_rewards_that_a_subclass_shapes_are_refused_with_dynamic_sampling(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(GRPOTrainer.__mro__[1], "_check_call", lambda *_: None)
-    host = SimpleNamespace(settings=NodeSettings(dynamic_sampling=True))
+    host = SimpleNamespace(settings=NodeSettings(dynamic_sampling=8))
     args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     if kind is GRPOTrainer:
         kind._check_call(object.__new__(kind), host, args, {})

@@ -6,7 +6,7 @@ from agents import GROUP, chats, engines_here, keep_outputs, ours
 
 # test_sampling_again decides which groups are kept, and test_recipe_launches has a run of two nodes
 pytestmark = pytest.mark.nightly
-AGAIN = {"score_groups": True, "dynamic_sampling": True, "learning_rate": 0.0}
+AGAIN = {"score_groups": True, "dynamic_sampling": 8, "learning_rate": 0.0}
 MODES = {
     "synchronous": {},
     "drain": {"max_staleness": 1},

@@ -55,7 +55,7 @@ class Lists(dict):
 
 
 def again_of(rank=0, ranks=1, most=MOST, **fields) -> SamplingAgain:
-    return SamplingAgain(SimpleNamespace(max_resample_rounds=most), trainer_of(rank, ranks, **fields))
+    return SamplingAgain(SimpleNamespace(dynamic_sampling=most), trainer_of(rank, ranks, **fields))
 
 
 # ---- which groups are flat
@@ -361,7 +361,7 @@ def test_a_round_of_flat_groups_ends_the_run_on_every_rank_with_its_rewards_and_
     assert messages[0].replace("Rank 0", "Rank 1") == messages[1]
     for words in [
         "Rank 1 (node 0)", "step 5", "6 groups", "2 completions", "3 times (24 prompts)", "`exact` 0 ",
-        "`format` 0 to 0.4", "2 rows", "`max_resample_rounds`",
+        "`format` 0 to 0.4", "2 rows", "`dynamic_sampling`",
     ]:  # fmt: skip
         assert words in messages[1], messages[1]
 

@@ -33,7 +33,7 @@ class SamplingAgain:
 
     Args:
         settings (`NodeSettings`):
-            Settings with `max_resample_rounds`.
+            Settings with `dynamic_sampling`.
         trainer ([`~trl_multinode.MultiNodeGRPOTrainer`]):
             Trainer with the training dataset and the weights of its reward functions.
     """
@@ -41,7 +41,7 @@ class SamplingAgain:
     def __init__(self, settings: Any, trainer: Any):
         args = trainer.args
         self._trainer = trainer
-        self._most = settings.max_resample_rounds
+        self._most = settings.dynamic_sampling
         rows = args.per_device_train_batch_size * args.steps_per_generation
         self._first_place = trainer.accelerator.process_index * (rows // args.num_generations)
         # the row as a dataloader gives it, without the columns that `remove_unused_columns` drops
@@ -51,7 +51,7 @@ class SamplingAgain:
 
     def sample(self, group: Group, make: Callable[[Group], Recorded], drop: Callable[[Recorded], None]) -> Recorded:
         """
-        Make the rollouts of a group until its rewards differ, or `max_resample_rounds` is reached, and return the last
+        Make the rollouts of a group until its rewards differ, or `dynamic_sampling` is reached, and return the last
         ones. The group's thread calls it.
 
         Args:
@@ -83,7 +83,7 @@ class SamplingAgain:
         """Change a group to the prompt of its next attempt.
 
         Returns:
-            `bool`: whether there is one; `False` if `max_resample_rounds` is reached.
+            `bool`: whether there is one; `False` if `dynamic_sampling` is reached.
         """
         if group.attempt >= self._most:
             return False
@@ -135,7 +135,7 @@ class SamplingAgain:
             f"sampled again {self._most} times ({len(flat) * (1 + self._most)} prompts). The last rewards were "
             f"{'; '.join(f'`{name}` {_seen(values)}' for name, values in seen)}. If these are the highest, the task "
             "is learned: use harder prompts, or stop here. Else make the first steps easier (prompts, or a reward for "
-            "a part of the answer), raise `num_generations` or `temperature`, or raise `max_resample_rounds`."
+            "a part of the answer), raise `num_generations` or `temperature`, or raise `dynamic_sampling`."
         )
 
     def take_counts(self) -> tuple[int, int, int, int]:
