@@ -1,8 +1,7 @@
 """Count what the package weighs: `make census`, or `python evidence/census.py [ROOT]` for another checkout.
 
 Size is counted in tokens of Python without comments, docstrings and line ends, because neither packing nor unpacking
-of lines changes that number. Only the tokens, the complexity and the attributes have limits
-(docs/architecture.md); everything else is reported.
+of lines changes that number.
 """
 
 import argparse
@@ -17,7 +16,6 @@ from pathlib import Path
 
 # Rooms that no rank, engine or worker of a run imports
 TOOLS = {"tools"}
-KITS = {"testing"}
 COMPLEX = 10  # a function above this is counted
 MANY_ATTRIBUTES = 12  # a class above this is counted
 WEIGHTLESS = {
@@ -68,11 +66,6 @@ class Room:
         self.code_lines += other.code_lines
         self.tokens += other.tokens
         self.comments += other.comments
-
-
-def sources(package: Path) -> list[Path]:
-    """Return the files of the package without the test kit."""
-    return [path for path in sorted(package.rglob("*.py")) if path.relative_to(package).parts[0] not in KITS]
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
@@ -132,7 +125,7 @@ def count_rooms(package: Path) -> dict[str, Room]:
 def complexities(package: Path) -> list[tuple[int, str]]:
     """Return the complexity and place of every function, without the functions that are defined in it."""
     found = []
-    for path in sources(package):
+    for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, FUNCTIONS):
                 found.append((1 + decisions(node), f"{path.relative_to(package.parent)}: {node.name}"))
@@ -160,7 +153,7 @@ def decisions(function: ast.AST) -> int:
 def attributes(package: Path) -> list[tuple[int, str]]:
     """Return the number of attributes of every class: annotated fields, and names that a method sets on `self`."""
     found = []
-    for path in sources(package):
+    for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 found.append((len(attributes_of(node)), f"{path.relative_to(package.parent)}: {node.name}"))
@@ -216,7 +209,7 @@ def tests_by_part(root: Path) -> str:
 def table(rooms: dict[str, Room]) -> str:
     lines = ["room            files  lines   code  tokens  per line  comment %  imports"]
     for name, room in sorted(rooms.items(), key=lambda item: -item[1].tokens):
-        lines.append(row(name, room, " ".join(sorted(room.imports - KITS))))
+        lines.append(row(name, room, " ".join(sorted(room.imports))))
     return "\n".join(lines)
 
 
@@ -252,10 +245,11 @@ def main() -> None:
     package, tools = options.root / "trl_multinode", set(options.tools)
     rooms = count_rooms(package)
     print(table(rooms) + "\n")
-    core = set(rooms) - tools - KITS
-    for name, names in (("core", core), ("tools", tools), ("test kit", KITS)):
-        print(row(name, total(rooms, names)))
-    pairs = Counter((name, other) for name in core | tools for other in rooms[name].imports - KITS if name in rooms)
+    core = set(rooms) - tools
+    print(row("core", total(rooms, core)))
+    print(row("tools", total(rooms, tools)))
+    print(row("test kit", total(count_rooms(options.root / "tests" / "multinode_kit"), {"(beside)"})))
+    pairs = Counter((name, other) for name in core | tools for other in rooms[name].imports if name in rooms)
     print(f"\nrooms: {len(core - {'(beside)'})} and {len(tools)} of commands; arrows between rooms: {len(pairs)}")
     show_most("complexity of functions", complexities(package), COMPLEX)
     show_most("attributes of classes", attributes(package), MANY_ATTRIBUTES)
