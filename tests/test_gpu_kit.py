@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from threading import Timer
 
 import gpu
 import pytest
@@ -118,14 +117,12 @@ def test_sigterm_ends_a_job_too(slow_job, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"])  # the kit adds to it
     monkeypatch.setattr(gpu, "describe", lambda rehearse: META)
     monkeypatch.setattr(gpu, "selected", lambda options: [Job("slow", "ab", print)])
+    monkeypatch.setattr(running, "follow", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
-    timer = Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
     try:
         with pytest.raises(SystemExit):
             gpu.main(["--results", str(tmp_path / "gpu.json"), "--logs", str(tmp_path / "logs")])
     finally:
-        timer.join()
         signal.signal(signal.SIGTERM, before)
     assert slow_job[0].poll() is not None
 
