@@ -57,15 +57,19 @@ def test_results_are_kept_after_each_stage_and_a_failed_stage_keeps_its_figures(
     assert ended["b one"]["why"] == "AssertionError: too far apart"
 
 
-def test_results_of_other_stages_stay_on_the_same_machine_and_commit_only(tmp_path):
+def test_results_of_another_machine_or_commit_stay_until_their_stage_runs_again(tmp_path):
     results = tmp_path / "gpu.json"
     merge(results, META, {"a one": row(), "b one": row("failed")})
     merge(results, META, {"b one": row()})
-    assert {key: stage["result"] for key, stage in read(results)["stages"].items()} == dict.fromkeys(
+    [run] = read(results)
+    assert {key: stage["result"] for key, stage in run["stages"].items()} == dict.fromkeys(
         ["a one", "b one"], "passed"
     )
-    merge(results, META | {"commit": "def"}, {"c one": row()})
-    assert list(read(results)["stages"]) == ["c one"]
+    merge(results, META | {"commit": "def"}, {"b one": row(), "c one": row()})
+    assert [(run["meta"]["commit"], list(run["stages"])) for run in read(results)] == [
+        (META["commit"], ["a one"]),
+        ("def", ["b one", "c one"]),
+    ]
 
 
 SLOW = """if True:
@@ -105,7 +109,7 @@ def test_a_limit_ends_a_job_and_what_was_measured_stays(slow_job, limit_s, left_
     results = gpu.Results(tmp_path / "gpu.json", META)
     job, deadline = Job("slow", "ab", print), time.monotonic() + left_s
     running.run_job(job, gpu.parse([]), tmp_path, deadline, results.keep)
-    rows = read(tmp_path / "gpu.json")["stages"]
+    rows = read(tmp_path / "gpu.json")[0]["stages"]
     assert rows["a slow"]["figures"] == {"fresh": 0.1} and rows == results.rows
     assert rows["b slow"]["result"] == result and why in rows["b slow"]["why"]
     assert slow_job[0].poll() is not None
@@ -132,17 +136,25 @@ def test_sigterm_ends_a_job_too(slow_job, tmp_path, monkeypatch):
 
 def test_nothing_is_ticked_that_did_not_pass_on_a_gpu():
     host = "weights through host shared memory (`host`)"
-    passed = {"meta": META, "stages": {"b one": row(), "b two": row()}}
-    assert table.evidence(host, passed) == "✓ NVIDIA X, vLLM 0.26.0"
-    assert table.evidence(host, {}) == ""
-    assert table.evidence(host, passed | {"meta": META | {"rehearsal": True}}) == ""
-    assert table.evidence(host, {"meta": META, "stages": {"b one": row(), "b two": row("failed")}}) == ""
-    assert table.evidence(host, {"meta": META, "stages": {"b one": row("skipped")}}) == ""
-    assert table.evidence(host, {"meta": META, "stages": {"b one": row(), "b 7B": row("skipped")}}) != ""
-    assert table.evidence("engine start, generation, TP 2, several engines", passed) == ""
-    balanced = {"meta": META, "stages": {"e optimizer steps": row()}}
-    assert table.evidence("balanced micro-batches, ZeRO-3 and one process", balanced) == "", "another job of stage e"
-    assert table.evidence("mixture of experts", passed) == "", "no stage shows it"
+
+    def run(**changes) -> dict:
+        return {"meta": META | changes, "stages": {"b one": row(), "b two": row()}}
+
+    def cell(row: str, stages: dict) -> str:
+        return table.evidence(row, [{"meta": META, "stages": stages}])
+
+    assert table.evidence(host, [run()]) == "✓ NVIDIA X, vLLM 0.26.0"
+    assert table.evidence(host, [run(), run(device="NVIDIA Y")]) == "✓ NVIDIA X, vLLM 0.26.0; NVIDIA Y, vLLM 0.26.0"
+    assert table.evidence(host, []) == ""
+    assert table.evidence(host, [run(rehearsal=True)]) == ""
+    assert table.evidence(host, [run(), {"meta": META, "stages": {"b three": row("failed")}}]) == ""
+    assert cell(host, {"b one": row(), "b two": row("failed")}) == ""
+    assert cell(host, {"b one": row("skipped")}) == ""
+    assert cell(host, {"b one": row(), "b 7B": row("skipped")}) != ""
+    assert table.evidence("engine start, generation, TP 2, several engines", [run()]) == ""
+    other = cell("balanced micro-batches, ZeRO-3 and one process", {"e optimizer steps": row()})
+    assert other == "", "another job of stage e"
+    assert table.evidence("mixture of experts", [run()]) == "", "no stage shows it"
 
 
 # ---- stages

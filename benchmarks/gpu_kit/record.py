@@ -74,14 +74,23 @@ def events(path: Path) -> list[dict]:
 
 
 def merge(results: Path, meta: dict, rows: dict[str, dict]) -> None:
-    """Merge a job's rows into the result file; rows of other jobs stay if device, versions and commit are the same."""
-    found = read(results)
-    old = found.get("stages", {}) if found.get("meta") == meta else {}
+    """Merge a job's rows into the result file, which has one run per device, versions and commit.
+
+    A stage stays in its newest run only, so a fault that is mended does not stay in the file.
+    """
+    runs = [
+        run | {"stages": {key: stage for key, stage in run["stages"].items() if key not in rows}}
+        for run in read(results)
+    ]
+    if not (runs and runs[-1]["meta"] == meta):
+        runs.append({"meta": meta, "stages": {}})
+    runs[-1]["stages"] |= rows
     results.parent.mkdir(parents=True, exist_ok=True)
     partial = results.with_suffix(".part")
-    partial.write_text(json.dumps({"meta": meta, "stages": old | rows}, indent=1) + "\n")
+    partial.write_text(json.dumps([run for run in runs if run["stages"]], indent=1) + "\n")
     partial.replace(results)
 
 
-def read(results: Path) -> dict:
-    return json.loads(results.read_text()) if results.exists() else {}
+def read(results: Path) -> list[dict]:
+    """Return the recorded runs, oldest first: `meta` describes the machine, `stages` has a result per key."""
+    return json.loads(results.read_text()) if results.exists() else []

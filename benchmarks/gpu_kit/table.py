@@ -16,10 +16,12 @@ EVIDENCE = {
 }
 
 
-def rows(found: dict) -> str:
-    """Return Markdown with one line per recorded stage and its figures."""
-    if not found.get("stages"):
-        return NEVER + "\n"
+def rows(runs: list[dict]) -> str:
+    """Return Markdown with a table per recorded run, the newest first: one line per stage with its figures."""
+    return "\n".join(map(one_run, reversed(runs))) or NEVER + "\n"
+
+
+def one_run(found: dict) -> str:
     meta = found["meta"]
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
     kind = "**A rehearsal on a CPU: no figure says anything about a GPU.** " if meta["rehearsal"] else ""
@@ -37,35 +39,42 @@ def line(key: str, stage: dict) -> str:
     return f"| {key} | {stage['result']} | {stage['seconds']} | {said} |\n"
 
 
-def replaced(page: str, found: dict) -> str:
+def replaced(page: str, runs: list[dict]) -> str:
     """Return `page` with a new table between its two markers."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{rows(found)}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{rows(runs)}\n{END}{after}"
 
 
-def evidence(row: str, found: dict) -> str:
-    """Return the cell "ran on GPU" of a row of the evidence table: empty, or a tick with device and vLLM version."""
-    stages = found.get("stages", {})
-    if found.get("meta", {}).get("rehearsal", True) or row not in EVIDENCE:
-        return ""
-    ran = all(shows([stage for key, stage in stages.items() if key.startswith(name)]) for name in EVIDENCE[row])
-    return f"✓ {found['meta']['device']}, vLLM {found['meta']['versions'].get('vllm')}" if ran else ""
+def evidence(row: str, runs: list[dict]) -> str:
+    """Return the cell "ran on GPU" of a row of the evidence table: empty, or a tick with devices and vLLM versions."""
+    on: dict[str, None] = {}
+    for name in EVIDENCE.get(row, ()):
+        stages = [
+            (stage["result"], f"{run['meta']['device']}, vLLM {run['meta']['versions'].get('vllm')}")
+            for run in runs
+            if not run["meta"]["rehearsal"]
+            for key, stage in run["stages"].items()
+            if key.startswith(name)
+        ]
+        if not shows({result for result, _ in stages}):
+            return ""
+        on |= dict.fromkeys(machine for result, machine in stages if result == PASSED)
+    return f"✓ {'; '.join(on)}" if on else ""
 
 
-def shows(stages: list[dict]) -> bool:
-    """Return whether at least one of the stages passed and none failed; a skipped one, such as 7B, shows nothing."""
-    found = {stage["result"] for stage in stages}
-    return PASSED in found and FAILED not in found
+def shows(results: set[str]) -> bool:
+    """Return whether at least one stage passed and none failed; a skipped one, such as 7B, shows nothing."""
+    return PASSED in results and FAILED not in results
 
 
-def with_evidence(page: str, found: dict) -> str:
+def with_evidence(page: str, runs: list[dict]) -> str:
     """Return `page`, the evidence page, with new cells in the GPU column of the rows in `EVIDENCE`."""
     lines = page.split("\n")
     for index, text in enumerate(lines):
         cells = text.split("|")
         if len(cells) > 3 and (row := cells[1].strip()) in EVIDENCE:
-            cell = evidence(row, found)
+            cell = evidence(row, runs)
             cells[2] = f" {cell} " if cell else " "
             lines[index] = "|".join(cells)
     return "\n".join(lines)

@@ -63,6 +63,7 @@ def adapter(machine: Machine, figures: dict, folder: Path) -> None:
             figures |= {f"{name}_fresh": fresh, f"{name}_stale": min(stale), f"{name}_s": trainer.timings.total_s}
             figures[f"{name}_mib"] = trainer.timings.num_bytes / 2**20
             floor = comparing.rounding_floor(trainer.model, rows)
+            figures[f"{name}_rounding_floor"] = floor
             require(fresh <= max(LIMITS["bf16"], FLOOR_FACTOR * floor), f"{name}: log-probs differ by {fresh:.2g}")
             require(min(stale) >= 3 * fresh, f"{name}: a stale adapter differs by {min(stale):.2g} only")
 
