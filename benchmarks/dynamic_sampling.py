@@ -87,7 +87,7 @@ def train(arm: str, seed: int, steps: int, groups: int, output: Path) -> None:
             temperature=1.0,
             seed=seed,
             rollout_seed=seed,
-            score_groups=arm == "on",
+            score_groups=0 if arm == "on" else None,
             dynamic_sampling=8 if arm == "on" else 0,
             logging_steps=1,
             save_strategy="no",

@@ -4,7 +4,7 @@
 
     staleness_0    max_staleness=0
     staleness_1    max_staleness=1
-    in_flight_3    weight_update="in_flight", open_rounds=3
+    in_flight_3    max_staleness=3
     control        completions of weights 8 rounds old, importance-sampling correction off: must do worse,
                    or this measurement could not see harm
 
@@ -98,9 +98,7 @@ def train(arm: str, seed: int, steps: int, output: Path) -> None:
             temperature=1.0,
             seed=seed,
             rollout_seed=seed,
-            max_staleness=int(arm == "staleness_1"),
-            weight_update="in_flight" if in_flight else "drain",
-            open_rounds=3 if in_flight else 1,
+            max_staleness=3 if in_flight else int(arm == "staleness_1"),
             engine_kwargs=slow if in_flight else {},
             generation_kwargs={"extra_args": {"seconds_a_token": SECONDS_A_TOKEN}} if in_flight else None,
             vllm_importance_sampling_correction=not control,
@@ -197,7 +195,7 @@ def draw(runs: dict[str, list[dict]], path: Path) -> None:
     from matplotlib import pyplot
 
     colors = dict(zip(ARMS, ("tab:blue", "tab:orange", "tab:green", "tab:gray"), strict=True))
-    names = ("max_staleness=0", "max_staleness=1", "in flight, open_rounds=3", "8 rounds old, uncorrected")
+    names = ("max_staleness=0", "max_staleness=1", "in flight, max_staleness=3", "8 rounds old, uncorrected")
     labels = dict(zip(ARMS, names, strict=True))
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for arm, of_arm in runs.items():

@@ -8,7 +8,7 @@ log-normal lengths: a row has its length by `max_tokens` and `ignore_eos`. All a
 
     sync          a round is generated, then trained
     drain_1       max_staleness=1: the next round is generated while this one trains; a sync waits for it
-    in_flight_k   weight_update="in_flight", open_rounds=k
+    in_flight_k   max_staleness=k
     strict        in_flight_3 with max_age=3: groups are trained in the order of the dataset
     control       drain_1 again
 

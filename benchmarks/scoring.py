@@ -1,4 +1,4 @@
-"""Does `score_groups=True` hide a slow reward? One rank and one vLLM engine, each on a core of its own.
+"""Does `score_groups` hide a slow reward? One rank and one vLLM engine, each on a core of its own.
 
     python benchmarks/scoring.py [--quick] [--mixes waits ...]
 
@@ -13,7 +13,7 @@ A second run has the same slow reward without `score_groups`: TRL calls it in th
 
     waits        2 s of waiting in a sync function, `max_staleness=1`
     awaits       2 s in an async function, `max_staleness=1`
-    computes     0.5 s of pure Python in a process (`score_processes=2`, cores of their own), `max_staleness=1`
+    computes     0.5 s of pure Python in a process (`score_groups=2`, cores of their own), `max_staleness=1`
     same_round   0.2 s of waiting, `max_staleness=0`: beside the generation of the other groups of its round, of which
                  the engine runs one at a time; the reward of the last group cannot be hidden
 """
@@ -100,7 +100,7 @@ def rows_of(mix: Mix, schedule: Segments, num_rounds: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def build(mix: Mix, folder: Path, schedule: Segments, num_rounds: int, score_groups: bool) -> GRPOTrainer:
+def build(mix: Mix, folder: Path, schedule: Segments, num_rounds: int, score_groups: int | None) -> GRPOTrainer:
     args = GRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -116,7 +116,6 @@ def build(mix: Mix, folder: Path, schedule: Segments, num_rounds: int, score_gro
         learning_rate=1e-6,
         max_staleness=mix.max_staleness,
         score_groups=score_groups,
-        score_processes=mix.processes if score_groups else 0,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.0,
         rollout_seed=0,
@@ -147,7 +146,7 @@ def pin_all() -> None:
     pin(here.pid, RANK_CORE)
 
 
-def rounds_of(mix: Mix, arms: list[str], segment: int, score_groups: bool) -> dict[tuple[int, str], list[dict]]:
+def rounds_of(mix: Mix, arms: list[str], segment: int, score_groups: int | None) -> dict[tuple[int, str], list[dict]]:
     """Train, and return the rounds of each segment."""
     schedule = Segments(arms, segment, mix.num_iterations)
     with tempfile.TemporaryDirectory() as folder:
@@ -203,8 +202,8 @@ def summarize(segments: dict[tuple[int, str], list[dict]], in_round: list[dict],
 
 def run(mix: Mix, repeats: int, segment: int) -> dict:
     arms = [arm for repeat in range(repeats) for arm in (ARMS if repeat % 2 == 0 else ARMS[::-1])]
-    segments = rounds_of(mix, arms, segment, score_groups=True)
-    ((_, in_round),) = rounds_of(mix, ["slow"], 2 + mix.max_staleness, score_groups=False).items()
+    segments = rounds_of(mix, arms, segment, score_groups=mix.processes)
+    ((_, in_round),) = rounds_of(mix, ["slow"], 2 + mix.max_staleness, score_groups=None).items()
     return summarize(segments, in_round, mix, segment)
 
 

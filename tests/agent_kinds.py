@@ -11,7 +11,7 @@ from pathlib import Path
 from agents import Seen, Speaker, call_of, chats, engines_here, keep_outputs, ours
 from waiting import until
 
-AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"weight_update": "in_flight", "open_rounds": 2}}
+AHEAD = {"drain": {"max_staleness": 1}, "in flight": {"max_staleness": 2}}
 
 
 def tool(function: Callable) -> Callable:

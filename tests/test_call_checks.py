@@ -247,7 +247,7 @@ REFUSED_CALLS = {
     "a reward that needs the batch": (
         {"reward_funcs": [get_cosine_scaled_reward(max_len=8)], "train_dataset": SOLVED},
         r"`cosine_scaled_reward`.*`dynamic_sampling`",
-        {"dynamic_sampling": 8, "score_groups": True},
+        {"dynamic_sampling": 8, "score_groups": 0},
     ),
     "prompts": (
         {"reward_funcs": no_columns, "train_dataset": PROMPTS.rename_column("prompt", "text")},

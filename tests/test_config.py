@@ -22,8 +22,8 @@ from trl_multinode.reporting import report_choices
 from trl_multinode.settings import OF_TRL, Number, Settings, check_value
 
 TRLS_MODES = [{"vllm_mode": "colocate"}, {"vllm_mode": "server"}, {"use_vllm": False}]
-IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate"}
-SAMPLING = {"dynamic_sampling": 8, "score_groups": True}
+IN_FLIGHT = {"max_staleness": 2}
+SAMPLING = {"dynamic_sampling": 8, "score_groups": 0}
 
 
 def ours(tmp_path, **fields) -> MultiNodeGRPOConfig:
@@ -89,8 +89,8 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], list[str]]] = [
     ({"vllm_mode": "nodes"}, ["`vllm_mode`", "'node', 'server' or 'colocate'", "got 'nodes'"]),
     ({"max_completion_length": None, "loss_type": "dr_grpo"}, ["`max_completion_length`", "dr_grpo"]),
     # one round ahead
-    ({"max_staleness": 2}, ["`max_staleness`", "at least 0 and at most 1", "got 2"]),
-    ({"max_staleness": -1}, ["`max_staleness`", "at least 0 and at most 1", "got -1"]),
+    ({"max_staleness": 9}, ["`max_staleness`", "at least 0 and at most 8", "got 9"]),
+    ({"max_staleness": -1}, ["`max_staleness`", "at least 0 and at most 8", "got -1"]),
     ({"max_staleness": 1} | NO_CORRECTION, ["`vllm_importance_sampling_correction=True`", "`max_staleness=0`"]),
     *(
         (setting | mode, [f"`{name}", "`vllm_mode='node'`"])
@@ -99,18 +99,14 @@ REFUSED_FIELDS: list[tuple[dict[str, Any], list[str]]] = [
         for name in setting
     ),
     # rounds in flight
-    (IN_FLIGHT | {"weight_update": "swap"}, ["`weight_update`", "('drain', 'in_flight')", "got 'swap'"]),
-    (IN_FLIGHT | {"open_rounds": 1}, ["`open_rounds`", "2 to 8", "got 1", "`max_staleness=1`"]),
-    (IN_FLIGHT | {"open_rounds": 9}, ["`open_rounds`", "2 to 8", "got 9"]),
-    (IN_FLIGHT | {"max_age": 1}, ["`max_age`", "`open_rounds` (2)", "got 1"]),
-    (IN_FLIGHT | {"max_staleness": 1}, ["`max_staleness`", "`open_rounds`"]),
-    (IN_FLIGHT | {"vllm_mode": "colocate"}, ["`weight_update='in_flight'`", "`vllm_mode='node'`"]),
-    (IN_FLIGHT | NO_CORRECTION, ["`vllm_importance_sampling_correction=True`"]),
-    (IN_FLIGHT | {"vllm_importance_sampling_mode": "sequence_mask"}, ["'sequence_mask'", "'token_truncate'"]),
+    (IN_FLIGHT | {"max_age": 1}, ["`max_age`", "`max_staleness` (2)", "got 1"]),
+    (IN_FLIGHT | {"vllm_mode": "colocate"}, ["`max_staleness=2`", "`vllm_mode='node'`"]),
+    (IN_FLIGHT | NO_CORRECTION, ["`max_staleness=2`", "`vllm_importance_sampling_correction=True`"]),
     (IN_FLIGHT | {"vllm_importance_sampling_mode": "sequence_truncate"}, ["'sequence_truncate'", "'token_truncate'"]),
     *(
-        ({name: value}, [f"`{name}", "`weight_update='in_flight'`"])
-        for name, value in {"open_rounds": 2, "max_age": 4, "recompute_kv": True}.items()
+        ({name: value, "max_staleness": rounds}, [f"`{name}", "`max_staleness`", f"`max_staleness={rounds}`"])
+        for name, value in {"max_age": 4, "recompute_kv": True}.items()
+        for rounds in (0, 1)
     ),
     # what node mode sets itself
     ({"engine_kwargs": {"load_format": "auto"}}, ["`engine_kwargs`", "load_format"]),
@@ -292,15 +288,16 @@ def test_the_rules_hold_for_a_plain_config_too(tmp_path):
 
 def test_settings_of_rounds_and_groups_are_off_by_default_and_taken_as_given(tmp_path):
     settings = NodeSettings.of(ours(tmp_path))
-    assert not settings.in_flight and (settings.open_rounds, settings.recompute_kv) == (1, False)
-    assert (settings.score_groups, settings.score_with_batch, settings.score_processes) == (False, None, 0)
-    assert settings.dynamic_sampling == 0
-    assert NodeSettings.of(plain(tmp_path)).weight_update == "drain"
+    assert not settings.in_flight and (settings.max_staleness, settings.recompute_kv) == (0, False)
+    assert (settings.score_groups, settings.score_with_batch, settings.dynamic_sampling) == (None, None, 0)
+    assert NodeSettings.of(plain(tmp_path)).max_staleness == 0
+    assert not NodeSettings.of(ours(tmp_path, max_staleness=1)).in_flight
     settings = NodeSettings.of(ours(tmp_path, **IN_FLIGHT))
     assert settings.in_flight and settings.oldest_rounds == 6
     assert NodeSettings.of(ours(tmp_path, **IN_FLIGHT, max_age=2, recompute_kv=True)).oldest_rounds == 2
-    scored = {"score_groups": True, "score_with_batch": ["diversity"], "score_processes": 2}
-    assert NodeSettings.of(ours(tmp_path, **scored)).score_with_batch == ["diversity"]
+    for processes in (0, 2):
+        scored = NodeSettings.of(ours(tmp_path, score_groups=processes, score_with_batch=["diversity"]))
+        assert scored.scores_groups and scored.score_with_batch == ["diversity"]
     assert checked_again(tmp_path, **SAMPLING | {"dynamic_sampling": 3}) == ""
 
 
@@ -314,7 +311,25 @@ def test_a_group_in_flight_may_not_straddle_ranks_and_the_nearest_batches_are_na
         assert has_all(message, ["`num_generations` (8)", "4 x 1 = 4", "nearest is 8", *cures]), message
         message = refusal(ours, tmp_path, per_device_train_batch_size=12, **sizes, **IN_FLIGHT)
         assert has_all(message, ["12 x 1 = 12", "8 or 16"]), message
-        assert ours(tmp_path, per_device_train_batch_size=8, **sizes, **IN_FLIGHT).open_rounds == 2
+        assert ours(tmp_path, per_device_train_batch_size=8, **sizes, **IN_FLIGHT).max_staleness == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "clip"),
+    [
+        ({}, "token_truncate", 2.0),
+        ({"vllm_importance_sampling_clip_max": 5.0}, "token_truncate", 5.0),
+        ({"vllm_importance_sampling_mode": "token_truncate"}, "token_truncate", 3.0),
+        ({"vllm_importance_sampling_mode": "token_mask"}, "token_mask", 3.0),
+    ],
+)
+def test_in_flight_tokens_are_corrected_one_by_one_unless_the_user_chose_a_mode(tmp_path, given, mode, clip):
+    args = ours(tmp_path, **IN_FLIGHT, **given)
+    again = replace(args, generation_batch_size=None)  # as a script that changes one field does
+    for one in (args, again):
+        assert one.vllm_importance_sampling_mode == mode and one.vllm_importance_sampling_clip_max == clip
+    drained = ours(tmp_path, max_staleness=1)
+    assert (drained.vllm_importance_sampling_mode, drained.vllm_importance_sampling_clip_max) == ("sequence_mask", 3.0)
 
 
 def checked_again(folder, **fields) -> str:
@@ -333,17 +348,17 @@ def checked_again(folder, **fields) -> str:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"score_with_batch": ["a"]}, ["`score_with_batch`", "`score_groups=True`", "['a']"]),
-        ({"score_processes": 2}, ["`score_processes`", "`score_groups=True`", "got 2"]),
-        ({"score_groups": True, "score_processes": -1}, ["`score_processes`", "at least 0", "-1"]),
-        ({"score_groups": True, "vllm_mode": "colocate"}, ["`score_groups=True`", "`vllm_mode='node'`"]),
-        ({"score_groups": True, "num_generations": 3}, ["`score_groups=True`", "`num_generations`"]),
-        ({"dynamic_sampling": 8}, ["`dynamic_sampling`", "`score_groups=True`", "got False"]),
+        ({"score_with_batch": ["a"]}, ["`score_with_batch`", "`score_groups`", "['a']"]),
+        ({"score_groups": -1}, ["`score_groups`", "at least 0", "-1"]),
+        ({"score_groups": True}, ["`score_groups`", "an integer", "got True"]),
+        ({"score_groups": 2, "vllm_mode": "colocate"}, ["`score_groups=2`", "`vllm_mode='node'`"]),
+        ({"score_groups": 0, "num_generations": 3}, ["`score_groups=0`", "`num_generations`"]),
+        ({"dynamic_sampling": 8}, ["`dynamic_sampling`", "`score_groups=0`", "got None"]),
         (SAMPLING | {"score_with_batch": ["diversity"]}, ["['diversity']", "`score_with_batch`"]),
         (SAMPLING | {"dynamic_sampling": -1}, ["`dynamic_sampling`", "at least 0", "got -1"]),
         (SAMPLING | {"dynamic_sampling": True}, ["`dynamic_sampling`", "an integer", "got True"]),
-        (SAMPLING | {"vllm_mode": "colocate"}, ["`score_groups=True`", "`vllm_mode='node'`"]),
-        (SAMPLING | {"num_generations": 3}, ["`score_groups=True`", "`num_generations`"]),
+        (SAMPLING | {"vllm_mode": "colocate"}, ["`score_groups=0`", "`vllm_mode='node'`"]),
+        (SAMPLING | {"num_generations": 3}, ["`score_groups=0`", "`num_generations`"]),
     ],
 )
 def test_groups_that_cannot_be_scored_or_sampled_again_are_refused_with_a_way_out(tmp_path, fields, words):
@@ -362,8 +377,8 @@ def test_whole_rollouts_ahead_have_no_images_in_their_requests(tmp_path, name):
     check_recorded(ours(tmp_path, max_staleness=1), {name: print, "train_dataset": rows.select_columns("prompt")})
     check_recorded(ours(tmp_path, max_staleness=1), {"tools": [print], "train_dataset": rows})  # made when needed
     check_recorded(ours(tmp_path), {name: print, "train_dataset": rows})
-    message = refusal(check_recorded, ours(tmp_path, score_groups=True), {"train_dataset": rows})
-    assert has_all(message, ["`score_groups=True`", "'images'"]), message
+    message = refusal(check_recorded, ours(tmp_path, score_groups=0), {"train_dataset": rows})
+    assert has_all(message, ["`score_groups`", "'images'"]), message
 
 
 def test_reward_models_and_streams_are_not_sampled_again(tmp_path):
@@ -385,7 +400,7 @@ def test_streams_and_images_are_not_in_flight(tmp_path):
     assert "'images'" in refusal(check_in_flight, args, rows)
     pixel = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
     in_messages = refusal(check_in_flight, args, Dataset.from_dict({"prompt": [pixel]}))
-    assert has_all(in_messages, ["images", "messages", "weight_update='drain'"]), in_messages
+    assert has_all(in_messages, ["images", "messages", "`max_staleness=1`"]), in_messages
     check_in_flight(args, rows.select_columns("prompt"))
     check_in_flight(ours(tmp_path), rows.to_iterable_dataset())
 

@@ -17,7 +17,7 @@ from trl_multinode.errors import ConfigurationError
 from trl_multinode.experimental.server_distillation import check_teacher
 from trl_multinode.node_trainer import NodeTrainer, bound_arguments
 
-IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate"}
+IN_FLIGHT = {"max_staleness": 2}
 
 
 @pytest.mark.parametrize(("name", "folder"), trl_multinode._OWN_VLLM.items())

@@ -166,7 +166,7 @@ def test_rows_in_flight_count_all_ranks_of_the_node(tmp_path):
 def test_an_engine_has_room_for_the_open_rounds_but_not_for_more_than_vllm_can_run_at_once(tmp_path):
     assert settings(tmp_path, max_num_seqs=256).max_num_seqs == 1024  # of 7 x 256; vLLM did not start with 2048
     assert settings(tmp_path, max_num_seqs=256, engine_kwargs={"max_num_seqs": 1792}).max_num_seqs == 1792
-    open_rounds = SimpleNamespace(in_flight=True, open_rounds=3, engine_kwargs={}, vllm_tensor_parallel_size=1)
+    open_rounds = SimpleNamespace(in_flight=True, max_staleness=3, engine_kwargs={}, vllm_tensor_parallel_size=1)
     rows = [EngineSettings(open_rounds, NODE_1, ONE_RESERVED, None, {"max_num_seqs": n}).max_num_seqs for n in (8, 64)]
     assert rows == [4 * 7 * 8, 1024]
 
@@ -193,10 +193,9 @@ def test_engines_of_all_nodes_have_different_seeds_and_their_own_gpus(tmp_path):
 
 
 def test_rows_of_open_rounds_leave_a_part_of_every_engine_free_for_evaluation(tmp_path):
-    in_flight = {"weight_update": "in_flight", "open_rounds": 3, "vllm_importance_sampling_mode": "token_truncate"}
-    made = settings(tmp_path, engine_kwargs='{"max_num_seqs": 112}', **in_flight)
+    made = settings(tmp_path, max_staleness=3, engine_kwargs='{"max_num_seqs": 112}')
     assert made.open_window == 12  # of 16 that are a rank's share
-    assert settings(tmp_path, engine_kwargs='{"max_num_seqs": 7}', **in_flight).open_window == 1
+    assert settings(tmp_path, max_staleness=3, engine_kwargs='{"max_num_seqs": 7}').open_window == 1
 
 
 def test_the_engines_type_follows_training_and_can_be_set(tmp_path):

@@ -41,7 +41,7 @@ ADVICE = {
     # A row of the tail needs at most a tenth of an engine: 10 + 3 s on one engine, beside 10 s of training
     "tail": (
         LONG_TAIL, 7, 1, {},
-        ["30.0 of 40.0 s", 'weight_update="in_flight"', "7+1 would take about 13.0 s, 6+2 about 11.7 s."], "",
+        ["30.0 of 40.0 s", 'max_staleness=3', "7+1 would take about 13.0 s, 6+2 about 11.7 s."], "",
     ),
     "best in flight too": (StepTimes(1.0, 1.0, tail_s=0.5), 1, 1, {}, ["1+1 would take about 1.0 s."], ""),
     "in flight": (

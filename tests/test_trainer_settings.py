@@ -76,7 +76,7 @@ def test_engine_kwargs_may_be_json_and_trls_own_dicts_too(name, tmp_path):
 
 
 REFUSED = {
-    "max_staleness": 1, "weight_update": "in_flight", "micro_batch_tokens": 4096, "logprob_divergence_limit": 0.5,
+    "max_staleness": 1, "micro_batch_tokens": 4096, "logprob_divergence_limit": 0.5,
 }  # fmt: skip
 WORKS = {"RLOO": ["logprob_divergence_limit"], "GMPO": ["logprob_divergence_limit", "micro_batch_tokens"]}
 

@@ -156,12 +156,12 @@ def check_recorded(args: TrainingArguments, call: dict[str, Any]) -> None:
     columns = getattr(call.get("train_dataset"), "column_names", None) or ()
     if settings.in_flight or not (images := {"image", "images"}.intersection(columns)):
         return
-    if settings.score_groups:
+    if settings.scores_groups:
         raise ConfigurationError(
-            f"`score_groups=True` makes the rollouts of each group apart, and their requests carry no images (column "
+            f"`score_groups` makes the rollouts of each group apart, and their requests carry no images (column "
             f"{min(images)!r}). Leave it out."
         )
-    if settings.rounds_ahead and agent in ("environment_factory", "rollout_func"):
+    if settings.max_staleness and agent in ("environment_factory", "rollout_func"):
         raise ConfigurationError(
             f"`max_staleness=1` runs whole rollouts of `{agent}` ahead, and their requests carry no images (column "
             f"{min(images)!r}). Use `max_staleness=0`."
@@ -169,13 +169,13 @@ def check_recorded(args: TrainingArguments, call: dict[str, Any]) -> None:
 
 
 def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
-    """Raise `ConfigurationError` if `weight_update='in_flight'` cannot work with the training dataset."""
+    """Raise `ConfigurationError` if rounds in flight cannot work with the training dataset."""
     if dataset is None or not NodeSettings.of(args).in_flight:
         return
     if not has_index(dataset):
         raise ConfigurationError(
-            f"`weight_update='in_flight'` needs a dataset with an index, got a stream ({type(dataset).__name__}): a "
-            "resumed run must find the rows of its open groups again. Use a `Dataset`, or `weight_update='drain'`."
+            f"`max_staleness` of 2 or more needs a dataset with an index, got a stream ({type(dataset).__name__}): a "
+            "resumed run must find the rows of its open groups again. Use a `Dataset`, or `max_staleness=1`."
         )
     if images := {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
         raise ConfigurationError(f"The dataset has a column {min(images)!r}. {NOT_IN_FLIGHT}")

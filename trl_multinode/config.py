@@ -18,7 +18,6 @@ else:
 
 GRPO_ONLY = {
     "max_staleness": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
-    "weight_update": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
     "micro_batch_tokens": "only GRPO's micro-batches can be regrouped. Leave it out, or use GRPO.",
     "rehearse_longest": "only GRPO's batches can be made up. Leave it out, or use GRPO.",
     "score_groups": "only GRPO's rollouts are made group by group. Leave it out, or use GRPO.",
@@ -66,6 +65,7 @@ class NodeFields(Settings, _Arguments):
         self._VALID_DICT_FIELDS: list[str] = [*super()._VALID_DICT_FIELDS, "engine_kwargs"]
         if self.vllm_mode != "node" and self.vllm_gpu_memory_utilization is None:
             self.vllm_gpu_memory_utilization = trls_default(type(self), "vllm_gpu_memory_utilization")
+        self._correct_per_token()
         try:
             super().__post_init__()
         except ValueError as error:
@@ -73,6 +73,17 @@ class NodeFields(Settings, _Arguments):
                 raise ConfigurationError(f"{error} {self._batches_that_work()}") from error
             raise
         check_settings(self)
+
+    def _correct_per_token(self) -> None:
+        """Replace TRL's default correction where completions stay in flight: it is per sequence, and a completion with
+        many tokens of older weights would be dropped. Only these tokens are to be corrected."""
+        changed = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+        mode = next(iter(changed))
+        if self.max_staleness < 2 or getattr(self, mode, None) != trls_default(type(self), mode):
+            return
+        for name, value in changed.items():
+            if getattr(self, name) == trls_default(type(self), name):
+                setattr(self, name, value)
 
     def _batches_that_work(self) -> str:
         """List batch sizes that hold whole groups; with 7 ranks per node there are few."""

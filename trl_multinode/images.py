@@ -7,8 +7,8 @@ import torch
 from .errors import ConfigurationError
 
 NOT_IN_FLIGHT = (
-    "`weight_update='in_flight'` generates from token ids, and TRL builds prompts with images only while it scores "
-    "them. Use `weight_update='drain'`."
+    "From `max_staleness=2` on completions are generated from token ids, and TRL builds prompts with images only "
+    "while it scores them. Use `max_staleness=1`."
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from .engine_keys import check_keys
 from .errors import ConfigurationError
-from .settings import MOST_OPEN_ROUNDS, Settings, check_values
+from .settings import Settings, check_values
 
 # settings of TRL's server and of colocation, left over in a script that now runs in node mode
 IGNORED_IN_NODE_MODE = (
@@ -54,19 +54,19 @@ class NodeSettings(Settings):
     @property
     def in_flight(self) -> bool:
         """Return whether completions continue across weight updates."""
-        return self.weight_update == "in_flight"
-
-    @property
-    def rounds_ahead(self) -> int:
-        """Number of generation rounds that are begun while a round trains."""
-        return self.open_rounds if self.in_flight else self.max_staleness
+        return self.max_staleness > 1
 
     @property
     def oldest_rounds(self) -> int:
         """Age, in generation rounds, at which a step waits for a group that is still open."""
         if not self.in_flight:
             return self.max_staleness
-        return 3 * self.open_rounds if self.max_age is None else self.max_age
+        return 3 * self.max_staleness if self.max_age is None else self.max_age
+
+    @property
+    def scores_groups(self) -> bool:
+        """Return whether the rewards of a group are computed as soon as it is complete."""
+        return self.score_groups is not None
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -103,7 +103,6 @@ def check_settings(args: Any) -> None:
     if settings.engine_restart_copy and not settings.engine_restarts:
         raise ConfigurationError("`engine_restart_copy` needs `engine_restarts` of 1 at least, got 0. Leave it out.")
     _check_staleness(args, settings)
-    _check_in_flight(args, settings)
     _check_scoring(args, settings)
     _check_dynamic_sampling(args, settings)
     _check_length(args, settings)
@@ -134,78 +133,61 @@ def check_supported(args: Any, kind: type, where: str) -> None:
 
 
 def _check_staleness(args: Any, settings: NodeSettings) -> None:
-    if settings.max_staleness and not is_node_mode(args):
-        raise ConfigurationError("`max_staleness=1` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
-    if settings.max_staleness and not args.vllm_importance_sampling_correction:
-        raise ConfigurationError(
-            "`max_staleness=1` needs `vllm_importance_sampling_correction=True` (TRL's default): it corrects for "
-            "completions that older weights made. Set it, or `max_staleness=0`."
-        )
-
-
-def _check_in_flight(args: Any, settings: NodeSettings) -> None:
-    if not settings.in_flight:
-        for name in ("open_rounds", "max_age", "recompute_kv"):
-            if (value := getattr(settings, name)) != (default := getattr(NodeSettings, name)):
-                raise ConfigurationError(
-                    f"`{name}` needs `weight_update='in_flight'`, got {value}. Set that, or leave it at {default}."
-                )
-        return
-    if not is_node_mode(args):
-        raise ConfigurationError("`weight_update='in_flight'` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
+    dial = f"max_staleness={settings.max_staleness}"
     if settings.max_staleness:
-        raise ConfigurationError(
-            f"`max_staleness` must stay 0 with `weight_update='in_flight'`, got {settings.max_staleness}: "
-            "`open_rounds` is the number of rounds ahead there."
-        )
-    if not 2 <= settings.open_rounds <= MOST_OPEN_ROUNDS:
-        raise ConfigurationError(
-            f"`open_rounds` must be 2 to {MOST_OPEN_ROUNDS} with `weight_update='in_flight'`, got "
-            f"{settings.open_rounds}. With one round, `max_staleness=1` without `weight_update` is as fast."
-        )
-    if settings.oldest_rounds < settings.open_rounds:
-        raise ConfigurationError(
-            f"`max_age` must be at least `open_rounds` ({settings.open_rounds}), got {settings.max_age}: a group "
-            "waits for so many rounds even in the dataset's order."
-        )
-    _check_correction_in_flight(args)
-    _check_whole_groups(args, "weight_update='in_flight'")
-
-
-def _check_scoring(args: Any, settings: NodeSettings) -> None:
-    if not settings.score_groups:
-        for name in ("score_with_batch", "score_processes"):
-            if value := getattr(settings, name):
-                raise ConfigurationError(
-                    f"`{name}` needs `score_groups=True`, got {value}. Set that, or leave it out."
-                )
+        _check_node_mode(args, dial)
+        if not args.vllm_importance_sampling_correction:
+            raise ConfigurationError(
+                f"`{dial}` needs `vllm_importance_sampling_correction=True` (TRL's default): it corrects for "
+                "completions that older weights made. Set it, or `max_staleness=0`."
+            )
+    if settings.in_flight:
+        _check_in_flight(args, settings, dial)
         return
-    if not is_node_mode(args):
-        raise ConfigurationError("`score_groups=True` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
-    _check_whole_groups(args, "score_groups=True")
+    for name in ("max_age", "recompute_kv"):
+        if (value := getattr(settings, name)) != (default := getattr(NodeSettings, name)):
+            raise ConfigurationError(
+                f"`{name}` needs `max_staleness` of 2 at least, got {value} with `{dial}`. Set that, or leave it at "
+                f"{default}."
+            )
 
 
-def _check_correction_in_flight(args: Any) -> None:
-    if not args.vllm_importance_sampling_correction:
+def _check_in_flight(args: Any, settings: NodeSettings, dial: str) -> None:
+    if settings.oldest_rounds < settings.max_staleness:
         raise ConfigurationError(
-            "`weight_update='in_flight'` needs `vllm_importance_sampling_correction=True` (TRL's default): it "
-            "corrects for tokens that older weights made."
+            f"`max_age` must be at least `max_staleness` ({settings.max_staleness}), got {settings.max_age}: a group "
+            "waits for so many rounds even in the dataset's order."
         )
     if args.vllm_importance_sampling_mode.startswith("sequence_"):
         raise ConfigurationError(
-            f"`weight_update='in_flight'` cannot use {args.vllm_importance_sampling_mode!r} as "
-            "`vllm_importance_sampling_mode`: a long completion has many tokens of older weights, so it would "
-            "drop or cut exactly the long ones. Set 'token_truncate' with `vllm_importance_sampling_clip_max=2.0`."
+            f"`{dial}` cannot use {args.vllm_importance_sampling_mode!r} as `vllm_importance_sampling_mode`: a long "
+            "completion has many tokens of older weights, so it would drop or cut exactly the long ones. Set "
+            "'token_truncate' with `vllm_importance_sampling_clip_max=2.0`, or `max_staleness=1`."
         )
+    _check_whole_groups(args, dial)
+
+
+def _check_scoring(args: Any, settings: NodeSettings) -> None:
+    if settings.scores_groups:
+        setting = f"score_groups={settings.score_groups}"
+        _check_node_mode(args, setting)
+        _check_whole_groups(args, setting)
+    elif value := settings.score_with_batch:
+        raise ConfigurationError(f"`score_with_batch` needs `score_groups`, got {value}. Set that, or leave it out.")
+
+
+def _check_node_mode(args: Any, setting: str) -> None:
+    if not is_node_mode(args):
+        raise ConfigurationError(f"`{setting}` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
 
 
 def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
     if not settings.dynamic_sampling:
         return
-    if not settings.score_groups:  # whose own checks are node mode and groups that do not straddle ranks
+    if not settings.scores_groups:  # whose own checks are node mode and groups that do not straddle ranks
         raise ConfigurationError(
-            "`dynamic_sampling` needs `score_groups=True`, got False: whether a group is used depends on its "
-            "rewards, which TRL computes once the round is chosen. Set it."
+            "`dynamic_sampling` needs `score_groups`, got None: whether a group is used depends on its rewards, which "
+            "TRL computes once the round is chosen. Set `score_groups=0`, or a number of processes for them."
         )
     if later := list(getattr(args, "score_with_batch", None) or ()):
         raise ConfigurationError(

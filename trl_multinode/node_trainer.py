@@ -149,6 +149,7 @@ class NodeTrainer(HubTrainer):
 
     @property
     def max_staleness(self) -> int:
+        """Number of generation rounds that are begun while a round trains; 0 outside of node mode."""
         return self.host.settings.max_staleness if self.host is not None else 0
 
     def last_checkpoint(self) -> str | None:
@@ -174,13 +175,6 @@ class NodeTrainer(HubTrainer):
         setattr(self, self._sync_mark, -getattr(self, "vllm_sync_frequency", 1))
         if self.host is not None:
             self.vllm_generation.weights_changed()
-
-    @property
-    def rounds_ahead(self) -> int:
-        """Number of generation rounds whose prompts must be known while a round trains."""
-        if self.host is None:
-            return 0
-        return self.host.settings.rounds_ahead
 
     # ---- one generation round ---------------------------------------------------------------------------------------
 

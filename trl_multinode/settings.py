@@ -15,7 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from .errors import ConfigurationError
 
 WEIGHT_TRANSPORTS = ("auto", "host", "ipc", "nccl")
-MOST_OPEN_ROUNDS = 8
+MOST_STALENESS = 8
 PROBE_LENGTH = 16  # tokens of the prompt that proves the first weights; enough to involve every layer and the head
 
 
@@ -83,9 +83,9 @@ class Settings:
     engine_kwargs: dict[str, Any] | str | None = setting(
         None,
         "Further keywords of vLLM's `EngineArgs`, as a dict or JSON. Unless they are in here, `max_num_seqs` is the "
-        "node's rows of one round (in flight: of `open_rounds` + 1 rounds), divided by its engines and at most 1024; "
-        "`max_num_batched_tokens` is vLLM's own for offline inference, at least 8192 and twice `max_num_seqs`, and "
-        "`dtype` is bfloat16 or float16 if the trainer uses it, else the model's own.",
+        "node's rows of one round (from `max_staleness=2` on: of `max_staleness` + 1 rounds), divided by its engines "
+        "and at most 1024; `max_num_batched_tokens` is vLLM's own for offline inference, at least 8192 and twice "
+        "`max_num_seqs`, and `dtype` is bfloat16 or float16 if the trainer uses it, else the model's own.",
     )
     engine_start_timeout: Annotated[float, SECONDS] = setting(
         900.0, "Time in which all engines of a node must be ready, and all ranks must have imported this library."
@@ -144,33 +144,28 @@ class Settings:
         "its rows are spread over ranks and nodes (bitwise on a CPU in fp32; on a GPU, batch-dependent rounding can "
         "change a token). The later turns of tools and environments are included.",
     )
-    max_staleness: Annotated[int, Number("generation rounds", least=0, most=1)] = setting(
+    max_staleness: Annotated[int, Number("generation rounds", least=0, most=MOST_STALENESS)] = setting(
         0,
-        "Age of completions at the step that trains them. 0: the engines generate every round with the newest "
-        "weights, while the ranks wait. 1: while a round trains, they generate the next one with the older weights; "
-        "prompts, their order and the number of optimizer steps stay the same. 1 requires TRL's importance-sampling "
-        "correction, which becomes the off-policy correction. See docs/overlap.md.",
+        "Generation rounds that are begun while a round trains. 0: the engines generate every round with the newest "
+        "weights, while the ranks wait. 1: while a round trains, they generate the next one with the older weights; a "
+        "sync waits for all its completions, and prompts, their order and the number of optimizer steps stay the "
+        "same. From 2 on completions stay in flight: they continue across a sync, and engines never run empty, which "
+        "pays off when the lengths of completions differ much. Every step then trains on the groups that are "
+        "complete, so their order differs from that of the dataset; every group is trained exactly once, and "
+        "`max_age` bounds how long it stays open. From 1 on TRL's importance-sampling correction is required, which "
+        "becomes the off-policy correction. See docs/overlap.md and docs/long-tail.md.",
     )
-    weight_update: Annotated[str, OneOf(("drain", "in_flight"))] = setting(
-        "drain",
-        "Way in which new weights reach engines that generate ahead. 'drain': a sync waits for all completions under "
-        "way. 'in_flight': completions continue across a sync, and engines never run empty, which pays off when the "
-        "lengths of completions differ much. Every step trains on the groups that are complete, so their order "
-        "differs from that of the dataset; every group is trained exactly once. See docs/long-tail.md.",
-    )
-    open_rounds: Annotated[int, Number("generation rounds", least=1)] = setting(
-        1, f"In flight: rounds, 2 to {MOST_OPEN_ROUNDS}, that are begun and not trained while a round trains."
-    )
-    max_age: Annotated[int | None, Number("generation rounds", least=1), DefaultIs("3 x `open_rounds`")] = setting(
+    max_age: Annotated[int | None, Number("generation rounds", least=1), DefaultIs("3 x `max_staleness`")] = setting(
         None,
-        "In flight: rounds after which a step waits for a group that was begun. `open_rounds` keeps the order of the "
-        "dataset.",
+        "From `max_staleness=2` on: rounds after which a step waits for a group that was begun. `max_staleness` "
+        "bounds how many rounds are open, this how old a trained token can be. The same number for both keeps the "
+        "order of the dataset.",
     )
     recompute_kv: bool = setting(
         False,
-        "In flight: compute the cached keys and values of completions under way again with the new weights. "
-        "Otherwise their later tokens attend to those of the older weights, and the recorded log-probs are those of "
-        "this mixed computation.",
+        "From `max_staleness=2` on: compute the cached keys and values of completions under way again with the new "
+        "weights. Otherwise their later tokens attend to those of the older weights, and the recorded log-probs are "
+        "those of this mixed computation.",
     )
     logprob_divergence_limit: Annotated[
         float | None, Number(least=0), DefaultIs("0.02 if both sides compute in float32, else 0.3")
@@ -222,26 +217,26 @@ class Settings:
         "'answer': an exception in a tool is its answer to the model, as in TRL. 'raise': it ends the run, with a "
         "line that has the tool's name, the rank and the row.",
     )
-    score_groups: bool = setting(
-        False,
+    score_groups: Annotated[
+        int | None, Number("processes", least=0, most=4096), DefaultIs("TRL scores the whole round")
+    ] = setting(
+        None,
         "Compute the rewards of a group as soon as its completions are made, beside the generation of other groups "
-        "and, with rounds ahead, beside training. Needs groups that do not straddle ranks. See docs/scoring.md.",
+        "and, with rounds ahead, beside training. The number is that of each rank's processes for sync reward "
+        "functions that hold the interpreter. With 0 they run in the group's thread, except for TRL's "
+        "`accuracy_reward` and `reasoning_accuracy_reward`, which need a main thread. Needs groups that do not "
+        "straddle ranks. See docs/scoring.md.",
     )
     score_with_batch: Annotated[list[str] | None, DefaultIs("none")] = setting(
         None,
         "With `score_groups`: names of reward functions that look at all rows of a rank, or call collectives. TRL "
         "calls them when the round is used, as it calls reward models.",
     )
-    score_processes: Annotated[int, Number(least=0, most=4096)] = setting(
-        0,
-        "With `score_groups`: processes of each rank for sync reward functions that hold the interpreter. With 0, "
-        "only TRL's `accuracy_reward` and `reasoning_accuracy_reward` get one, because they need a main thread.",
-    )
     dynamic_sampling: Annotated[int, Number("prompts", least=0, most=1e6)] = setting(
         0,
         "Further prompts that a place in the round tries while all completions of its group get the same reward, "
         "which teaches nothing: 8 is a good value, 0 trains such groups. If all fail, the last group is kept, and if "
-        "that happens to all groups of all ranks in one round, the run ends. Needs `score_groups=True`. Steps, epochs "
+        "that happens to all groups of all ranks in one round, the run ends. Needs `score_groups`. Steps, epochs "
         "and rows per rank stay the same. See docs/dynamic-sampling.md.",
     )
     hub_push_must_succeed: bool = setting(

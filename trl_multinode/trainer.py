@@ -78,12 +78,12 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self.environment_factories is not None:
             self._tool_calls.watch_environments(self)
         owner = owner_of(type(self), *LOSSES)
-        self._ratio_check = RatioCheck(owner) if owner is not None and host.settings.rounds_ahead else None
+        self._ratio_check = RatioCheck(owner) if owner is not None and host.settings.max_staleness else None
         if host.settings.dynamic_sampling:
             self._again = SamplingAgain(host.settings, self)
         if runs_ahead(self, host.settings):
             self._recorder = Recorder(self, self._tool_calls)
-            self._scorer = GroupScorer(self, host, self._reward_calls) if host.settings.score_groups else None
+            self._scorer = GroupScorer(self, host, self._reward_calls) if host.settings.scores_groups else None
             device = self.accelerator.device
             self.vllm_generation.record(GroupMaker(self._recorder, device, self._scorer, self._again))
 
@@ -106,9 +106,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
-        if self.rounds_ahead:
+        if self.max_staleness:
             if self._upcoming is None or self._upcoming.source is not epoch_iterator:
-                self._upcoming = UpcomingBatches(epoch_iterator, self.rounds_ahead * self.steps_per_round)
+                self._upcoming = UpcomingBatches(epoch_iterator, self.max_staleness * self.steps_per_round)
             epoch_iterator = self._upcoming.open_window()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -199,7 +199,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _group_size(self, num_rows: int, settings: NodeSettings) -> int:
         """Return how many of a rank's rows are generated together, and taken together."""
-        whole = self._recorder is not None and not (settings.in_flight or settings.score_groups)
+        whole = self._recorder is not None and not (settings.in_flight or settings.scores_groups)
         if whole and (self.rollout_func is not None or num_rows % self.num_generations):
             return num_rows  # as TRL calls a `rollout_func`, or groups that straddle ranks
         return self.num_generations
@@ -246,9 +246,9 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
 def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:
     """Return whether whole rollouts are made ahead of their round, by threads, and not by TRL in the main call."""
-    if settings.score_groups:
+    if settings.scores_groups:
         return True
-    if not settings.rounds_ahead or not (trainer.tools or trainer.rollout_func or trainer.environment_factories):
+    if not settings.max_staleness or not (trainer.tools or trainer.rollout_func or trainer.environment_factories):
         return False
     columns = getattr(trainer.train_dataset, "column_names", None) or ()
     return not {"image", "images"}.intersection(columns)

@@ -12,7 +12,7 @@ MODES: dict[str, dict] = {  # added to the config of `train.py`
     "balance-only": {"micro_batch_tokens": 1024},
     "overlap": {"max_staleness": 1, "micro_batch_tokens": 1024},  # both
     # the completion goes on after the answer until it ends, after 1 to 64 tokens
-    "continuous": {"weight_update": "in_flight", "open_rounds": 3, "max_completion_length": 64},
+    "continuous": {"max_staleness": 3, "max_completion_length": 64},
     # 16 prompts a step instead of 32, because the fake engine generates one row after the other
     "fake": {"per_device_train_batch_size": 32, "learning_rate": 5e-3, "num_generations_eval": 4},
 }

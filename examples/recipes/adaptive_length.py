@@ -61,8 +61,8 @@ class AdaptiveLength(TrainerCallback):
 def build(arguments: AdaptiveArguments, **keywords: Any) -> Any:
     from trl_multinode import GRPOTrainer
 
-    if keywords["args"].weight_update == "in_flight":
-        raise ValueError("`weight_update='in_flight'` opens its requests with one limit for the whole run.")
+    if keywords["args"].max_staleness > 1:
+        raise ValueError("`max_staleness` of 2 or more opens its requests with one limit for the whole run.")
     trainer = GRPOTrainer(**keywords)
     trainer.add_callback(AdaptiveLength(trainer.vllm_generation, arguments))
     return trainer

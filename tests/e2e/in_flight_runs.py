@@ -18,7 +18,7 @@ HELD = SLOW.hold_rows(seconds=20)
 # Four ranks x 8 rows = 8 prompts a round, two groups a rank
 RUN = {
     "prompts": 40, "per_device_train_batch_size": 8, "steps_per_generation": 1, "gradient_accumulation_steps": 1,
-    "max_completion_length": 256, "weight_update": "in_flight", "open_rounds": 2,
+    "max_completion_length": 256, "max_staleness": 2,
 }  # fmt: skip
 
 

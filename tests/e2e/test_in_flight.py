@@ -29,14 +29,14 @@ from multinode_kit.nodes import Nodes
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node]
 
 WHOLE = {
-    "name": "whole", "output": "whole", "prompts": 64, "num_train_epochs": 1, "open_rounds": 4, "compare": 3,
+    "name": "whole", "output": "whole", "prompts": 64, "num_train_epochs": 1, "max_staleness": 4, "compare": 3,
     "mean": 20, "min_tokens": 16, "num_engines": 2,
 }  # fmt: skip
 # 16 prompts a round, each trained twice in 4 optimizer steps; the run ends inside the second epoch, 24 rows unused
 FEATURES = {
     "name": "features", "output": "features", "prompts": 48, "max_steps": 14, "num_iterations": 2,
     "steps_per_generation": 2, "gradient_accumulation_steps": 1, "micro_batch_tokens": 2048, "recompute_kv": True,
-    "eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 4, "open_rounds": 2,
+    "eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 4, "max_staleness": 2,
 }  # fmt: skip
 LOSSES = {"name": "losses", "prompts": 84}
 
@@ -110,7 +110,7 @@ def test_ages_are_logged_and_bounded_and_the_spot_check_runs_in_mixed_rounds(fol
     runs = results(folders["whole"], "whole")
     log = [entry for entry in runs[0]["log"] if "loss" in entry]
     assert log[0]["staleness/rounds_mean"] == 0.0
-    assert 0 < max(entry["staleness/rounds_max"] for entry in log) <= 3 * WHOLE["open_rounds"]
+    assert 0 < max(entry["staleness/rounds_max"] for entry in log) <= 3 * WHOLE["max_staleness"]
     assert max(entry["in_flight/mixed_rows"] for entry in log) > 0
     assert max(entry["in_flight/swapped_rows"] for entry in log) > 0
     assert all(entry["staleness/effective_sample_size"] > 0 for entry in log)

@@ -61,8 +61,8 @@ TOOLS = {
 }  # fmt: skip
 # Whole rollouts one round ahead, and engines that are empty when they get new weights
 AGENTS = TOOLS | {
-    "name": "agents", "output": "agents", "tools": False, "environment": True, "weight_update": "drain",
-    "open_rounds": 1, "max_staleness": 1, "prompts": 16, "mean": 1, "min_tokens": 0, "max_tool_calling_iterations": 3,
+    "name": "agents", "output": "agents", "tools": False, "environment": True,
+    "max_staleness": 1, "prompts": 16, "mean": 1, "min_tokens": 0, "max_tool_calling_iterations": 3,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "restarted.py"
 pytestmark = [pytest.mark.two_node, pytest.mark.zero3, pytest.mark.nightly]
 
 IN_FLIGHT = {
-    "weight_update": "in_flight", "open_rounds": 2, "vllm_importance_sampling_mode": "token_truncate",
+    "max_staleness": 2, "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 2.0,
 }  # fmt: skip
 EVAL = {"eval_strategy": "steps", "eval_steps": 2, "eval_prompts": 4, "per_device_eval_batch_size": 4}

@@ -90,7 +90,7 @@ def test_the_measured_seconds_are_scaled_to_each_split(tmp_path):
         (
             {"generate": 40.0, "train": 10.0, "tail": 30.0},
             [
-                'take 6+2 with `weight_update="in_flight"` and `open_rounds=3`',
+                "take 6+2 with `max_staleness=3`",
                 "30.0 of 35.0 s",
                 "sync 1.0 s, generate 40.0 s, tail 30.0 s, train 10.0 s",
                 "700 on average",

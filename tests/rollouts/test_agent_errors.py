@@ -261,7 +261,7 @@ def test_environments_keep_their_rows_until_their_rewards_are_read_and_are_used_
     settings = {"max_steps": -1, "num_train_epochs": 1}
     trainer, _ = trained(tmp_path, kind, reads_late, rows=2 * num_rounds, **settings, **AHEAD[mode])
     assert wrong == [] and len(rounds) == num_rounds and all(len(set(one)) == 2 * GROUP for one in rounds)
-    in_use = 1 + trainer.rounds_ahead  # rounds: the one that is scored, and those that are open
+    in_use = 1 + trainer.max_staleness  # rounds: the one that is scored, and those that are open
     assert len(Tracked.built) <= 1 + 2 * GROUP * in_use, "environments are not used again"
     assert len({one for ids in rounds for one in ids}) < num_rounds * 2 * GROUP
     assert [one.resets for one in Tracked.built].count(0) <= 1  # TRL's probe

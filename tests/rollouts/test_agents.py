@@ -51,7 +51,7 @@ LOOPS = {
 IN_ORDER = {
     "drain": AHEAD["drain"],
     "in flight": AHEAD["in flight"] | {"max_age": 2},
-    "scored": {"score_groups": True},
+    "scored": {"score_groups": 0},
 }
 
 

@@ -128,7 +128,7 @@ class Run:
     """A rank's rounds as the trainer and TRL run them: `rounds` batches of 2 groups of 2 rows."""
 
     def __init__(self, rounds: int, **settings):
-        fields = {"weight_update": "in_flight", "open_rounds": OPEN, "rollout_seed": 3} | settings
+        fields = {"max_staleness": OPEN, "rollout_seed": 3} | settings
         self.host = StubHost(NodeSettings(**fields))
         self.host.ahead_engines = self.engines = Engines()
         sync = self.host.sync

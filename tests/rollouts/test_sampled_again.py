@@ -6,11 +6,11 @@ from agents import GROUP, chats, engines_here, keep_outputs, ours
 
 # test_sampling_again decides which groups are kept, and test_recipe_launches has a run of two nodes
 pytestmark = pytest.mark.nightly
-AGAIN = {"score_groups": True, "dynamic_sampling": 8, "learning_rate": 0.0}
+AGAIN = {"score_groups": 0, "dynamic_sampling": 8, "learning_rate": 0.0}
 MODES = {
     "synchronous": {},
     "drain": {"max_staleness": 1},
-    "in flight": {"weight_update": "in_flight", "open_rounds": 2, "max_age": 2},  # in the order of the dataset
+    "in flight": {"max_staleness": 2, "max_age": 2},  # in the order of the dataset
 }
 NUM_ROWS, PLACES, STEPS = 12, 2, 3  # a round is a step
 

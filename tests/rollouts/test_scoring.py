@@ -111,7 +111,7 @@ def scorer_of(loop):
         reports: list[tuple[str, int]] = []
         topology = topology_of(1)
         calls = RewardCalls(topology, timeout_s, lambda text, code: reports.append((text, code)))
-        settings = {"score_with_batch": None, "score_processes": 0} | settings
+        settings = {"score_with_batch": None, "score_groups": 0} | settings
         host = SimpleNamespace(topology=topology, settings=SimpleNamespace(**settings))
         scorer = GroupScorer(trainer_of(loop, functions), host, calls)
         scorer.reports, scorer.check = reports, calls.check
@@ -177,7 +177,7 @@ FUNCTIONS = (
 
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=REAL)])
 def test_rewards_and_logs_are_those_of_trls_call(processes, scorer_of, loop, capsys):
-    scorer = scorer_of(*FUNCTIONS, score_with_batch=["ranked"], score_processes=processes)
+    scorer = scorer_of(*FUNCTIONS, score_with_batch=["ranked"], score_groups=processes)
     groups = [group(number) for number in range(3)]
     threads = [threading.Thread(target=keep_scores, args=(scorer, one)) for one in groups]
     for thread in threads:
@@ -232,7 +232,7 @@ def test_a_run_is_the_one_whose_rounds_are_scored_at_once(ahead, tmp_path):
     """Advantages, TRL's log and, without threads beside training, gradients to the bit: beside it the engine of this
     process computes other log-probs now and then, because transformers' forward pass has settings of the process."""
     found = []
-    for settings in ({}, {"score_groups": True}):
+    for settings in ({}, {"score_groups": 0}):
         seen = Seen("rate")
         with engines_here(LETTERS):
             trainer = ours(
@@ -268,7 +268,7 @@ NAMES = {"loss", "reward", "reward_std", "frac_reward_zero_std", "rewards/seen/m
 @pytest.mark.real
 def test_a_process_has_a_main_thread_keywords_of_a_partial_and_logs_plain_data(scorer_of):
     functions = (group_rewards.in_main_thread, partial(group_rewards.by_factor, factor=3.0), group_rewards.diary)
-    scores = scorer_of(*functions, score_processes=1).score(group())
+    scores = scorer_of(*functions, score_groups=1).score(group())
     assert scores.values == [[1.0] * 4, [9.0, 18.0, 0.0, 12.0], [1.0] * 4]
     assert scores.extras == {"path": ["a b", "bb abc", ".", "dddd"]}
     assert in_thread(scorer_of(group_rewards.in_main_thread), group()).values == [[0.0] * 4]
@@ -308,7 +308,7 @@ def test_a_process_has_no_place_in_the_world_and_what_it_prints_is_the_ranks(sco
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # which would print at once anyway
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
-    scorer = scorer_of(group_rewards.surroundings, score_processes=1)
+    scorer = scorer_of(group_rewards.surroundings, score_groups=1)
     assert scorer.score(group()).values == [[1.0] * 4]
     printed = capfd.readouterr()
     assert "a line on standard output" in printed.err and "a line on standard error" in printed.err
@@ -319,7 +319,7 @@ def test_what_another_process_cannot_find_or_get_stays_in_the_thread(scorer_of):
         return [2.0] * len(completions)
 
     functions = (local, partial(local), Seen(), group_rewards.same_place)
-    scorer = scorer_of(*functions, score_processes=2)
+    scorer = scorer_of(*functions, score_groups=2)
     assert scorer._pool is None and not any(map(is_importable, functions[:3]))
     values = scorer.score(group(environments=True)).values
     assert values[0] == values[1] == [2.0] * 4 and values[3] == [0.0, 1.0, 2.0, 3.0]
@@ -332,7 +332,7 @@ def test_what_another_process_cannot_find_or_get_stays_in_the_thread(scorer_of):
 )
 def test_an_argument_that_a_process_would_not_get_as_it_is_is_refused(value, kind, scorer_of):
     with pytest.raises(ConfigurationError) as refused:
-        scorer_of(group_rewards.letters, score_processes=1).score(group(when=value))
+        scorer_of(group_rewards.letters, score_groups=1).score(group(when=value))
     for word in ["node 0, rank 1", "`when`", "`letters`", kind, "score_with_batch=['letters']"]:
         assert word in str(refused.value)
 
@@ -358,7 +358,7 @@ FAILURES = {
     ],
 )
 def test_a_function_that_fails_is_named_with_node_rank_and_row(name, processes, scorer_of):
-    scorer = scorer_of(getattr(group_rewards, name), score_processes=processes)
+    scorer = scorer_of(getattr(group_rewards, name), score_groups=processes)
     with pytest.raises(RolloutError) as failed:
         scorer.score(group(texts=BAD))
     assert all(word in str(failed.value) for word in ["node 0, rank 1", *FAILURES[name]])
@@ -372,7 +372,7 @@ def test_a_function_that_fails_is_named_with_node_rank_and_row(name, processes, 
 
 @pytest.mark.real
 def test_a_process_that_has_ended_between_two_groups_is_named(scorer_of):
-    scorer = scorer_of(group_rewards.letters, score_processes=1)
+    scorer = scorer_of(group_rewards.letters, score_groups=1)
     scorer.score(group())
     os.kill(scorer._pool.processes[0].pid, signal.SIGKILL)
     for _ in range(2):
@@ -385,7 +385,7 @@ def test_a_process_that_has_ended_between_two_groups_is_named(scorer_of):
     ("name", "processes"), [("hangs", 0), ("hangs_later", 0), pytest.param("hangs", 1, marks=REAL)]
 )
 def test_a_function_that_hangs_is_named_with_its_row_and_line(name, processes, scorer_of):
-    scorer = scorer_of(getattr(group_rewards, name), score_processes=processes, timeout_s=0.3)
+    scorer = scorer_of(getattr(group_rewards, name), score_groups=processes, timeout_s=0.3)
     one = group(texts=BAD)
     thread = threading.Thread(target=keep_end, args=(scorer, one), daemon=True)
     thread.start()
@@ -486,7 +486,7 @@ def test_a_column_with_the_name_of_a_rollouts_text_is_refused(scorer_of):
 
 @pytest.mark.real
 def test_a_stop_signal_that_a_scheduler_sends_to_all_processes_leaves_the_rewards_alone(scorer_of):
-    scorer = scorer_of(group_rewards.slow_letters, score_processes=1)
+    scorer = scorer_of(group_rewards.slow_letters, score_groups=1)
     (process,) = scorer._pool.processes
     os.kill(process.pid, signal.SIGTERM)  # while it starts
     thread = threading.Thread(target=lambda: found.append(scorer.score(group())))

@@ -21,6 +21,7 @@ from transformers.utils import hub as transformers_hub
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import HubPushError
 from trl_multinode.node_trainer import NodeTrainer
+from trl_multinode.reporting.history import LogHistory
 from trl_multinode.rollouts.look_ahead import LookAhead
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.topology import Topology
@@ -40,7 +41,7 @@ class Model(torch.nn.Module):
 class Saving(NodeTrainer):
     """A trainer in node mode that saves checkpoints and does nothing else."""
 
-    _max_staleness, steps_per_round = 0, 1
+    max_staleness, steps_per_round = 0, 1
 
     def __init__(self, folder: Path, model: torch.nn.Module | None = None, **settings):
         args = TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
@@ -55,6 +56,7 @@ class Saving(NodeTrainer):
         )
         self.vllm_generation = SimpleNamespace(look_ahead=LookAhead("rank 0"), continuous=None)
         self._step, self.num_iterations = 0, 1
+        self._history = LogHistory()
         self._initial_global_step = 0  # transformers 5.23 reads it at the end of a training
         self.use(folder)
 

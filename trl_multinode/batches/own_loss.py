@@ -81,8 +81,7 @@ class RatioCheck:
             raise ConfigurationError(
                 f"The loss of `{self._owner.__name__}` does not read `inputs[{RATIO!r}]`, TRL's correction for "
                 "completions that older weights made, so it would train them as if the present weights had. Multiply "
-                "the loss of each token by it, call `super()._compute_loss`, or use `max_staleness=0` without "
-                "`weight_update='in_flight'`."
+                "the loss of each token by it, call `super()._compute_loss`, or use `max_staleness=0`."
             )
 
 

@@ -73,9 +73,8 @@ class EngineSettings:
         if chosen := self._settings.engine_kwargs.get("max_num_seqs"):
             return chosen
         rows = (self._keywords.get("max_num_seqs") or 8) // self._settings.vllm_tensor_parallel_size
-        # one round is begun while `open_rounds` are; if an update waits for running rows, only one round is running
-        in_flight = self._settings.in_flight
-        rounds = self._settings.open_rounds + 1 if in_flight else 1
+        # one round is begun while `max_staleness` are; if an update waits for running rows, only one round is running
+        rounds = self._settings.max_staleness + 1 if self._settings.in_flight else 1
         per_engine = -(-rounds * rows * self._topology.ranks_per_node // len(self._devices.per_engine))
         return min(max(8, per_engine), MAX_ROWS)
 
@@ -90,10 +89,10 @@ class EngineSettings:
     def open_window(self) -> int:
         """Rows of open rounds that one rank keeps in flight per engine.
 
-        It leaves one of (`open_rounds` + 1) parts of an engine's rows free: evaluation, later turns of tools and the
+        It leaves one of (`max_staleness` + 1) parts of an engine's rows free: evaluation, later turns of tools and the
         check of log-probs then do not wait for rows of open rounds, which may take many steps.
         """
-        rounds = self._settings.open_rounds
+        rounds = max(1, self._settings.max_staleness)
         return max(1, self.max_num_seqs * rounds // (rounds + 1) // self._topology.ranks_per_node)
 
     def arguments(self, model_folder: Path, index: int) -> dict:

@@ -18,7 +18,7 @@ NO_CORRECTION = (
 class MultiNodeGMPOConfig(NodeFields, GMPOConfig):
     """TRL's `GMPOConfig` with the settings and the three changed defaults of [`NodeFields`]."""
 
-    _not_for = {"max_staleness": NO_CORRECTION, "weight_update": NO_CORRECTION}
+    _not_for = {"max_staleness": NO_CORRECTION}
 
 
 class MultiNodeGMPOTrainer(MultiNodeGRPOTrainer, GMPOTrainer):

@@ -232,7 +232,7 @@ class NodeHost(SyncingHost, EndingHost):
             self.engines = self._fleet.connect(count, settings.window)
             if self.settings.in_flight:
                 self.ahead_engines = self._fleet.connect(count, settings.open_window)
-            elif self.settings.max_staleness or self.settings.score_groups:
+            elif self.settings.max_staleness or self.settings.scores_groups:
                 self.ahead_engines = self._fleet.connect(count, settings.window)
             plan = checked_with_engines(plan, self._base, self.engines, lora_sync, gather)
             if plan.reason and self.topology.rank == 0:

@@ -62,7 +62,7 @@ def report_start(args: Any, host: Any) -> None:
         )
     if topology.launched:
         lines.append(grace_note(host.settings.preemption_grace))
-    if host.settings.max_staleness:
+    if host.settings.max_staleness == 1:
         lines.append("max_staleness=1: completions are generated one round before the ranks train on them")
         if args.vllm_importance_sampling_mode == "sequence_mask":
             lines.append(
@@ -71,8 +71,14 @@ def report_start(args: Any, host: Any) -> None:
             )
     if host.settings.in_flight:
         lines.append(
-            f"weight_update='in_flight': {host.settings.open_rounds} rounds are open while the ranks train; a round "
-            f"waits for groups that were begun {host.settings.oldest_rounds} rounds before"
+            f"max_staleness={host.settings.max_staleness}: so many rounds are open while the ranks train, and their "
+            f"completions continue across weight updates; max_age={host.settings.oldest_rounds}: a round waits for "
+            "groups that were begun so many rounds before"
+        )
+        lines.append(
+            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}, "
+            f"vllm_importance_sampling_clip_max={args.vllm_importance_sampling_clip_max}: tokens of older weights are "
+            "corrected one by one (TRL's default, 'sequence_mask', would drop whole completions)"
         )
     for line in lines:
         report(line)

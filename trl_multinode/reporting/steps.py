@@ -146,7 +146,7 @@ class StepReport:
             return
         host, per_engine = self._host, self._host.devices.per_engine
         seconds = {name: max(rank.phases[i] for rank in ranks) / steps for i, name in enumerate(PHASES)}
-        overlapped = bool(host.settings.max_staleness) or host.settings.in_flight
+        overlapped = host.settings.max_staleness > 0
         slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds.engine_busy_s)
         if overlapped:  # a rank measures only its waits; the engines' clocks measure all generation
             seconds["generate"] = slowest.engine_busy_s / len(per_engine) / steps

@@ -1,11 +1,11 @@
 """Continuous rollouts: which groups a rank begins and takes in each round, while engines swap weights in flight.
 
-One round of `weight_update="in_flight"`, on every rank:
+One round of `max_staleness=2` or more, on every rank:
 
 ```python
 rows = continuous.take(...)   # the oldest complete groups; they replace the rows of the dataloader
 sync_weights()                # TRL's barrier, then the swap; rows under way continue with the new weights
-continuous.begin_following()  # the groups of the batch that is `open_rounds` ahead
+continuous.begin_following()  # the groups of the batch that is `max_staleness` ahead
 score(rows); train(rows)      # meanwhile the engines generate
 ```
 
@@ -109,7 +109,7 @@ class ContinuousRollouts:
         self.swapped_rows += self.groups.rows_under_way
 
     def begin_following(self, version: WeightVersion) -> tuple[int, int]:
-        """Begin the groups of the batches up to `open_rounds` ahead, and the missing rows of a checkpoint.
+        """Begin the groups of the batches up to `max_staleness` ahead, and the missing rows of a checkpoint.
 
         Returns:
             Number of rows of a checkpoint that continue, and of rows that begin again.
@@ -230,7 +230,7 @@ def rounds_of(
     return ContinuousRollouts(
         f"Rank {generation.accelerator.process_index}",
         stream,
-        settings.rounds_ahead,
+        settings.max_staleness,
         settings.oldest_rounds,
         partial(generation.seeds.of_round, "train"),
         longest=0 if settings_from_the_start(generation.sampling) else generation.max_completion_length,

@@ -113,7 +113,7 @@ class NodeGeneration:
         if name in self._fixed() and value != getattr(self, name):
             raise ConfigurationError(
                 f"`vllm_generation.{name}` cannot change (got {value!r}) while rounds run ahead: rows that are open "
-                "were sampled with the setting before. Use `max_staleness=0` without `weight_update='in_flight'`."
+                "were sampled with the setting before. Use `max_staleness=0`."
             )
         if name in OF_THE_START:
             raise ConfigurationError(
@@ -124,7 +124,7 @@ class NodeGeneration:
 
     def _fixed(self) -> tuple[str, ...]:
         """Return the sampling attributes that cannot change now, because open rows have the setting before."""
-        if "_is_ready" not in vars(self) or not self._host.settings.rounds_ahead and self.continuous is None:
+        if "_is_ready" not in vars(self) or not self._host.settings.max_staleness and self.continuous is None:
             return ()
         # a round that is generated ahead may end with the old limit, which needs no correction
         return SAMPLING if self.continuous is not None else tuple(set(SAMPLING) - {"max_completion_length"})

@@ -73,13 +73,13 @@ class GroupScorer:
             )
         if not self._scored():
             raise ConfigurationError(
-                f"`score_groups=True` has no function to score groups with: {self._names} are reward models or in "
+                f"`score_groups` has no function to score groups with: {self._names} are reward models or in "
                 "`score_with_batch`. Leave `score_groups` out."
             )
-        several = host.settings.score_processes
-        self._in_process = {one for one in self._scored() if self._needs_process(one, several)}
+        self._num_processes: int = host.settings.score_groups
+        self._in_process = {one for one in self._scored() if self._needs_process(one)}
         modules = sorted({unwrapped(self._functions[one])[0].__module__ for one in self._in_process})
-        self._pool = ScoringPool(several or 1, self._where, calls, modules) if self._in_process else None
+        self._pool = ScoringPool(self._num_processes or 1, self._where, calls, modules) if self._in_process else None
         if host.topology.rank == 0:
             report(self._plan())
 
@@ -94,14 +94,14 @@ class GroupScorer:
         limits_time_inside = name == COSINE and is_of_trl(function)
         return isinstance(function, torch.nn.Module) or name in self._with_batch or limits_time_inside
 
-    def _needs_process(self, place: int, several: int) -> bool:
+    def _needs_process(self, place: int) -> bool:
         function = self._functions[place]
         if is_async(function):
             return False
         if self._names[place] in NEED_MAIN_THREAD and is_of_trl(function):
             return True
         sendable = is_importable(function) and "environments" not in inspect.signature(function).parameters
-        return bool(several) and sendable
+        return self._num_processes > 0 and sendable
 
     def _plan(self) -> str:
         def where(place: int) -> str:
@@ -112,7 +112,7 @@ class GroupScorer:
             return "on the event loop" if is_async(self._functions[place]) else "in the group's thread"
 
         each = ", ".join(f"{name} {where(place)}" for place, name in enumerate(self._names))
-        return f"score_groups=True: rewards of a group are computed when it is complete: {each}"
+        return f"score_groups={self._num_processes}: rewards of a group are computed when it is complete: {each}"
 
     # ---- in the group's thread --------------------------------------------------------------------------------------
 

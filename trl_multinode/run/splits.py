@@ -50,7 +50,7 @@ def split_advice(
         overlapped (`bool`, *optional*, defaults to `False`):
             `True` if the engines generate while the ranks train (`max_staleness=1`, or rounds in flight).
         in_flight (`bool`, *optional*, defaults to `False`):
-            `True` if completions continue across weight syncs (`weight_update="in_flight"`).
+            `True` if completions continue across weight syncs (`max_staleness=2` or more).
     """
     total = training + reserved
 
@@ -77,6 +77,6 @@ def split_advice(
     other = "" if best == reserved else f", {total - best}+{best} about {in_flight_at[best]:.1f} s"
     return (
         f"{line} In {times.tail_s:.1f} of {times.generate_s:.1f} s of generation fewer than {100 * TAIL_ROWS:.0f} % "
-        'of the rows run, and no split shortens this. weight_update="in_flight" fills it with rows of later rounds: '
+        "of the rows run, and no split shortens this. max_staleness=3 fills it with rows of later rounds: "
         f"{training}+{reserved} would take about {in_flight_at[reserved]:.1f} s{other}."
     )

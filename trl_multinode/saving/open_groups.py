@@ -68,7 +68,7 @@ class OpenGroupsFile:
             raise ConfigurationError(
                 f"{self._where}: row {index} of the training dataset is not that of the open group {group.id}, so a "
                 "checkpoint cannot record it. Rounds in flight need TRL's own order of the dataset: leave out a "
-                "sampler of your own, or use `weight_update='drain'`."
+                "sampler of your own, or use `max_staleness=1`."
             )
         return index
 
@@ -103,12 +103,13 @@ def check_same_way(folder: Any, was_in_flight: bool, in_flight: bool, all_usable
     """
     if was_in_flight and not in_flight:
         raise ConfigurationError(
-            f"{folder} was written with `weight_update='in_flight'`: groups of several rounds were open, so a run "
-            "that drains would train some prompts twice and others never. Resume with `weight_update='in_flight'`."
+            f"{folder} was written with `max_staleness` of 2 or more: groups of several rounds were open, so a run "
+            "that waits for them at every sync would train some prompts twice and others never. Resume with "
+            "`max_staleness=2` or more."
         )
     if was_in_flight and not all_usable:
         raise ConfigurationError(
-            f"{folder} was written with `weight_update='in_flight'`, and not all ranks can use their file "
+            f"{folder} was written with `max_staleness` of 2 or more, and not all ranks can use their file "
             "`rollouts_rank<r>.safetensors` with the open groups: it is missing (`save_only_model=True` leaves it "
             "out), or the numbers of ranks or rows, `score_groups` or the tools have changed. Resume with the same "
             "launch and settings."

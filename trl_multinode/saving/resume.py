@@ -139,13 +139,14 @@ class Resume:
 
         A rank that generates afresh needs all the other ranks, for the weight sync and the rewards.
         """
-        inside, rank, staleness = self._inside_block(), self._accelerator.process_index, self._trainer.max_staleness
+        inside, rank = self._inside_block(), self._accelerator.process_index
+        ahead = self._trainer.max_staleness == 1
         saved = load_rollouts(folder, rank, self._accelerator.device)
         usable = saved is not None and saved.notes.get("layout") == self._layout()
         all_usable = self._log.all_have(usable)
         check_same_way(folder, was_in_flight(folder), self._in_flight, all_usable)
         if not all_usable:
-            if inside or staleness:
+            if inside or ahead:
                 why = "has rollouts" if usable else "has no rollouts, or those of another layout"
                 warn(
                     f"Rank {rank}: {folder} {why}, and not all ranks can use theirs, so all generate them again, with "
@@ -157,7 +158,7 @@ class Resume:
             self._trainer._buffered_inputs = unpack_block(saved)
         if "open" in saved.notes:
             OpenGroupsFile(self._trainer).restore_from(saved)
-        if "ahead" in saved.notes and staleness:
+        if "ahead" in saved.notes and ahead:
             arrays = {name: saved.tensors[f"ahead/{name}"].cpu().numpy() for name in saved.notes["ahead"]["arrays"]}
             self._trainer.vllm_generation.look_ahead.restore(from_arrays(arrays, saved.notes["ahead"]))
 

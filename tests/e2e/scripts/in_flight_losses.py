@@ -34,7 +34,7 @@ SETTINGS = {
     # small steps, because a difference in the last digit of a weight must not grow from step to step
     "learning_rate": 0.3, "max_grad_norm": 0.1,
 }  # fmt: skip
-IN_FLIGHT = {"weight_update": "in_flight", "open_rounds": 3, "micro_batch_tokens": 256, "balance_across": "world"}
+IN_FLIGHT = {"max_staleness": 3, "micro_batch_tokens": 256, "balance_across": "world"}
 
 
 class Taken(trl.GRPOTrainer):

@@ -13,7 +13,7 @@ FEW_ROWS = 0.1  # share of the rows of a round below which the cache is named as
 WAYS = {
     "after": "with `max_staleness=0`",
     "beside": "with `max_staleness=1`",
-    "in_flight": f'with `weight_update="in_flight"` and `open_rounds={OPEN_ROUNDS}`',
+    "in_flight": f"with `max_staleness={OPEN_ROUNDS}`",
 }
 
 
