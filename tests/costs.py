@@ -135,6 +135,8 @@ def kind_of(command: object) -> str | None:
         return None
     if "launch" in words and any("accelerate" in word for word in words):
         return "launches"
+    if any("torchinductor" in word for word in words):
+        return None  # torch tries a library that it has compiled, as often as its cache lacks one
     if TEMPLATE in words:
         return None  # whichever file of a worker is the first starts it
     if FORKED in words:

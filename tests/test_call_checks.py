@@ -8,6 +8,7 @@ import pytest
 from accelerate import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, PeftType, PromptTuningConfig, get_peft_model
+from refusals import refused
 from transformers import BitsAndBytesConfig, GPT2Config, Qwen2Config
 from trl.rewards import accuracy_reward, get_cosine_scaled_reward
 
@@ -41,9 +42,9 @@ def quantized_in_its_config():
     ids=["argument", "model_init_kwargs", "checkpoint"],
 )
 def test_quantized_weights_are_refused_wherever_they_are_asked_for(model, fields, call, record_property):
-    with pytest.raises(ConfigurationError, match="`quantization_config`") as refused:
+    with refused("quantization_config", "LoRA") as caught:
         check_model(model(), args(**fields), call)
-    record_property("message", str(refused.value))
+    record_property("message", str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -64,10 +65,10 @@ def test_methods_of_peft_are_sent_or_refused_before_a_model_loads():
     model, kinds = tiny_qwen2(), set(PeftType) - {PeftType.LORA}
     check_model(model, args(), {"peft_config": LoraConfig()})
     for kind in kinds:
-        with pytest.raises(ConfigurationError, match=f"got {kind.value}:"):
+        with refused("peft_config", "LoRA", got=[kind.value]):
             check_model(model, args(), {"peft_config": SimpleNamespace(peft_type=kind)})
     prompts = get_peft_model(tiny_qwen2(), PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
-    with pytest.raises(ConfigurationError, match="PROMPT_TUNING.*colocate"):
+    with refused("peft_config", "colocate", got=["PROMPT_TUNING"]):
         check_model(prompts, args(), {})
 
 
@@ -84,9 +85,9 @@ def with_an_adapter(folder, **loaded):
 
 def test_a_model_without_a_trained_parameter_is_refused(tmp_path):
     """Before: a gradient norm of 0 to the end, or an `IndexError` under ZeRO-3 after the engines had started."""
-    with pytest.raises(ConfigurationError, match="is_trainable=True"):
+    with refused("model", "is_trainable=True"):
         check_model(with_an_adapter(tmp_path), args(), {})
-    with pytest.raises(ConfigurationError, match="requires_grad"):
+    with refused("model", "requires_grad"):
         check_model(frozen(tiny_qwen2()), args(), {})
     check_model(with_an_adapter(tmp_path, is_trainable=True), args(), {})
     check_model(frozen(tiny_qwen2()), args(), {"peft_config": LoraConfig(target_modules=["q_proj"])})
@@ -101,11 +102,11 @@ def test_folders_of_their_own_are_refused_where_other_nodes_would_have_no_weight
     def check(call=None, num_nodes=2, environ=None, stage=None, **fields):
         check_own_folders(args(stage, **{**apart, **fields}), {"model": "m"} | (call or {}), num_nodes, environ or {})
 
-    for environ, how, call in ({}, "DDP", {}), (fsdp, "FSDP2", {}), (fsdp, "FSDP2", {"peft_config": lora}):
-        with pytest.raises(ConfigurationError, match=f"{how}"):
+    for environ, call in ({}, {}), (fsdp, {}), (fsdp, {"peft_config": lora}):
+        with refused("save_on_each_node", "`output_dir`"):
             check(call, environ=environ)
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, num_generations=2, save_on_each_node=True)
-    with pytest.raises(ConfigurationError, match="DDP"):
+    with refused("save_on_each_node", "`output_dir`", got=True):
         call_checks.check_call(SimpleNamespace(topology=SimpleNamespace(num_nodes=2)), config, {"model": "m"})
     check(num_nodes=1)
     check(stage=2)
@@ -120,9 +121,9 @@ def test_folders_of_their_own_are_refused_where_other_nodes_would_have_no_weight
 def test_dora_is_refused_under_zero_3_and_no_other_stage(wrapped, record_property):
     config = LoraConfig(use_dora=True, target_modules=["q_proj"])
     model, call = (get_peft_model(tiny_qwen2(), config), {}) if wrapped else (tiny_qwen2(), {"peft_config": config})
-    with pytest.raises(ConfigurationError, match="ZeRO-2") as refused:
+    with refused("peft_config", "ZeRO-2", got="DoRA") as caught:
         check_model(model, args(3), call)
-    record_property("message", str(refused.value))
+    record_property("message", str(caught.value))
     check_model(model, args(2), call)
     check_model(model, args(), call)
 
@@ -151,10 +152,9 @@ SHARED_ROWS = {
 @pytest.mark.parametrize("found", SHARED_ROWS, ids=["tensor", "context", "sequence", "autotp", "tp_plan"])
 def test_ranks_that_share_rows_are_refused_wherever_they_are_asked_for(found, record_property):
     fields, environ = SHARED_ROWS[found]
-    with pytest.raises(ConfigurationError, match="`vllm_tensor_parallel_size`") as refused:
+    with refused(found, "`vllm_tensor_parallel_size`") as caught:
         call_checks.check_parallelism(SimpleNamespace(**fields), "a/model", environ)
-    record_property("message", str(refused.value))
-    assert found in str(refused.value)
+    record_property("message", str(caught.value))
 
 
 def test_ranks_with_rows_of_their_own_are_accepted():
@@ -167,7 +167,7 @@ def test_ranks_with_rows_of_their_own_are_accepted():
 def test_fsdp_1_is_refused_before_an_engine_starts():
     fsdp = {"ACCELERATE_USE_FSDP": "true"}
     for environ in (fsdp, fsdp | {"FSDP_VERSION": "1"}):
-        with pytest.raises(ConfigurationError, match="fsdp_version: 2"):
+        with refused("fsdp_version", "`fsdp_version: 2`"):
             call_checks.check_fsdp_version(environ)
     call_checks.check_fsdp_version(fsdp | {"FSDP_VERSION": "2"})
     call_checks.check_fsdp_version({})
@@ -309,7 +309,7 @@ def test_an_evaluation_whose_last_batch_weighs_more_is_named_with_a_batch_that_i
 def test_tensor_parallelism_must_divide_the_heads():
     model = tiny_qwen2()
     heads = model.config.num_attention_heads
-    with pytest.raises(ConfigurationError, match=f"{heads + 1} .*{heads} heads"):
+    with refused("vllm_tensor_parallel_size", got=heads + 1):
         check_model(model, args(vllm_tensor_parallel_size=heads + 1), {})
     check_model(model, args(vllm_tensor_parallel_size=heads), {})
 

@@ -88,8 +88,13 @@ def dropouts_of(config: PreTrainedConfig, adapter: Any) -> list[str]:
 def check_fsdp_version(environ: Mapping[str, str] = os.environ) -> None:
     """Reject FSDP1, accelerate's default: its flat parameters lack the names and shapes that an engine loads."""
     if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and environ.get("FSDP_VERSION", "1") == "1":
-        raise ConfigurationError("Node mode sends weights of FSDP2, not of FSDP1. Write `fsdp_version: 2` under "
-                                 "`fsdp_config` in the accelerate config.")  # fmt: skip
+        raise ConfigurationError(
+            "Node mode sends weights of FSDP2, not of FSDP1.",
+            setting="fsdp_version",
+            got=1,
+            expected=2,
+            cure="Write `fsdp_version: 2` under `fsdp_config` in the accelerate config.",
+        )  # fmt: skip
 
 
 def check_own_folders(
@@ -106,10 +111,13 @@ def check_own_folders(
     has_adapter = call.get("peft_config") is not None or hasattr(call["model"], "peft_config")
     if fsdp or (hasattr(PreTrainedModel, "should_save_on_this_rank") and not has_adapter):
         raise ConfigurationError(
-            f"With `save_on_each_node=True` under {'FSDP2' if fsdp else 'DDP'} the checkpoints of the other nodes "
-            f"have no weights, because transformers {transformers.__version__} writes them on rank 0 only. Leave it "
-            "out and use an `output_dir` that all nodes share, or train under ZeRO, where every rank writes its own "
-            "part (`accelerate_configs/`)."
+            f"With `save_on_each_node=True` under {'FSDP2' if fsdp else 'DDP'} the checkpoints of the other "
+            f"nodes have no weights, because transformers {transformers.__version__} writes them on rank 0 "
+            "only.",
+            setting="save_on_each_node",
+            got=True,
+            cure="Leave it out and use an `output_dir` that all nodes share, or train under ZeRO, where "
+            "every rank writes its own part (`accelerate_configs/`).",
         )
 
 
@@ -120,9 +128,11 @@ def check_parallelism(
     rank would generate other completions for them."""
     if found := [*group_sizes(args, model, environ), *parallel_loading(args)]:
         raise ConfigurationError(
-            f"In node mode every rank has rows of its own, and with {found[0]} ranks would share rows but not their "
-            "completions. Leave it out: ZeRO-3 or FSDP2 shards the model over all ranks, and "
-            "`vllm_tensor_parallel_size` splits it over an engine's GPUs."
+            f"In node mode every rank has rows of its own, and with {found[0]} ranks would share rows but not "
+            "their completions.",
+            setting=found[0],
+            cure="Leave it out: ZeRO-3 or FSDP2 shards the model over all ranks, and "
+            "`vllm_tensor_parallel_size` splits it over an engine's GPUs.",
         )
 
 
@@ -158,13 +168,19 @@ def check_recorded(args: TrainingArguments, call: dict[str, Any]) -> None:
         return
     if settings.scores_groups:
         raise ConfigurationError(
-            f"`score_groups` makes the rollouts of each group apart, and their requests carry no images (column "
-            f"{min(images)!r}). Leave it out."
+            "`score_groups` makes the rollouts of each group apart, and their requests carry no images "
+            f"(column {min(images)!r}).",
+            setting="score_groups",
+            got=settings.score_groups,
+            cure="Leave it out.",
         )
     if settings.max_staleness and agent in ("environment_factory", "rollout_func"):
         raise ConfigurationError(
-            f"`max_staleness=1` runs whole rollouts of `{agent}` ahead, and their requests carry no images (column "
-            f"{min(images)!r}). Use `max_staleness=0`."
+            f"`max_staleness=1` runs whole rollouts of `{agent}` ahead, and their requests carry no images "
+            f"(column {min(images)!r}).",
+            setting="max_staleness",
+            got=settings.max_staleness,
+            cure="Use `max_staleness=0`.",
         )
 
 
@@ -174,13 +190,25 @@ def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
         return
     if not has_index(dataset):
         raise ConfigurationError(
-            f"`max_staleness` of 2 or more needs a dataset with an index, got a stream ({type(dataset).__name__}): a "
-            "resumed run must find the rows of its open groups again. Use a `Dataset`, or `max_staleness=1`."
+            "`max_staleness` of 2 or more needs a dataset with an index, got a stream "
+            f"({type(dataset).__name__}): a resumed run must find the rows of its open groups again.",
+            setting="max_staleness",
+            got=type(dataset).__name__,
+            cure="Use a `Dataset`, or `max_staleness=1`.",
         )
     if images := {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
-        raise ConfigurationError(f"The dataset has a column {min(images)!r}. {NOT_IN_FLIGHT}")
+        raise ConfigurationError(
+            f"The dataset has a column {min(images)!r}.",
+            setting="max_staleness",
+            got=min(images),
+            cure=NOT_IN_FLIGHT,
+        )
     if len(dataset) and has_images(dataset[0]):
-        raise ConfigurationError(f"The prompts of the dataset have images in their messages. {NOT_IN_FLIGHT}")
+        raise ConfigurationError(
+            "The prompts of the dataset have images in their messages.",
+            setting="max_staleness",
+            cure=NOT_IN_FLIGHT,
+        )
 
 
 def has_index(dataset: Any) -> bool:
@@ -196,23 +224,32 @@ def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> Non
     if dataset is not None and not has_index(dataset):
         raise ConfigurationError(
             f"`dynamic_sampling` needs a dataset with an index, got a stream ({type(dataset).__name__}): it "
-            "draws other rows of it. Use a `Dataset`."
+            "draws other rows of it.",
+            setting="dynamic_sampling",
+            got=type(dataset).__name__,
+            cure="Use a `Dataset`.",
         )
     rewards = call.get("reward_funcs") or []
     several = rewards if isinstance(rewards, list) else [rewards]
     if COSINE in map(name_in_trl, several):
         raise ConfigurationError(
-            f"`dynamic_sampling` needs all rewards of a group before its round is chosen, and TRL's `{COSINE}` "
-            "can only be called in the main thread, with the whole batch: its time limit is a signal. Use a function "
-            "of your own around `math_verify`, or leave `dynamic_sampling` out."
+            "`dynamic_sampling` needs all rewards of a group before its round is chosen, and TRL's "
+            f"`{COSINE}` can only be called in the main thread, with the whole batch: its time limit is a "
+            "signal.",
+            setting="dynamic_sampling",
+            got=COSINE,
+            cure="Use a function of your own around `math_verify`, or leave `dynamic_sampling` out.",
         )
     models = [one for one in several if is_reward_model(one)]
     if models:
         name = models[0] if isinstance(models[0], str) else type(models[0]).__name__
         raise ConfigurationError(
-            f"`dynamic_sampling` needs all rewards of a group before its round is chosen, and the forward of a "
-            f"reward model ({name}) is a collective of all ranks. Use reward functions, for example one that asks a "
-            "server with that model, or leave `dynamic_sampling` out."
+            "`dynamic_sampling` needs all rewards of a group before its round is chosen, and the forward of "
+            f"a reward model ({name}) is a collective of all ranks.",
+            setting="dynamic_sampling",
+            got=name,
+            cure="Use reward functions, for example one that asks a server with that model, or leave "
+            "`dynamic_sampling` out.",
         )
 
 
@@ -229,9 +266,12 @@ def check_dataset(dataset: Any, args: TrainingArguments) -> None:
     rows, how, lower = rows_per_round(args)
     if len(dataset) < rows // per_prompt:
         raise ConfigurationError(
-            f"The training dataset has {len(dataset)} rows, one generation batch takes {rows // per_prompt} prompts "
-            f"({how} {rows} / num_generations {per_prompt}). "
-            f"Use more data, or lower `per_device_train_batch_size` or `{lower}`."
+            f"The training dataset has {len(dataset)} rows, one generation batch takes {rows // per_prompt} "
+            f"prompts ({how} {rows} / num_generations {per_prompt}).",
+            setting="train_dataset",
+            got=len(dataset),
+            expected=rows // per_prompt,
+            cure=f"Use more data, or lower `per_device_train_batch_size` or `{lower}`.",
         )
 
 
@@ -240,8 +280,10 @@ def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
     strategy = getattr(args, "eval_strategy", None) or "no"
     if strategy != "no" and call.get("eval_dataset") is None:
         raise ConfigurationError(
-            f"`eval_strategy` {getattr(strategy, 'value', strategy)} needs an `eval_dataset`, got None. Pass one to "
-            "the trainer, or set `eval_strategy='no'`."
+            f"`eval_strategy` {getattr(strategy, 'value', strategy)} needs an `eval_dataset`, got None.",
+            setting="eval_dataset",
+            got=None,
+            cure="Pass one to the trainer, or set `eval_strategy='no'`.",
         )
 
 
@@ -284,8 +326,10 @@ def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
     for name in (NEED_MAIN_THREAD | {COSINE}) & {name_in_trl(one) for one in functions}:
         if find_spec("math_verify") is None:
             raise ConfigurationError(
-                f"The reward `{name}` needs the package math-verify, which is not installed here. Run `pip install "
-                "math-verify` on every node."
+                f"The reward `{name}` needs the package math-verify, which is not installed here.",
+                setting="reward_funcs",
+                got=name,
+                cure="Run `pip install math-verify` on every node.",
             )
     for reward in functions:
         check_accepts(reward, OF_EVERY_REWARD | ({"environments"} if call.get("environment_factory") else set()))
@@ -312,11 +356,19 @@ def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_col
     if not isinstance(columns, list) or not columns:  # a stream may not know its columns
         return
     if "prompt" not in columns:
-        raise ConfigurationError(f"The `{which}` has no column 'prompt', got {columns}. Rename or add the column.")
+        raise ConfigurationError(
+            f"The `{which}` has no column 'prompt', got {columns}.",
+            setting=which,
+            got=columns,
+            cure="Rename or add the column.",
+        )
     if taken := sorted((OF_EVERY_REWARD - NOT_PASSED_ON) & set(columns)):
         raise ConfigurationError(
-            f"The `{which}` has the columns {taken}, and TRL gives other values to reward functions under these "
-            "names. Rename the columns."
+            f"The `{which}` has the columns {taken}, and TRL gives other values to reward functions under "
+            "these names.",
+            setting=which,
+            got=taken,
+            cure="Rename the columns.",
         )
     passed_on = set(columns) & KEPT_COLUMNS if removes_columns else set(columns)
     note = ", of which `remove_unused_columns` leaves the prompt only" if removes_columns else ""
@@ -324,8 +376,12 @@ def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_col
         lacking = [name for name in required(reward) if name not in OF_EVERY_REWARD | passed_on - NOT_PASSED_ON]
         if lacking:
             raise ConfigurationError(
-                f"The reward `{name_of(reward)}` requires {lacking}, which the `{which}` does not have, got the "
-                f"columns {columns}{note}. Add or rename a column, or give the argument a default."
+                f"The reward `{name_of(reward)}` requires {lacking}, which the `{which}` does not have, got "
+                f"the columns {columns}{note}.",
+                setting="reward_funcs",
+                got=columns,
+                expected=lacking,
+                cure="Add or rename a column, or give the argument a default.",
             )
         check_accepts(reward, passed_on - NOT_PASSED_ON)
 
@@ -342,8 +398,11 @@ def check_accepts(reward: Callable, names: set[str]) -> None:
         named = {one.name for one in signature.parameters.values() if one.kind in NAMED}
         refused = sorted(names - named) or [str(signature)]
         raise ConfigurationError(
-            f"The reward `{name_of(reward)}` does not accept {refused}, and TRL gives them to every reward function "
-            "by name, as it does with each column of the dataset. Add `**kwargs` to its arguments."
+            f"The reward `{name_of(reward)}` does not accept {refused}, and TRL gives them to every reward "
+            "function by name, as it does with each column of the dataset.",
+            setting="reward_funcs",
+            got=refused,
+            cure="Add `**kwargs` to its arguments.",
         ) from None
 
 
@@ -388,7 +447,11 @@ def check_trained(model: str | PreTrainedModel, peft_config: Any) -> None:
         if hasattr(model, "peft_config")
         else "Let some parameters have `requires_grad=True`, or pass a `peft_config`."
     )
-    raise ConfigurationError(f"No parameter of the model ({type(model).__name__}) is trained. {cure}")
+    raise ConfigurationError(
+        f"No parameter of the model ({type(model).__name__}) is trained.",
+        setting="model",
+        cure=cure,
+    )
 
 
 def check_heads(config: PreTrainedConfig, size: int) -> None:
@@ -396,8 +459,11 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int) and heads % size:
         raise ConfigurationError(
-            f"`vllm_tensor_parallel_size` must divide the attention heads of the model, got {size} for {heads} heads. "
-            f"Use one of {[n for n in range(1, size) if heads % n == 0]}, and more engines."
+            f"`vllm_tensor_parallel_size` must divide the attention heads of the model, got {size} for {heads} heads.",
+            setting="vllm_tensor_parallel_size",
+            got=size,
+            expected=[n for n in range(1, size) if heads % n == 0],
+            cure=f"Use one of {[n for n in range(1, size) if heads % n == 0]}, and more engines.",
         )
 
 
@@ -420,8 +486,10 @@ def check_quantization(config: PreTrainedConfig, args: TrainingArguments, call: 
     ]
     if found := next((one for one in wanted if one), None):
         raise ConfigurationError(
-            f"Node mode sends weights in the engine's dtype, and not quantized ones ({type(found).__name__}). Leave "
-            "`quantization_config` out: with LoRA the base is frozen, and ZeRO-3 shards it over all ranks."
+            f"Node mode sends weights in the engine's dtype, and not quantized ones ({type(found).__name__}).",
+            setting="quantization_config",
+            got=type(found).__name__,
+            cure="Leave `quantization_config` out: with LoRA the base is frozen, and ZeRO-3 shards it over all ranks.",
         )
 
 
@@ -435,8 +503,11 @@ def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
     kinds = {str(getattr(one.peft_type, "value", one.peft_type)) for one in adapters_of(model, peft_config)}
     if wrong := kinds - SENT_ADAPTERS:
         raise ConfigurationError(
-            f"Node mode sends LoRA adapters (also rsLoRA and DoRA), got {', '.join(sorted(wrong))}: the engines would "
-            "generate without it. Use LoRA, or vllm_mode='colocate' or 'server'."
+            f"Node mode sends LoRA adapters (also rsLoRA and DoRA), got {', '.join(sorted(wrong))}: the "
+            "engines would generate without it.",
+            setting="peft_config",
+            got=sorted(wrong),
+            cure="Use LoRA, or vllm_mode='colocate' or 'server'.",
         )
 
 
@@ -446,6 +517,8 @@ def check_dora(model: str | PreTrainedModel, args: TrainingArguments, peft_confi
     plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3 and any(getattr(one, "use_dora", False) for one in configs):
         raise ConfigurationError(
-            "PEFT's DoRA cannot be trained under ZeRO-3 (`IndexError: tuple index out of range` in its forward). Use "
-            "ZeRO-2 (`zero_stage: 2` in the accelerate config), or rsLoRA (`use_rslora=True`)."
+            "PEFT's DoRA cannot be trained under ZeRO-3 (`IndexError: tuple index out of range` in its forward).",
+            setting="peft_config",
+            got="DoRA",
+            cure="Use ZeRO-2 (`zero_stage: 2` in the accelerate config), or rsLoRA (`use_rslora=True`).",
         )

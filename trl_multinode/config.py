@@ -70,7 +70,12 @@ class NodeFields(Settings, _Arguments):
             super().__post_init__()
         except ValueError as error:
             if "divisible by num_generations" in str(error):
-                raise ConfigurationError(f"{error} {self._batches_that_work()}") from error
+                raise ConfigurationError(
+                    str(error),
+                    setting="num_generations",
+                    got=self.num_generations,
+                    cure=self._batches_that_work(),
+                ) from error
             raise
         check_settings(self)
 

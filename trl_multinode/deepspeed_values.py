@@ -112,6 +112,8 @@ def check_deepspeed_values(args: Any) -> None:
     if found:
         each = ", ".join(f"`{one.key}` {one.value} (`{one.argument}` {one.expected})" for one in found)
         raise ConfigurationError(
-            f"DeepSpeed's config and the training arguments both set values, and differ: {each}. Write `auto` in the "
-            "config, or delete the key there, and the trainer fills it in."
+            f"DeepSpeed's config and the training arguments both set values, and differ: {each}.",
+            setting="deepspeed",
+            got=each,
+            cure="Write `auto` in the config, or delete the key there, and the trainer fills it in.",
         )

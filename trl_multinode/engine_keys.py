@@ -66,13 +66,28 @@ def check_keys(generation_kwargs: dict | None, engine_kwargs: dict, node_mode: b
     """
     for key in (generation_kwargs or {}) if node_mode else ():
         if (reason := _no_sampling_key(key)) is not None:
-            raise ConfigurationError(f"`generation_kwargs` may not contain {key!r} in node mode: {reason}.")
+            raise ConfigurationError(
+                f"`generation_kwargs` may not contain {key!r} in node mode:",
+                setting="generation_kwargs",
+                got=key,
+                cure=f"{reason}.",
+            )
     if (dtype := engine_kwargs.get("dtype", "auto")) not in DTYPES:
-        raise ConfigurationError(f"`dtype` in `engine_kwargs` must be one of {DTYPES}, got {dtype!r}.")
+        raise ConfigurationError(
+            f"`dtype` in `engine_kwargs` must be one of {DTYPES}, got {dtype!r}.",
+            setting="dtype",
+            got=dtype,
+            expected=DTYPES,
+        )
     for key in engine_kwargs:
         reason = REFUSED_ENGINE_KEYS.get(key) or (_unknown_to("EngineArgs", key, engine_keys()) if node_mode else None)
         if reason is not None:
-            raise ConfigurationError(f"`engine_kwargs` may not contain {key!r}: {reason}.")
+            raise ConfigurationError(
+                f"`engine_kwargs` may not contain {key!r}:",
+                setting="engine_kwargs",
+                got=key,
+                cure=f"{reason}.",
+            )
 
 
 def _no_sampling_key(key: str) -> str | None:

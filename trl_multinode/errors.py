@@ -22,13 +22,46 @@
 Every message names the place (node, rank), the fault (got, expected) and the cure (the setting or command).
 """
 
+from typing import Any
+
 
 class MultiNodeError(RuntimeError):
     """Base class of all errors below."""
 
 
 class ConfigurationError(MultiNodeError, ValueError):
-    """The run cannot work with one of its settings, or with the way it was launched."""
+    """
+    The run cannot work with one of its settings, or with the way it was launched.
+
+    Args:
+        problem (`str`):
+            Sentence about the fault. The message is this sentence with the place before it and the cure behind it.
+        setting (`str`, *optional*):
+            Name of the setting, argument, variable, data set or package at fault.
+        got (*optional*), expected (*optional*):
+            Value that was found, and the one that would work.
+        cure (`str`, *optional*):
+            Setting or command that works.
+        node (`int`, *optional*), rank (`int`, *optional*):
+            Place of the fault, if other nodes or ranks do not have it.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        setting: str = "",
+        got: Any = None,
+        expected: Any = None,
+        cure: str = "",
+        node: int | None = None,
+        rank: int | None = None,
+    ):
+        numbers = {"node": node, "rank": rank}
+        place = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
+        super().__init__(" ".join(filter(None, [f"{place}:" if place else "", problem, cure])))
+        self.setting, self.got, self.expected, self.cure = setting, got, expected, cure
+        self.node, self.rank = node, rank
 
 
 class EngineError(MultiNodeError):

@@ -50,9 +50,11 @@ def check_images(accelerator: Any, inputs: list[dict]) -> None:
     if any(flags) and not all(flags):
         without = [rank for rank, flag in enumerate(flags) if not flag]
         raise ConfigurationError(
-            f"The batches of ranks {without} have no image and those of the others have: with sharded weights every "
-            "rank must run the vision tower. Use ZeRO-2 or DDP; or larger batches, or a blank image, so that every "
-            "rank has one."
+            f"The batches of ranks {without} have no image and those of the others have: with sharded weights "
+            "every rank must run the vision tower.",
+            setting="train_dataset",
+            got=without,
+            cure="Use ZeRO-2 or DDP; or larger batches, or a blank image, so that every rank has one.",
         )
 
 

@@ -133,7 +133,12 @@ def check_training(host: NodeHost, args: Any, resume_from_checkpoint: str | bool
 def refuse(found: Sequence[Disagreement]) -> None:
     """Raise `ConfigurationError` if there are disagreements; the same on every rank."""
     if found:
-        raise ConfigurationError(f"The ranks disagree on {'; '.join(map(str, found))}. {CURE}")
+        raise ConfigurationError(
+            f"The ranks disagree on {'; '.join(map(str, found))}.",
+            setting=", ".join(one.name for one in found),
+            got=found,
+            cure=CURE,
+        )
 
 
 def warn_of(host: NodeHost, args: Any) -> None:

@@ -75,7 +75,12 @@ def _parsed(text: str) -> dict[str, Any]:
     except ValueError as error:
         found = error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"`engine_kwargs` must be a dict, or JSON of one, got {text!r} ({found}).")
+        raise ConfigurationError(
+            f"`engine_kwargs` must be a dict, or JSON of one, got {text!r} ({found}).",
+            setting="engine_kwargs",
+            got=text,
+            expected="a dict, or JSON of one",
+        )
     return found
 
 
@@ -101,7 +106,13 @@ def check_settings(args: Any) -> None:
     check_supported(args, type(args), type(args).__name__)
     check_keys(getattr(args, "generation_kwargs", None), settings.engine_kwargs, is_node_mode(args))
     if settings.engine_restart_copy and not settings.engine_restarts:
-        raise ConfigurationError("`engine_restart_copy` needs `engine_restarts` of 1 at least, got 0. Leave it out.")
+        raise ConfigurationError(
+            "`engine_restart_copy` needs `engine_restarts` of 1 at least, got 0.",
+            setting="engine_restarts",
+            got=0,
+            expected=1,
+            cure="Leave `engine_restart_copy` out, or set `engine_restarts=1`.",
+        )
     _check_staleness(args, settings)
     _check_scoring(args, settings)
     _check_dynamic_sampling(args, settings)
@@ -109,16 +120,28 @@ def check_settings(args: Any) -> None:
     if settings.save_minutes is not None and not is_node_mode(args):
         raise ConfigurationError(
             "`save_minutes` needs node mode, whose store tells all ranks when to save: `use_vllm=True`, "
-            "`vllm_mode='node'`. Set it, or use `save_steps`."
+            "`vllm_mode='node'`.",
+            setting="save_minutes",
+            got=settings.save_minutes,
+            cure="Set it, or use `save_steps`.",
         )
     if is_node_mode(args) and getattr(args, "enable_jit_checkpoint", False):
         raise ConfigurationError(
-            "`enable_jit_checkpoint` must stay False in node mode: transformers may save after the optimizer has "
-            "changed the weights and before the step is counted, so that a resumed run repeats the step, and it saves "
-            "only on ranks that got the signal. Leave it out: node mode saves a checkpoint at SIGTERM by itself."
+            "`enable_jit_checkpoint` must stay False in node mode: transformers may save after the optimizer "
+            "has changed the weights and before the step is counted, so that a resumed run repeats the step, "
+            "and it saves only on ranks that got the signal.",
+            setting="enable_jit_checkpoint",
+            got=True,
+            expected=False,
+            cure="Leave it out: node mode saves a checkpoint at SIGTERM by itself.",
         )
     if args.use_vllm and args.vllm_mode not in ("node", "server", "colocate"):
-        raise ConfigurationError(f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.")
+        raise ConfigurationError(
+            f"`vllm_mode` must be 'node', 'server' or 'colocate', got {args.vllm_mode!r}.",
+            setting="vllm_mode",
+            got=args.vllm_mode,
+            expected=("node", "server", "colocate"),
+        )
 
 
 def check_supported(args: Any, kind: type, where: str) -> None:
@@ -129,7 +152,13 @@ def check_supported(args: Any, kind: type, where: str) -> None:
     settings = NodeSettings.of(args)
     for name, reason in getattr(kind, "_not_for", {}).items():
         if (value := getattr(settings, name)) != (default := getattr(NodeSettings(), name)):
-            raise ConfigurationError(f"`{name}` must stay {default} with {where}, got {value}: {reason}")
+            raise ConfigurationError(
+                f"`{name}` must stay {default} with {where}, got {value}:",
+                setting=name,
+                got=value,
+                expected=default,
+                cure=reason,
+            )
 
 
 def _check_staleness(args: Any, settings: NodeSettings) -> None:
@@ -139,7 +168,11 @@ def _check_staleness(args: Any, settings: NodeSettings) -> None:
         if not args.vllm_importance_sampling_correction:
             raise ConfigurationError(
                 f"`{dial}` needs `vllm_importance_sampling_correction=True` (TRL's default): it corrects for "
-                "completions that older weights made. Set it, or `max_staleness=0`."
+                "completions that older weights made.",
+                setting="vllm_importance_sampling_correction",
+                got=False,
+                expected=True,
+                cure="Set it, or `max_staleness=0`.",
             )
     if settings.in_flight:
         _check_in_flight(args, settings, dial)
@@ -147,22 +180,32 @@ def _check_staleness(args: Any, settings: NodeSettings) -> None:
     for name in ("max_age", "recompute_kv"):
         if (value := getattr(settings, name)) != (default := getattr(NodeSettings, name)):
             raise ConfigurationError(
-                f"`{name}` needs `max_staleness` of 2 at least, got {value} with `{dial}`. Set that, or leave it at "
-                f"{default}."
+                f"`{name}` needs `max_staleness` of 2 at least, got {value} with `{dial}`.",
+                setting=name,
+                got=value,
+                expected=default,
+                cure=f"Set that, or leave it at {default}.",
             )
 
 
 def _check_in_flight(args: Any, settings: NodeSettings, dial: str) -> None:
     if settings.oldest_rounds < settings.max_staleness:
         raise ConfigurationError(
-            f"`max_age` must be at least `max_staleness` ({settings.max_staleness}), got {settings.max_age}: a group "
-            "waits for so many rounds even in the dataset's order."
+            f"`max_age` must be at least `max_staleness` ({settings.max_staleness}), got {settings.max_age}: "
+            "a group waits for so many rounds even in the dataset's order.",
+            setting="max_age",
+            got=settings.max_age,
+            expected=settings.max_staleness,
         )
     if args.vllm_importance_sampling_mode.startswith("sequence_"):
         raise ConfigurationError(
-            f"`{dial}` cannot use {args.vllm_importance_sampling_mode!r} as `vllm_importance_sampling_mode`: a long "
-            "completion has many tokens of older weights, so it would drop or cut exactly the long ones. Set "
-            "'token_truncate' with `vllm_importance_sampling_clip_max=2.0`, or `max_staleness=1`."
+            f"`{dial}` cannot use {args.vllm_importance_sampling_mode!r} as `vllm_importance_sampling_mode`: "
+            "a long completion has many tokens of older weights, so it would drop or cut exactly the long "
+            "ones.",
+            setting="vllm_importance_sampling_mode",
+            got=args.vllm_importance_sampling_mode,
+            expected="token_truncate",
+            cure="Set 'token_truncate' with `vllm_importance_sampling_clip_max=2.0`, or `max_staleness=1`.",
         )
     _check_whole_groups(args, dial)
 
@@ -173,12 +216,23 @@ def _check_scoring(args: Any, settings: NodeSettings) -> None:
         _check_node_mode(args, setting)
         _check_whole_groups(args, setting)
     elif value := settings.score_with_batch:
-        raise ConfigurationError(f"`score_with_batch` needs `score_groups`, got {value}. Set that, or leave it out.")
+        raise ConfigurationError(
+            f"`score_with_batch` needs `score_groups`, got {value}.",
+            setting="score_with_batch",
+            got=value,
+            cure="Set that, or leave it out.",
+        )
 
 
 def _check_node_mode(args: Any, setting: str) -> None:
     if not is_node_mode(args):
-        raise ConfigurationError(f"`{setting}` needs node mode: `use_vllm=True`, `vllm_mode='node'`.")
+        raise ConfigurationError(
+            f"`{setting}` needs node mode.",
+            setting=setting.split("=")[0],
+            expected="node",
+            got=args.vllm_mode if args.use_vllm else None,
+            cure="Set `use_vllm=True` and `vllm_mode='node'`.",
+        )
 
 
 def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
@@ -186,13 +240,19 @@ def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
         return
     if not settings.scores_groups:  # whose own checks are node mode and groups that do not straddle ranks
         raise ConfigurationError(
-            "`dynamic_sampling` needs `score_groups`, got None: whether a group is used depends on its rewards, which "
-            "TRL computes once the round is chosen. Set `score_groups=0`, or a number of processes for them."
+            "`dynamic_sampling` needs `score_groups`, got None: whether a group is used depends on its "
+            "rewards, which TRL computes once the round is chosen.",
+            setting="score_groups",
+            got=None,
+            cure="Set `score_groups=0`, or a number of processes for them.",
         )
     if later := list(getattr(args, "score_with_batch", None) or ()):
         raise ConfigurationError(
             f"`dynamic_sampling` needs all rewards of a group before its round is chosen, got {later} in "
-            "`score_with_batch`, which TRL calls with the whole batch. Leave them out, or `dynamic_sampling`."
+            "`score_with_batch`, which TRL calls with the whole batch.",
+            setting="score_with_batch",
+            got=later,
+            cure="Leave them out, or `dynamic_sampling`.",
         )
 
 
@@ -206,9 +266,12 @@ def _check_whole_groups(args: Any, setting: str) -> None:
     raise ConfigurationError(
         f"With `{setting}` a group may not straddle ranks: `per_device_train_batch_size` x "
         f"`steps_per_generation` must be a multiple of `num_generations` ({size}), got "
-        f"{args.per_device_train_batch_size} x {args.steps_per_generation} = {rows}. The nearest is {nearest}: "
+        f"{args.per_device_train_batch_size} x {args.steps_per_generation} = {rows}.",
+        setting="per_device_train_batch_size",
+        got=rows,
+        cure=f"The nearest is {nearest}: "
         f"`steps_per_generation={-(-above // args.per_device_train_batch_size)}` or "
-        f"`per_device_train_batch_size={above}` with `steps_per_generation=1`, for example."
+        f"`per_device_train_batch_size={above}` with `steps_per_generation=1`, for example.",
     )
 
 
@@ -216,10 +279,16 @@ def _check_length(args: Any, settings: NodeSettings) -> None:
     cap, longest = settings.micro_batch_tokens, args.max_completion_length
     if longest is None and is_node_mode(args) and getattr(args, "loss_type", None) == "dr_grpo":
         raise ConfigurationError(
-            "`loss_type='dr_grpo'` divides the loss by `max_completion_length`, got None. Give a number."
+            "`loss_type='dr_grpo'` divides the loss by `max_completion_length`, got None.",
+            setting="max_completion_length",
+            got=None,
+            cure="Give a number.",
         )
     if cap is not None and cap < (longest or 0) + 1:
         raise ConfigurationError(
-            f"`micro_batch_tokens` must hold the longest row: a prompt and `max_completion_length` {longest} tokens, "
-            f"got {cap}. Raise it to {longest} + the longest prompt at least; 4 times that is a good start."
+            f"`micro_batch_tokens` must hold the longest row: a prompt and `max_completion_length` {longest} "
+            f"tokens, got {cap}.",
+            setting="micro_batch_tokens",
+            got=cap,
+            cure=f"Raise it to {longest} + the longest prompt at least; 4 times that is a good start.",
         )

@@ -307,19 +307,26 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     kind, notes = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
     if not any(_is_of(value, one) for one in _alternatives(kind)):
         expected = " or ".join(_name(one) for one in _alternatives(kind))
-        raise ConfigurationError(f"{name} must be {expected}, got {value!r} ({type(value).__name__}).")
+        raise _refusal(name, value, expected, f" ({type(value).__name__})")
     if value is None:
         return
     for note in notes:
         if isinstance(note, OneOf) and value not in note.values:
-            raise ConfigurationError(f"{name} must be one of {note.values}, got {value!r}.")
+            raise _refusal(name, value, f"one of {note.values}")
         if isinstance(note, Number):
             for one in value if isinstance(value, list | tuple) else [value]:
                 if not note.contains(one):
                     why = f": {GREEDY}" if name.startswith("`temperature`") and one == 0 else ""
-                    raise ConfigurationError(f"{name} must be {note}, got {one!r}{why}.")
+                    raise _refusal(name, one, str(note), why)
     if isinstance(value, list | tuple) and (not value or len(set(value)) < len(value)):
-        raise ConfigurationError(f"{name} must name one at least, and each once, got {value!r}.")
+        raise _refusal(name, value, "a list that names one at least, and each once")
+
+
+def _refusal(name: str, got: Any, expected: str, why: str = "") -> ConfigurationError:
+    """Return the error for a value; `name` has the setting in backticks, and may say which dictionary it is in."""
+    return ConfigurationError(
+        f"{name} must be {expected}, got {got!r}{why}.", setting=name.split("`")[1], got=got, expected=expected
+    )
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

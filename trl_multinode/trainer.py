@@ -92,8 +92,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if host.settings.dynamic_sampling and (owner := owner_of(type(self), "_calculate_rewards")) is not None:
             raise ConfigurationError(
                 f"`dynamic_sampling` looks at the rewards of the functions, and `{owner.__name__}` has a "
-                "`_calculate_rewards` of its own, so groups would be dropped for rewards that are not trained. Shape "
-                "the rewards in a reward function, or leave `dynamic_sampling` out."
+                "`_calculate_rewards` of its own, so groups would be dropped for rewards that are not "
+                "trained.",
+                setting="dynamic_sampling",
+                got=owner.__name__,
+                cure="Shape the rewards in a reward function, or leave `dynamic_sampling` out.",
             )
 
     def close(self) -> None:
@@ -232,7 +235,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             return None
         prompt_ids, images, _ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
         if images is not None and self.host.settings.in_flight:  # type: ignore[union-attr]
-            raise ConfigurationError(f"A prompt of the dataset has images in its messages. {NOT_IN_FLIGHT}")
+            raise ConfigurationError(
+                "A prompt of the dataset has images in its messages.",
+                setting="max_staleness",
+                cure=NOT_IN_FLIGHT,
+            )
         return (batch, prompt_ids) if images is None else None
 
     def _after(self, inputs: Batch, rounds: int) -> Batch | None:

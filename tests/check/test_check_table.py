@@ -170,7 +170,7 @@ TABLE = {
     ),
     # ---- arguments of the script
     "missing argument": Row("--reward_funcs", "--help", script=GRPO[:3]),
-    "refused setting": Row("`max_staleness`", script=[*GRPO, "--max_staleness", "7"]),
+    "refused setting": Row("`max_staleness`", script=[*GRPO, "--max_staleness", "9"]),
     "CPU in file and script": Row(
         file={"use_cpu": True}, script=[*GRPO, "--use_cpu", "true"], hides=["does not reach the ranks"]
     ),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from agents import GROUP, Seen, Speaker, chats, engines_here, keep_outputs, numbers, ours
 from forks import FORK
+from refusals import refused
 from store_host import topology_of
 from transformers import TrainerState
 from trl.rewards import accuracy_reward, get_cosine_scaled_reward, reasoning_accuracy_reward
@@ -480,7 +481,7 @@ def test_calls_of_many_threads_end_without_seeing_each_other():
 
 
 def test_a_column_with_the_name_of_a_rollouts_text_is_refused(scorer_of):
-    with pytest.raises(ConfigurationError, match=r"\['completions'\]"):
+    with refused("train_dataset", got=["completions"]):
         scorer_of(group_rewards.letters).score(group(completions="the right answer"))
 
 

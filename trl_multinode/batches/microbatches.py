@@ -344,9 +344,14 @@ class Balance:
         if padded.max() > self._cap:
             rank = int(padded.max(axis=1).argmax())
             raise ConfigurationError(
-                f"{self._topology}: a row of rank {rank} has {padded.max()} tokens with its prompt, more than "
-                f"`micro_batch_tokens` {self._cap}. Raise `micro_batch_tokens` to at least the longest prompt + "
-                f"completion (`max_completion_length` {self._args.max_completion_length}), or shorten prompts."
+                f"a row of rank {rank} has {padded.max()} tokens with its prompt, more than "
+                f"`micro_batch_tokens` {self._cap}.",
+                setting="micro_batch_tokens",
+                got=int(padded.max()),
+                node=self._topology.node,
+                rank=self._topology.rank,
+                cure="Raise `micro_batch_tokens` to at least the longest prompt + completion "
+                f"(`max_completion_length` {self._args.max_completion_length}), or shorten prompts.",
             )
 
     def _log(self, shares: "list[Share]", seconds: float) -> None:

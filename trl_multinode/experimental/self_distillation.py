@@ -22,8 +22,12 @@ class SelfDistillationFields(NodeFields):
         super().__post_init__()
         if is_node_mode(self) and self.use_teacher_server:
             raise ConfigurationError(
-                "`use_teacher_server=True` needs TRL's generation server for the teacher's log-probs, and node mode "
-                "has none. Use `use_teacher_server=False`: the ranks compute them; or `vllm_mode='server'`."
+                "`use_teacher_server=True` needs TRL's generation server for the teacher's log-probs, and "
+                "node mode has none.",
+                setting="use_teacher_server",
+                got=True,
+                expected=False,
+                cure="Use `use_teacher_server=False`: the ranks compute them; or `vllm_mode='server'`.",
             )
 
 

@@ -49,9 +49,12 @@ def check_teacher(url: str, where: str, wait_s: float = WAIT_S) -> None:
     while (problem := problem_of(url)) is not None:
         if time.monotonic() >= deadline:
             raise ConfigurationError(
-                f"{where}: no healthy vLLM server at `teacher_model_server_url` {url!r} within {wait_s:.0f} s: "
-                f"{problem}. Start it with `vllm serve TEACHER --host 0.0.0.0 --port 8000`, and give a URL that every "
-                "node reaches: not `localhost`, and no port that a firewall blocks."
+                f"{where}: no healthy vLLM server at `teacher_model_server_url` {url!r} within {wait_s:.0f} "
+                f"s: {problem}.",
+                setting="teacher_model_server_url",
+                got=url,
+                cure="Start it with `vllm serve TEACHER --host 0.0.0.0 --port 8000`, and give a URL that "
+                "every node reaches: not `localhost`, and no port that a firewall blocks.",
             )
         time.sleep(min(1.0, wait_s))
 

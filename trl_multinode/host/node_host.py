@@ -204,7 +204,11 @@ class NodeHost(SyncingHost, EndingHost):
         if limit is not None and limit < max_positions:
             raise ConfigurationError(
                 f"With tools, `vllm_max_model_length` ({limit}) must be at least the model's own context "
-                f"({max_positions}): TRL lets conversations grow to it. Leave it unset, or raise it."
+                f"({max_positions}): TRL lets conversations grow to it.",
+                setting="vllm_max_model_length",
+                got=limit,
+                expected=max_positions,
+                cure="Leave it unset, or raise it.",
             )
 
     # ---- engines ----------------------------------------------------------------------------------------------------

@@ -74,7 +74,11 @@ class NodeGeneration:
         **engine_keywords: Any,
     ):
         if logprobs not in (0, None):
-            raise ConfigurationError(f"Node mode returns the sampled token's log-prob only, got logprobs={logprobs}.")
+            raise ConfigurationError(
+                f"Node mode returns the sampled token's log-prob only, got logprobs={logprobs}.",
+                setting="logprobs",
+                got=logprobs,
+            )
         self.model = model
         self.accelerator = accelerator
         # TRL's names: a callback may change them between two rounds
@@ -112,13 +116,18 @@ class NodeGeneration:
         """Let a callback change what TRL's object would read at its next `generate`, and refuse what has no effect."""
         if name in self._fixed() and value != getattr(self, name):
             raise ConfigurationError(
-                f"`vllm_generation.{name}` cannot change (got {value!r}) while rounds run ahead: rows that are open "
-                "were sampled with the setting before. Use `max_staleness=0`."
+                f"`vllm_generation.{name}` cannot change (got {value!r}) while rounds run ahead: rows that "
+                "are open were sampled with the setting before.",
+                setting=name,
+                got=value,
+                cure="Use `max_staleness=0`.",
             )
         if name in OF_THE_START:
             raise ConfigurationError(
-                f"`vllm_generation.{name}` has no effect in node mode after the engines have started (got {value!r}). "
-                f"{', '.join(SAMPLING)} can change; for anything else set the config and build the trainer anew."
+                f"`vllm_generation.{name}` has no effect in node mode after the engines have started (got {value!r}).",
+                setting=name,
+                got=value,
+                cure=f"{', '.join(SAMPLING)} can change; for anything else set the config and build the trainer anew.",
             )
         super().__setattr__(name, value)
 

@@ -39,7 +39,8 @@ def check_one_prompt(accelerator: Any, inputs: Batch, group_size: int) -> None:
     found = [repr(shown(prompts[row])) if 0 <= row < len(prompts) else "another rank's prompt" for row in rows]
     one, other = (row + first for row in rows)
     raise ConfigurationError(
-        f"The rows of a group must have one prompt, but in this round row {one} has {found[0]} and row {other} has "
-        f"{found[1]}. The ranks have different data, or another order of it: shuffle with a seed, and let the sampler "
-        "of a subclass repeat every prompt `num_generations` times in a row."
+        f"The rows of a group must have one prompt, but in this round row {one} has {found[0]} and row "
+        f"{other} has {found[1]}. The ranks have different data, or another order of it: shuffle with a seed, "
+        "and let the sampler of a subclass repeat every prompt `num_generations` times in a row.",
+        setting="num_generations",
     )

@@ -62,5 +62,8 @@ def check_logprobs(engines: Iterable[EngineClient], sampling: Mapping[str, Any],
         if (reason := client.ready.truncated_logprobs) and (names := truncating(sampling.get)):
             raise ConfigurationError(
                 f"{where}: {', '.join(names)} need log-probs over the whole vocabulary, and {client.name} has "
-                f"those over the tokens that are left: {reason}. Leave these settings out, or remove the reason."
+                f"those over the tokens that are left: {reason}.",
+                setting="generation_kwargs",
+                got=names,
+                cure="Leave these settings out, or remove the reason.",
             )

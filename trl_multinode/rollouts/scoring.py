@@ -69,12 +69,19 @@ class GroupScorer:
         self._with_batch = set(host.settings.score_with_batch or ())
         if unknown := sorted(self._with_batch.difference(self._names)):
             raise ConfigurationError(
-                f"`score_with_batch` names {unknown}, and the reward functions are {self._names}. Use these names."
+                f"`score_with_batch` names {unknown}, and the reward functions are {self._names}.",
+                setting="score_with_batch",
+                got=unknown,
+                expected=self._names,
+                cure="Use these names.",
             )
         if not self._scored():
             raise ConfigurationError(
                 f"`score_groups` has no function to score groups with: {self._names} are reward models or in "
-                "`score_with_batch`. Leave `score_groups` out."
+                "`score_with_batch`.",
+                setting="score_groups",
+                got=self._names,
+                cure="Leave `score_groups` out.",
             )
         self._num_processes: int = host.settings.score_groups
         self._in_process = {one for one in self._scored() if self._needs_process(one)}
@@ -143,8 +150,11 @@ class GroupScorer:
         rows = {"prompts": recorded.prompts, "completions": recorded.completions}
         if twice := sorted(rows.keys() & set(columns)):  # TRL's call has no value for them either
             raise ConfigurationError(
-                f"{self._where}: the dataset has columns {twice}, and reward functions get the rollouts under these "
-                "names. Rename the columns."
+                f"{self._where}: the dataset has columns {twice}, and reward functions get the rollouts under "
+                "these names.",
+                setting="train_dataset",
+                got=twice,
+                cure="Rename the columns.",
             )
         return found | rows | {"completion_ids": recorded.completion_ids}
 

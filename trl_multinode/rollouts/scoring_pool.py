@@ -180,9 +180,11 @@ class ScoringPool:
                     problem = str(error)
             if problem is not None:
                 raise ConfigurationError(
-                    f"{self._where}: `{key}` cannot be sent to the process of the reward function `{name}` (got "
-                    f"{problem}). Keep it to text, numbers, lists and dictionaries, or write "
-                    f"`score_with_batch=['{name}']`."
+                    f"{self._where}: `{key}` cannot be sent to the process of the reward function `{name}` "
+                    f"(got {problem}).",
+                    setting=key,
+                    got=problem,
+                    cure=f"Keep it to text, numbers, lists and dictionaries, or write `score_with_batch=['{name}']`.",
                 )
 
 

@@ -113,7 +113,9 @@ class AheadGeneration:
         """Generate completions, as [`NodeGeneration.generate`] does; other threads run meanwhile."""
         if any(images or ()):
             raise ConfigurationError(
-                "Requests of a rollout that runs ahead carry no images. Use `max_staleness=0` without `score_groups`."
+                "Requests of a rollout that runs ahead carry no images.",
+                setting="max_staleness",
+                cure="Use `max_staleness=0` without `score_groups`.",
             )
         check_lengths(prompts, self._longest, *self._place)
         rows = self._ask(prompts, self._seeds.of_call(prompts), self.max_completion_length)

@@ -57,7 +57,7 @@ def check_writable(folder: Path, node: int) -> None:
         if error.errno in FULL:
             warn(f"{text}. The run goes on, and fails at its first checkpoint unless space is freed.")
             return
-        text += ". Mount it writable on every node, or use another `output_dir`."
+        cure = "Mount it writable on every node, or use another `output_dir`."
         if error.errno == errno.EROFS:
-            raise OSError(errno.EROFS, text) from error
-        raise ConfigurationError(text) from error
+            raise OSError(errno.EROFS, f"{text}. {cure}") from error
+        raise ConfigurationError(f"{text}.", setting="output_dir", got=folder.parent, cure=cure) from error

@@ -68,20 +68,28 @@ def check_gpu_variables(environ: Mapping[str, str], where: str = "") -> None:
     names, others = gpu_names(environ.get(name)), gpu_names(environ.get(CUDA))
     if names and others and names != others:
         raise ConfigurationError(
-            f"{HIP} and {CUDA} differ{place} (got {','.join(names)} and {','.join(others)}, expected equal lists or "
-            f"one variable): torch follows the first, and vLLM refuses both. Unset {CUDA}. In the YAML, "
-            "`gpu_ids` sets it too: use `gpu_ids: all`."
+            f"{HIP} and {CUDA} differ{place} (got {','.join(names)} and {','.join(others)}, expected equal "
+            "lists or one variable): torch follows the first, and vLLM refuses both.",
+            setting=HIP,
+            got=names,
+            expected=others,
+            cure=f"Unset {CUDA}. In the YAML, `gpu_ids` sets it too: use `gpu_ids: all`.",
         )
     if unknown := [gpu for gpu in names if not gpu.isdigit()]:
         raise ConfigurationError(
-            f"{name} names {unknown[0]}{place} (expected indexes): vLLM on ROCm accepts no other names of GPUs. Write "
-            f"indexes in {name}; {ROCR}, which vLLM does not read, may have UUIDs."
+            f"{name} names {unknown[0]}{place} (expected indexes): vLLM on ROCm accepts no other names of GPUs.",
+            setting=name,
+            got=unknown[0],
+            cure=f"Write indexes in {name}; {ROCR}, which vLLM does not read, may have UUIDs.",
         )
     count = len(gpu_names(environ.get(ROCR)))
     if count and (beyond := [gpu for gpu in names if int(gpu) >= count]):
         raise ConfigurationError(
-            f"{name} names GPU {beyond[0]}{place}, but {ROCR}={environ[ROCR]} leaves {count} (got {','.join(names)}, "
-            f"expected indexes from 0 to {count - 1}): it counts within that list. Unset one of the two variables."
+            f"{name} names GPU {beyond[0]}{place}, but {ROCR}={environ[ROCR]} leaves {count} (got "
+            f"{','.join(names)}, expected indexes from 0 to {count - 1}): it counts within that list.",
+            setting=name,
+            got=names,
+            cure="Unset one of the two variables.",
         )
 
 
@@ -96,6 +104,11 @@ def check_accelerator(num_gpus: int, node: int) -> None:
     device = None if num_gpus else torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type != "cuda":
         raise ConfigurationError(
-            f"Node {node} has devices of the type `{device.type}` (expected `cuda`): node mode starts engines on GPUs "
-            "of NVIDIA and AMD, and on CPUs. Use TRL's `vllm_mode='server'`, or set `use_cpu=True`."
+            f"This node has devices of the type `{device.type}` (expected `cuda`): node mode starts engines "
+            "on GPUs of NVIDIA and AMD, and on CPUs.",
+            setting="vllm_mode",
+            got=device.type,
+            expected="cuda",
+            node=node,
+            cure="Use TRL's `vllm_mode='server'`, or set `use_cpu=True`.",
         )

@@ -137,8 +137,11 @@ class OutputOwner:
     def _refusal(self, owner: dict[str, Any] | None) -> ConfigurationError:
         host, pid = (owner.get("host"), owner.get("pid")) if owner else ("this host", "unknown")
         return ConfigurationError(
-            f"`output_dir` {self._folder.parent} is in use by another run: host {host}, pid {pid}. Two runs would "
-            "mix their checkpoints. Stop that run, or use another `output_dir`."
+            f"`output_dir` {self._folder.parent} is in use by another run: host {host}, pid {pid}. Two runs "
+            "would mix their checkpoints.",
+            setting="output_dir",
+            got=self._folder.parent,
+            cure="Stop that run, or use another `output_dir`.",
         )
 
     def _read(self) -> dict[str, Any] | None:

@@ -29,9 +29,10 @@ class Topology:
         world, per_node = number["WORLD_SIZE"], number["LOCAL_WORLD_SIZE"]
         if world > 1 and "LOCAL_WORLD_SIZE" not in environ:
             raise ConfigurationError(
-                f"The launcher of these {world} ranks does not set LOCAL_WORLD_SIZE, the ranks of a node. Write "
-                "`deepspeed_multinode_launcher: standard` under `deepspeed_config` in the accelerate config, or start "
-                "with torchrun."
+                f"The launcher of these {world} ranks does not set LOCAL_WORLD_SIZE, the ranks of a node.",
+                setting="LOCAL_WORLD_SIZE",
+                cure="Write `deepspeed_multinode_launcher: standard` under `deepspeed_config` in the "
+                "accelerate config, or start with torchrun.",
             )
         return cls(
             rank=number["RANK"],
@@ -47,10 +48,15 @@ class Topology:
         """Raise `ConfigurationError` if the nodes have different numbers of processes."""
         if self.world_size != self.ranks_per_node * self.num_nodes:
             raise ConfigurationError(
-                f"Node {self.node} has {self.ranks_per_node} processes, but {self.world_size} on {self.num_nodes} "
-                f"nodes need {self.world_size / self.num_nodes:g} on each: the nodes were started with different "
-                "numbers of processes. Use the same config file and the same `num_processes` (the total) on every "
-                "node; `trl-multinode check FILE` shows what a file really starts."
+                f"This node has {self.ranks_per_node} processes, but {self.world_size} on "
+                f"{self.num_nodes} nodes need {self.world_size / self.num_nodes:g} on each: the nodes were "
+                "started with different numbers of processes.",
+                setting="num_processes",
+                got=self.ranks_per_node,
+                expected=self.world_size / self.num_nodes,
+                node=self.node,
+                cure="Use the same config file and the same `num_processes` (the total) on every node; "
+                "`trl-multinode check FILE` shows what a file really starts.",
             )
 
     @property
@@ -121,16 +127,23 @@ def assign_engines(
     _check_chosen(topology, chosen, names, environ)
     if len(chosen) % tensor_parallel_size != 0:
         raise ConfigurationError(
-            f"Node {topology.node} has {len(chosen)} GPUs for engines ({chosen}), not divisible by "
-            f"`vllm_tensor_parallel_size` {tensor_parallel_size}. Change one of the two; "
-            "`num_processes` sets how many GPUs train."
+            f"This node has {len(chosen)} GPUs for engines ({chosen}), not divisible by "
+            f"`vllm_tensor_parallel_size` {tensor_parallel_size}.",
+            setting="vllm_devices",
+            got=chosen,
+            node=topology.node,
+            cure="Change one of the two; `num_processes` sets how many GPUs train.",
         )
     count = num_engines or len(chosen) // tensor_parallel_size
     if count * tensor_parallel_size > len(chosen):
         raise ConfigurationError(
             f"{count} engines with `vllm_tensor_parallel_size` {tensor_parallel_size} need "
-            f"{count * tensor_parallel_size} GPUs, node {topology.node} has {len(chosen)} for engines ({chosen}). "
-            "Lower `num_engines`, or `num_processes` so that fewer GPUs train."
+            f"{count * tensor_parallel_size} GPUs, and this node has {len(chosen)} for engines "
+            f"({chosen}).",
+            setting="num_engines",
+            got=count,
+            node=topology.node,
+            cure="Lower `num_engines`, or `num_processes` so that fewer GPUs train.",
         )
     used = {*training, *chosen[: count * tensor_parallel_size]}
     groups = [chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)]
@@ -155,7 +168,7 @@ def idle_gpus(devices: EngineDevices) -> str:
 
 
 def _check_chosen(topology: Topology, chosen: list[int], names: list[str], environ: Mapping[str, str]) -> None:
-    seen = f"node {topology.node} sees {len(names)} GPUs"
+    seen = f"this node sees {len(names)} GPUs"
     variable = gpu_variable(environ)
     if variable in environ:
         by_accelerate = " or by `gpu_ids` in the YAML" if variable == CUDA else ""
@@ -163,14 +176,27 @@ def _check_chosen(topology: Topology, chosen: list[int], names: list[str], envir
     outside = [index for index in chosen if not 0 <= index < len(names)]
     if outside:
         raise ConfigurationError(
-            f"`vllm_devices` names GPU {outside}, but {seen}, so 0 to {len(names) - 1} can be named. "
-            "Use `gpu_ids: all`, or change `vllm_devices`."
+            f"`vllm_devices` names GPU {outside}, but {seen}, so 0 to {len(names) - 1} can be named.",
+            setting="vllm_devices",
+            got=outside,
+            node=topology.node,
+            cure="Use `gpu_ids: all`, or change `vllm_devices`.",
         )
     if len(set(chosen)) != len(chosen):
-        raise ConfigurationError(f"`vllm_devices` names a GPU twice: {chosen}. Name each once.")
+        raise ConfigurationError(
+            f"`vllm_devices` names a GPU twice: {chosen}.",
+            setting="vllm_devices",
+            got=chosen,
+            node=topology.node,
+            cure="Name each once.",
+        )
     if not chosen:
         raise ConfigurationError(
-            f"No GPU is left for the engine: {seen} and trains on {topology.ranks_per_node}. Lower `num_processes` "
-            f"(now {topology.world_size}; {max(1, len(names) - 1) * topology.num_nodes} leaves one per node), use "
-            "`gpu_ids: all`, or name a training GPU to share in `vllm_devices`."
+            f"No GPU is left for the engine: {seen} and trains on {topology.ranks_per_node}.",
+            setting="num_processes",
+            got=topology.world_size,
+            node=topology.node,
+            cure=f"Lower `num_processes` (now {topology.world_size}; "
+            f"{max(1, len(names) - 1) * topology.num_nodes} leaves one per node), use `gpu_ids: all`, or "
+            "name a training GPU to share in `vllm_devices`.",
         )

@@ -103,8 +103,10 @@ def check_finished(folder: Path, reads_files: bool) -> None:
     reason = why_unusable(folder) if reads_files else why_unfinished(folder)
     if reason is not None:
         raise ConfigurationError(
-            f"{folder} cannot be resumed: it is {reason}. Name another one, or use `resume_from_checkpoint=True`, "
-            "which takes the newest that is finished."
+            f"{folder} cannot be resumed: it is {reason}.",
+            setting="resume_from_checkpoint",
+            got=folder,
+            cure="Name another one, or use `resume_from_checkpoint=True`, which takes the newest that is finished.",
         )
 
 
@@ -122,8 +124,11 @@ def has_optimizer(folder: Path) -> bool:
         present, missing = ("optimizer", "schedule") if optimizer else ("schedule", "optimizer")
         raise ConfigurationError(
             f"{folder} has the state of the {present}, but not of the {missing} (files `optimizer.pt` and "
-            "`scheduler.pt`), so training would go on with a fresh optimizer. Name another checkpoint, or begin anew "
-            f"from its weights: `model={str(folder)!r}` and no `resume_from_checkpoint`."
+            "`scheduler.pt`), so training would go on with a fresh optimizer.",
+            setting="resume_from_checkpoint",
+            got=folder,
+            cure=f"Name another checkpoint, or begin anew from its weights: `model={str(folder)!r}` and no "
+            "`resume_from_checkpoint`.",
         )
     return optimizer
 
@@ -139,15 +144,21 @@ def check_format(folder: Path) -> None:
         number = int(found.get("format", 0))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigurationError(
-            f"{folder}/{METADATA_FILE} cannot be read ({error}), so the checkpoint may be damaged. Name another one: "
-            "`train(resume_from_checkpoint=PATH)`."
+            f"{folder}/{METADATA_FILE} cannot be read ({error}), so the checkpoint may be damaged.",
+            setting="resume_from_checkpoint",
+            got=folder,
+            cure="Name another one: `train(resume_from_checkpoint=PATH)`.",
         ) from error
     if number > FORMAT_IN_FLIGHT:
         writer = found.get("trl_multinode")
         raise ConfigurationError(
             f"{folder} has the checkpoint format {number} of trl_multinode {writer}; the installed version "
-            f"{_version()} knows formats up to {FORMAT_IN_FLIGHT}. Upgrade it ({upgrade_command()}), or "
-            f"begin anew from its weights: `model={str(folder)!r}` and no `resume_from_checkpoint`."
+            f"{_version()} knows formats up to {FORMAT_IN_FLIGHT}.",
+            setting="resume_from_checkpoint",
+            got=number,
+            expected=FORMAT_IN_FLIGHT,
+            cure=f"Upgrade it ({upgrade_command()}), or begin anew from its weights: `model={str(folder)!r}` "
+            "and no `resume_from_checkpoint`.",
         )
 
 
@@ -207,6 +218,8 @@ def epochs_behind(checkpoint: Path) -> int:
         return int(json.loads((checkpoint / STATE_FILE).read_text())["epoch"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(
-            f"{checkpoint} is no finished checkpoint: its {STATE_FILE} cannot be read ({error}). Name another one, or "
-            "use `resume_from_checkpoint=True`, which takes the newest that is finished."
+            f"{checkpoint} is no finished checkpoint: its {STATE_FILE} cannot be read ({error}).",
+            setting="resume_from_checkpoint",
+            got=checkpoint,
+            cure="Name another one, or use `resume_from_checkpoint=True`, which takes the newest that is finished.",
         ) from error

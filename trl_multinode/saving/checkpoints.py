@@ -211,10 +211,13 @@ class CheckpointLog:
             warn(f"{folder} is skipped: {reason}." + (" It can be deleted." if common else ""))
         if max(seen) >= 0 and not common:
             raise ConfigurationError(
-                f"No checkpoint in {self._output_dir} is finished for all ranks: rank "
-                f"{self._accelerator.process_index} sees those of the steps {steps}, others see other ones. Use an "
-                "`output_dir` that all nodes share, or under ZeRO `save_on_each_node=True`, or name one: "
-                "`train(resume_from_checkpoint=PATH)`."
+                f"No checkpoint in {self._output_dir} is finished for all ranks: this one "
+                f"sees those of the steps {steps}, others see other ones.",
+                setting="output_dir",
+                got=steps,
+                rank=self._accelerator.process_index,
+                cure="Use an `output_dir` that all nodes share, or under ZeRO `save_on_each_node=True`, or "
+                "name one: `train(resume_from_checkpoint=PATH)`.",
             )
         return newest if common else None
 
@@ -230,10 +233,13 @@ class CheckpointLog:
         seen = "; ".join(f"{folder.name} is {reason}" for folder, reason in unfinished.items())
         folders = " ".join(map(str, unfinished)) or "FOLDERS"
         return ConfigurationError(
-            f"{self._output_dir} has no finished checkpoint to resume from, only unfinished or damaged ones (rank "
-            f"{self._accelerator.process_index}: {seen or 'they are on another node'}). To begin anew at step 1, "
-            f"delete them on every node (`rm -r {folders}`), or use another `output_dir`, or call `train()` without "
-            "`resume_from_checkpoint`."
+            f"{self._output_dir} has no finished checkpoint to resume from, only unfinished or damaged ones "
+            f"({seen or 'they are on another node'}).",
+            setting="resume_from_checkpoint",
+            got=unfinished,
+            rank=self._accelerator.process_index,
+            cure=f"To begin anew at step 1, delete them on every node (`rm -r {folders}`), or use another "
+            "`output_dir`, or call `train()` without `resume_from_checkpoint`.",
         )
 
     def _folders(self) -> list[Path]:
@@ -266,16 +272,22 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
     saved_by = int(found[:, 0].max())
     if saved_by not in (0, world):  # 0: not a DeepSpeed checkpoint, or one without optimizer states
         raise ConfigurationError(
-            f"{folder} was written by {saved_by} ranks, this launch has {world}: DeepSpeed's ZeRO states belong to "
-            f"their number of ranks. Launch {saved_by} ranks again, or begin anew from its weights: "
-            f"`model={str(folder)!r}` and no `resume_from_checkpoint`."
+            f"{folder} was written by {saved_by} ranks, this launch has {world}: DeepSpeed's ZeRO states "
+            "belong to their number of ranks.",
+            setting="num_processes",
+            got=world,
+            expected=saved_by,
+            cure=f"Launch {saved_by} ranks again, or begin anew from its weights: `model={str(folder)!r}` and "
+            "no `resume_from_checkpoint`.",
         )
     lacking = [number for number, (_, has) in enumerate(found.tolist()) if not has]
     if saved_by and lacking:
         raise ConfigurationError(
-            f"{folder} has no optimizer state for the ranks {lacking} on their nodes. Nodes that do not share "
-            "`output_dir` must keep their `--machine_rank` of the first launch; or copy the `global_step*` folders of "
-            "all nodes to every node."
+            f"{folder} has no optimizer state for the ranks {lacking} on their nodes.",
+            setting="machine_rank",
+            got=lacking,
+            cure="Nodes that do not share `output_dir` must keep their `--machine_rank` of the first launch; "
+            "or copy the `global_step*` folders of all nodes to every node.",
         )
 
 

@@ -169,8 +169,11 @@ def check_push(args: TrainingArguments, call: dict[str, Any], environ: Mapping[s
     fsdp = environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if fsdp and environ.get("FSDP_STATE_DICT_TYPE", SHARDED) == SHARDED:
         raise ConfigurationError(
-            "`push_to_hub=True` under FSDP without `fsdp_state_dict_type: FULL_STATE_DICT`: no file would hold the "
-            "weights. Write it under `fsdp_config` in the accelerate config."
+            "`push_to_hub=True` under FSDP without `fsdp_state_dict_type: FULL_STATE_DICT`: no file would "
+            "hold the weights.",
+            setting="fsdp_state_dict_type",
+            expected="FULL_STATE_DICT",
+            cure="Write it under `fsdp_config` in the accelerate config.",
         )
     plugin = getattr(args, "deepspeed_plugin", None)
     adapter = call.get("peft_config") or hasattr(call["model"], "peft_config")  # always gathered under ZeRO-3
@@ -178,9 +181,11 @@ def check_push(args: TrainingArguments, call: dict[str, Any], environ: Mapping[s
         return
     if not plugin.hf_ds_config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save", False):
         raise ConfigurationError(
-            "`push_to_hub=True` under ZeRO-3 without `zero3_save_16bit_model`: no file would hold the weights. "
-            "Set `zero3_save_16bit_model: true` in the accelerate config, or "
-            '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file.'
+            "`push_to_hub=True` under ZeRO-3 without `zero3_save_16bit_model`: no file would hold the weights.",
+            setting="zero3_save_16bit_model",
+            expected=True,
+            cure="Set `zero3_save_16bit_model: true` in the accelerate config, or "
+            '`"stage3_gather_16bit_weights_on_model_save": true` in the DeepSpeed file.',
         )
 
 

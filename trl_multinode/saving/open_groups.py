@@ -47,8 +47,11 @@ class OpenGroupsFile:
         notes, size = saved.notes[NAME], self._trainer.num_generations
         if others := {group["size"] for group in notes["groups"]} - {size}:
             raise ConfigurationError(
-                f"{self._where}: the checkpoint has open groups of {min(others)} rows, `num_generations` is {size}. "
-                "Resume with the same number."
+                f"{self._where}: the checkpoint has open groups of {min(others)} rows, `num_generations` is {size}.",
+                setting="num_generations",
+                got=size,
+                expected=min(others),
+                cure="Resume with the same number.",
             )
         arrays = {name: saved.tensors[f"{NAME}/{name}"].cpu().numpy() for name in notes["arrays"]}
         restore(self._continuous, arrays, notes, self._row_of)
@@ -66,9 +69,12 @@ class OpenGroupsFile:
         index = permutation(len(dataset), args.seed, epoch)[position] if shuffled else position
         if dataset[index].get("prompt") != group.inputs[0].get("prompt"):
             raise ConfigurationError(
-                f"{self._where}: row {index} of the training dataset is not that of the open group {group.id}, so a "
-                "checkpoint cannot record it. Rounds in flight need TRL's own order of the dataset: leave out a "
-                "sampler of your own, or use `max_staleness=1`."
+                f"{self._where}: row {index} of the training dataset is not that of the open group "
+                f"{group.id}, so a checkpoint cannot record it.",
+                setting="train_dataset",
+                got=index,
+                cure="Rounds in flight need TRL's own order of the dataset: leave out a sampler of your own, "
+                "or use `max_staleness=1`.",
             )
         return index
 
@@ -79,9 +85,11 @@ class OpenGroupsFile:
             return row
         if not row or self._trainer._tokenize_prompts([copy.deepcopy(row["prompt"])])[0][0] != prompt:
             raise ConfigurationError(
-                f"{self._where}: row {index} of the training dataset has another prompt than when the checkpoint was "
-                "written, so its open groups cannot be trained. Resume with the same dataset, tokenizer and chat "
-                "template."
+                f"{self._where}: row {index} of the training dataset has another prompt than when the "
+                "checkpoint was written, so its open groups cannot be trained.",
+                setting="train_dataset",
+                got=index,
+                cure="Resume with the same dataset, tokenizer and chat template.",
             )
         return row
 
@@ -103,14 +111,18 @@ def check_same_way(folder: Any, was_in_flight: bool, in_flight: bool, all_usable
     """
     if was_in_flight and not in_flight:
         raise ConfigurationError(
-            f"{folder} was written with `max_staleness` of 2 or more: groups of several rounds were open, so a run "
-            "that waits for them at every sync would train some prompts twice and others never. Resume with "
-            "`max_staleness=2` or more."
+            f"{folder} was written with `max_staleness` of 2 or more: groups of several rounds were open, so "
+            "a run that waits for them at every sync would train some prompts twice and others never.",
+            setting="max_staleness",
+            expected=2,
+            cure="Resume with `max_staleness=2` or more.",
         )
     if was_in_flight and not all_usable:
         raise ConfigurationError(
             f"{folder} was written with `max_staleness` of 2 or more, and not all ranks can use their file "
-            "`rollouts_rank<r>.safetensors` with the open groups: it is missing (`save_only_model=True` leaves it "
-            "out), or the numbers of ranks or rows, `score_groups` or the tools have changed. Resume with the same "
-            "launch and settings."
+            "`rollouts_rank<r>.safetensors` with the open groups: it is missing (`save_only_model=True` "
+            "leaves it out), or the numbers of ranks or rows, `score_groups` or the tools have changed.",
+            setting="resume_from_checkpoint",
+            got=folder,
+            cure="Resume with the same launch and settings.",
         )

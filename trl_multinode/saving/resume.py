@@ -57,8 +57,10 @@ class Resume:
             self._folder = self._log.last_whole()
             if self._folder is None:
                 raise ConfigurationError(
-                    f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint. "
-                    f"{RESUMING} starts anew in that case."
+                    f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint.",
+                    setting="resume_from_checkpoint",
+                    got=True,
+                    cure=f"{RESUMING} starts anew in that case.",
                 )
         else:
             self._folder = Path(wanted) if wanted else None
@@ -94,9 +96,11 @@ class Resume:
             return
         raise ConfigurationError(
             f"{self._folder} is in pass {self.epochs + 1} over a stream ({type(dataset).__name__}), whose "
-            "position in a later pass than the first cannot be restored. Use a `Dataset` with an index, a stream that "
-            "is as long as the training, or `ignore_data_skip=True`, which begins the pass anew and trains some "
-            "prompts again."
+            "position in a later pass than the first cannot be restored.",
+            setting="train_dataset",
+            got=type(dataset).__name__,
+            cure="Use a `Dataset` with an index, a stream that is as long as the training, or "
+            "`ignore_data_skip=True`, which begins the pass anew and trains some prompts again.",
         )
 
     def warn_of_replaced(self, resumes: bool) -> None:

@@ -63,7 +63,12 @@ def merged(obstacle: str, lora_sync: str) -> SyncPlan:
         `ConfigurationError`: if `lora_sync="adapter"`.
     """
     if lora_sync == "adapter":
-        raise ConfigurationError(f"`lora_sync='adapter'`, but {obstacle}. Use 'merged' or 'auto'.")
+        raise ConfigurationError(
+            f"`lora_sync='adapter'`, but {obstacle}.",
+            setting="lora_sync",
+            got="adapter",
+            cure="Use 'merged' or 'auto'.",
+        )
     reason = f"every weight sync sends all weights, with the LoRA adapter merged into them: {obstacle}"
     return SyncPlan(PeftSource, reason=reason)
 
@@ -112,7 +117,11 @@ def build_sync(
     lowest, highest = gather.extremes(sync.plan_crc)
     if lowest != highest:
         raise ConfigurationError(
-            f"{topology}: the ranks would send different weights (names, shapes or dtypes differ), so their models "
-            "are not the same. Use the same model, config and library versions on every node."
+            "the ranks would send different weights (names, shapes or dtypes differ), so their models are "
+            "not the same.",
+            setting="model",
+            node=topology.node,
+            rank=topology.rank,
+            cure="Use the same model, config and library versions on every node.",
         )
     return sync

@@ -61,9 +61,11 @@ class PeftSource(ModuleSource):
         self.buckets_at_peak = self._widening() * (self._gather.buckets_at_peak + 2)
         if unknown := sorted(set(self._layers) - set(self._owners)):  # a sync would silently omit their adapters
             raise ConfigurationError(
-                f"The LoRA adapter of {unknown[0].removesuffix('.weight')} does not belong to a layer with a weight "
-                "(`target_parameters`, attention in one matrix?), so node mode cannot add it. Use `target_modules` "
-                "that are layers, or vllm_mode='colocate' or 'server'."
+                f"The LoRA adapter of {unknown[0].removesuffix('.weight')} does not belong to a layer with a "
+                "weight (`target_parameters`, attention in one matrix?), so node mode cannot add it.",
+                setting="peft_config",
+                got=unknown[0],
+                cure="Use `target_modules` that are layers, or vllm_mode='colocate' or 'server'.",
             )
 
     def _widening(self) -> float:
@@ -260,7 +262,10 @@ def check_layer(name: str, module: Any, lora_layer: type[Any]) -> None:
         variants = {f"{type(module).__module__}.{type(module).__name__}"}
     raise ConfigurationError(
         f"Node mode sends LoRA, rsLoRA and (one at a time, on linear layers) DoRA adapters; {name} has "
-        f"{', '.join(sorted(variants))}. Use one of them, or vllm_mode='colocate' or 'server'."
+        f"{', '.join(sorted(variants))}.",
+        setting="peft_config",
+        got=sorted(variants),
+        cure="Use one of them, or vllm_mode='colocate' or 'server'.",
     )
 
 

@@ -44,7 +44,7 @@ def choose(wanted: str, machine: Machine) -> tuple[str, str]:
         peers = "peer access" if machine.peer_access else "no peer access"
         return "host", f"{machine.gpu} GPUs, {peers}; ipc and nccl never ran between GPUs yet, so they must be named"
     if refusal := TRANSPORTS[wanted].refusal(machine):
-        raise ConfigurationError(refusal)
+        raise ConfigurationError(refusal, setting="weight_transport", got=wanted)
     return wanted, "as configured; experimental" if machine.gpu else "as configured; over gloo, on the CPU"
 
 

@@ -38,10 +38,12 @@ def check_tied_head(model: nn.Module) -> None:
     else:
         return
     raise ConfigurationError(
-        f"The model ties {head} to {embedding}, and an engine has one tensor for both, but {apart}: the log-probs of "
-        f"engines and trainer would drift apart. Use `modules_to_save=[{embedding.split('.')[-1]!r}]` with "
-        "`ensure_weight_tying=True`, which trains one tensor for both, or leave both out of `target_modules` and "
-        "`modules_to_save`."
+        f"The model ties {head} to {embedding}, and an engine has one tensor for both, but {apart}: the "
+        "log-probs of engines and trainer would drift apart.",
+        setting="peft_config",
+        got=apart,
+        cure=f"Use `modules_to_save=[{embedding.split('.')[-1]!r}]` with `ensure_weight_tying=True`, which "
+        "trains one tensor for both, or leave both out of `target_modules` and `modules_to_save`.",
     )
 
 

@@ -38,8 +38,11 @@ def check_preempt_signal(environ: Mapping[str, str] = os.environ) -> None:
     name = environ.get(PREEMPT_VARIABLE)
     if name and not environment_signals(environ):
         raise ConfigurationError(
-            f"{PREEMPT_VARIABLE} must be USR1 or USR2, got {name!r}. SIGTERM and SIGHUP need no variable; torchrun "
-            "and Python use the other signals themselves."
+            f"{PREEMPT_VARIABLE} must be USR1 or USR2, got {name!r}.",
+            setting=PREEMPT_VARIABLE,
+            got=name,
+            expected=("USR1", "USR2"),
+            cure="SIGTERM and SIGHUP need no variable; torchrun and Python use the other signals themselves.",
         )
 
 
