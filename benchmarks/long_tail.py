@@ -47,8 +47,8 @@ from transports import spread
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.engines import REAL, SyncDriver, running_engines
 from multinode_kit.models import tiny_qwen2
-from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.stream import Request
 from trl_multinode.rollouts.continuous import ContinuousRollouts
 from trl_multinode.rollouts.look_ahead import LookAhead
 from trl_multinode.wire.messages import Await, Generate, Message, unpack_ids
@@ -181,7 +181,7 @@ class Rank:
         self.trainer.send()
 
     def generate(self, engines: NodeEngines, prompts: list[list[int]], max_tokens: int = LONGEST) -> list:
-        requests = [PromptRequest(prompt, 1) for prompt in prompts]
+        requests = [Request(prompt, 1) for prompt in prompts]
         groups = engines.generate(requests, max_tokens, SAMPLING, self.trainer.version.update)
         return [row for group in groups for row in group]
 

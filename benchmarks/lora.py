@@ -45,8 +45,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from multinode_kit.engines import REAL, running_engines
 from multinode_kit.launch_files import free_port
 from multinode_kit.models import tiny_qwen2
-from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
+from trl_multinode.engine.stream import Request
 from trl_multinode.transports.pieces import Pieces
 from trl_multinode.weights.buckets import slot_layout
 from trl_multinode.weights.gathering import ShardGather
@@ -169,7 +169,7 @@ class Bench:
     def generate(self, arm: str) -> float:
         """Seconds for 16 rows of 64 tokens; rank 0 only."""
         start = time.perf_counter()
-        requests = [PromptRequest([5, 6, 7 + i], 1, seed=i) for i in range(16)]
+        requests = [Request([5, 6, 7 + i], 1, seed=i) for i in range(16)]
         self.engines[arm].generate(requests, 64, {"temperature": 1.0, "ignore_eos": True}, 0)
         return time.perf_counter() - start
 

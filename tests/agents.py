@@ -26,7 +26,7 @@ from tokenizers import AddedToken
 import trl_multinode
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine.client import EngineClient, Rollout
-from trl_multinode.engine.row_stream import Peeking, RowRequest
+from trl_multinode.engine.stream import Peeking, Request
 from trl_multinode.host import NodeHost
 from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.wire.messages import WeightVersion
@@ -176,16 +176,16 @@ class ScriptedEngine:
 
 
 class ScriptedStream:
-    """Rows under way, as [`~trl_multinode.engine.row_stream.RowStream`] has them; `turns` keeps all that ended."""
+    """Rows under way, as [`~trl_multinode.engine.stream.RequestStream`] has them; `turns` keeps all that ended."""
 
     stopped = False
 
     def __init__(self, engine: ScriptedEngine, max_tokens: int):
         self._engine, self._max_tokens = engine, max_tokens
-        self._waiting: deque[tuple[float, RowRequest]] = deque()
+        self._waiting: deque[tuple[float, Request]] = deque()
         self._changed = threading.Condition()
         self.num_added = self.num_ended = 0
-        self.turns: list[tuple[RowRequest, Rollout]] = []
+        self.turns: list[tuple[Request, Rollout]] = []
 
     @property
     def rows_left(self) -> int:
@@ -209,7 +209,7 @@ class ScriptedStream:
         found = [(one, self._engine.row(one.prompt, one.seed, self._max_tokens)) for one in ready]
         self.turns += found
         self.num_ended += len(found)
-        return found
+        return [(request, [row]) for request, row in found]
 
     def peek(self) -> Peeking:
         peeking = Peeking()

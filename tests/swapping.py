@@ -9,8 +9,7 @@ from waiting import until
 
 from multinode_kit.engines import SyncDriver, worst_difference
 from trl_multinode.engine.client import Rollout
-from trl_multinode.engine.dispatch import PromptRequest
-from trl_multinode.engine.row_stream import RowRequest
+from trl_multinode.engine.stream import Request
 from trl_multinode.wire.messages import WeightVersion
 
 LIMIT = 1e-5  # mean difference of log-probs in fp32
@@ -62,27 +61,27 @@ class RowsUnderWay:
         sampling = {"temperature": 1.0, "ignore_eos": True} | slowed(trainer, seconds)
         self._stream = self._rank.open_stream(num_tokens, sampling)
         self.requests = [
-            RowRequest((0, row), 0, prompt, 7 * row if seeded else None, trainer.version.update)
+            Request(prompt, seed=7 * row if seeded else None, min_update=trainer.version.update, group=(0, row))
             for row, prompt in enumerate(prompts)
         ]
-        self.ended: dict[RowRequest, Rollout] = {}
+        self.ended: dict[Request, Rollout] = {}
         self._stream.add(self.requests)
 
-    def look(self) -> list[tuple[RowRequest, Rollout]]:
+    def look(self) -> list[tuple[Request, Rollout]]:
         """Return the rows that have a token and have not ended, as far as they are made."""
         peeking = self._stream.peek()
         while not peeking.complete.is_set():
-            self.ended |= dict(self._stream.poll())
+            self.ended |= {request: row for request, (row,) in self._stream.poll()}
         return peeking.rows
 
     @property
     def all_ended(self) -> bool:
         return len(self.ended) == len(self.requests)
 
-    def wait_for_a_token(self) -> list[tuple[RowRequest, Rollout]]:
+    def wait_for_a_token(self) -> list[tuple[Request, Rollout]]:
         """Wait until a row under way has a token that it has not now, and return the rows then; none if all end."""
         before = self._num_tokens(self.look())
-        rows: list[tuple[RowRequest, Rollout]] = []
+        rows: list[tuple[Request, Rollout]] = []
 
         def has_grown() -> bool:
             rows[:] = self.look()
@@ -91,13 +90,13 @@ class RowsUnderWay:
         until(has_grown, "a token of the rows under way")
         return rows
 
-    def _num_tokens(self, rows: list[tuple[RowRequest, Rollout]]) -> int:
+    def _num_tokens(self, rows: list[tuple[Request, Rollout]]) -> int:
         return sum(len(row.tokens) for row in (*self.ended.values(), *(row for _, row in rows)))
 
     def results(self) -> list[Rollout]:
         """Wait for all rows, and return them in the order of their prompts."""
         while not self.all_ended:
-            self.ended |= dict(self._stream.poll())
+            self.ended |= {request: row for request, (row,) in self._stream.poll()}
         return [self.ended[request] for request in self.requests]
 
     def close(self) -> None:
@@ -166,7 +165,7 @@ def differences_with_a_cached_prefix(trainer: SyncDriver, change: Callable[[], N
 
     def difference() -> float:
         for seed in (1, 2):  # the second row has the prefix of the first
-            groups = trainer.engines.generate([PromptRequest(prompt, 1, seed)], 8, sampling, trainer.version.update)
+            groups = trainer.engines.generate([Request(prompt, 1, seed)], 8, sampling, trainer.version.update)
         return worst_difference(trainer, groups, [prompt])
 
     before = difference()

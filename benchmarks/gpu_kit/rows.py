@@ -6,8 +6,8 @@ import torch
 from transformers import PreTrainedModel
 
 from trl_multinode.engine.client import Rollout
-from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.node_engines import NodeEngines
+from trl_multinode.engine.stream import Request
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 PROMPT_TOKENS = 24
@@ -24,7 +24,7 @@ def sample(
     engines: NodeEngines, asked: Sequence[list[int]], each: int, tokens: int, update: int, seeded: bool = True
 ) -> Rows:
     """Sample `each` rows of exactly `tokens` tokens for every prompt, each row with its own seed if `seeded`."""
-    requests = [PromptRequest(prompt, each, 100 * index if seeded else None) for index, prompt in enumerate(asked)]
+    requests = [Request(prompt, each, 100 * index if seeded else None) for index, prompt in enumerate(asked)]
     groups = engines.generate(requests, tokens, SAMPLING, update)
     return [(prompt, row) for prompt, rows in zip(asked, groups, strict=True) for row in rows]
 

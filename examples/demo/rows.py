@@ -14,10 +14,10 @@ FIRST_STEP, NUM_STEPS = 1, 5
 
 
 class RecordedStream:
-    """Row stream that writes a line per row: seconds of its request and of its end, tokens, number of updates.
+    """Stream of requests that writes a line per row: seconds of its request and of its end, tokens, number of updates.
 
     Args:
-        stream ([`~trl_multinode.engine.row_stream.RowStream`]):
+        stream ([`~trl_multinode.engine.stream.RequestStream`]):
             Stream that the rank's open groups use.
         path (`Path`):
             File to write.
@@ -38,7 +38,7 @@ class RecordedStream:
 
     def poll(self) -> list:
         ended = self._stream.poll()
-        for request, rollout in ended:
+        for request, (rollout,) in ended:
             line = {
                 "round": request.group[0], "begin": self._begins.pop(request), "end": time.time(),
                 "tokens": len(rollout.tokens), "updates": len(rollout.versions),

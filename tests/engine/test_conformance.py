@@ -30,7 +30,7 @@ import multinode_kit
 from multinode_kit.engines import FAKE, FORKED, REAL, SyncDriver, running_engines, worst_difference
 from multinode_kit.faults import Faults
 from multinode_kit.models import tiny_qwen2
-from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.stream import Request
 from trl_multinode.errors import (
     EngineError,
     EngineRefusedError,
@@ -112,7 +112,7 @@ def trainer(request, driver_of):
 
 
 def generate(trainer, seed: int | None = 11, **changes):
-    requests = [PromptRequest(p, 3, None if seed is None else seed + 100 * i) for i, p in enumerate(PROMPTS)]
+    requests = [Request(p, 3, None if seed is None else seed + 100 * i) for i, p in enumerate(PROMPTS)]
     return trainer.engines.generate(requests, 12, SAMPLING | changes, trainer.version.update)
 
 
@@ -211,7 +211,7 @@ def test_a_completion_ends_at_a_token_of_the_settings_too(trainer):
 def test_a_completion_ends_where_the_context_ends_whatever_its_limit(trainer):
     """`max_completion_length=None` asks for as many tokens as the whole context has."""
     context = trainer.engines.max_model_len
-    requests = [PromptRequest([5] * (context - 6), 2, seed=3)]
+    requests = [Request([5] * (context - 6), 2, seed=3)]
     (rows,) = trainer.engines.generate(requests, context, SAMPLING | {"ignore_eos": True}, trainer.version.update)
     assert [len(row.tokens) for row in rows] == [6, 6]
 
@@ -310,7 +310,7 @@ def test_seeds_belong_to_rows(trainer):
     together = generate(trainer)
     again = generate(trainer)
     alone = [
-        trainer.engines.generate([PromptRequest(p, 1, 11 + 100 * i + k)], 12, SAMPLING, 0)[0][0]
+        trainer.engines.generate([Request(p, 1, 11 + 100 * i + k)], 12, SAMPLING, 0)[0][0]
         for i, p in enumerate(PROMPTS)
         for k in range(3)
     ]
@@ -327,7 +327,7 @@ def test_a_refused_request_does_not_hurt_the_engine(trainer):
     with pytest.raises(EngineRefusedError, match="no_such_setting"):
         generate(trainer, no_such_setting=1)
     with pytest.raises(EngineRefusedError, match="1024"):
-        trainer.engines.generate([PromptRequest([5] * 1100, 1)], 4, SAMPLING, 0)
+        trainer.engines.generate([Request([5] * 1100, 1)], 4, SAMPLING, 0)
     assert len(generate(trainer)) == 2
 
 
@@ -340,7 +340,7 @@ def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
     before = row_seconds()
     # Many rows and few tokens, because a model with tied embeddings often repeats one token to the limit
     sampling = SAMPLING | {"temperature": 2.0, "allowed_token_ids": [EOS, 100, 102, 104]}
-    (rows,) = trainer.engines.generate([PromptRequest([5, 6, 7], 16, 2)], 60, sampling, trainer.version.update)
+    (rows,) = trainer.engines.generate([Request([5, 6, 7], 16, 2)], 60, sampling, trainer.version.update)
     after = row_seconds()
     lengths = [len(row.tokens) for row in rows]
     assert min(lengths) < max(lengths)
@@ -475,7 +475,7 @@ def test_a_request_after_a_swap_in_flight_reads_no_cache_of_older_weights(traine
 def test_a_seeded_prompt_that_takes_several_steps_gives_the_same_row(trainer):
     prompt = [5 + i % 290 for i in range(200)]
     alone, twice = (
-        trainer.engines.generate([PromptRequest(prompt, 1, 3)] * count, 8, SAMPLING, trainer.version.update)
+        trainer.engines.generate([Request(prompt, 1, 3)] * count, 8, SAMPLING, trainer.version.update)
         for count in (1, 2)
     )
     assert {tuple(rows[0].tokens.tolist()) for rows in (*alone, *twice)} == {tuple(alone[0][0].tokens.tolist())}

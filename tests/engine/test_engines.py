@@ -7,9 +7,9 @@ from test_conformance import FEATURE, PROMPTS, SAMPLING, check_log_probs
 
 from multinode_kit.engines import FORKED, TREE, SyncDriver, running_engines, worst_difference
 from multinode_kit.models import tiny_qwen2
-from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import CPU_ENVIRONMENT
 from trl_multinode.engine.start_log import STAGES
+from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineStartError
 from trl_multinode.tools.plan.engine_memory import BLOCK_TOKENS, cache_blocks
 from trl_multinode.tools.plan.model_size import size_of
@@ -39,7 +39,7 @@ def check_planned_cache(model, log: str) -> None:
 
 
 def generate(engines, num_requests: int = 2):
-    requests = [PromptRequest(PROMPTS[i % 2], 2, seed=i) for i in range(num_requests)]
+    requests = [Request(PROMPTS[i % 2], 2, seed=i) for i in range(num_requests)]
     return engines.generate(requests, 8, SAMPLING, 0)
 
 

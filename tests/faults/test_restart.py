@@ -21,11 +21,10 @@ from multinode_kit.faults import FAKE, HOOK, TREE
 from multinode_kit.forking import from_template
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine import fleet as fleet_module
-from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.fleet import EngineFleet
 from trl_multinode.engine.restarts import lost_engine, lost_engines
-from trl_multinode.engine.row_stream import RowRequest
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
+from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.host.syncing import SyncingHost
 from trl_multinode.node_settings import NodeSettings
@@ -304,19 +303,19 @@ def test_row_2_rows_in_flight_begin_again(node):
     one.ahead_engines = ahead = one._fleet.connect(1, 3)
     ahead.expect(one.generation.version)  # a host connects before the first sync
     stream = ahead.open_stream(12, {})
-    alone = one.engines.generate([PromptRequest(PROMPTS[0], 8, seed=1)], 12, {}, 1)[0]
-    stream.add([RowRequest((0, 0), row, PROMPTS[0], 1 + row, 1) for row in range(8)])
+    alone = one.engines.generate([Request(PROMPTS[0], 8, seed=1)], 12, {}, 1)[0]
+    stream.add([Request(PROMPTS[0], seed=1 + row, min_update=1, group=(0, 0), row=row) for row in range(8)])
     found = {}
     while len(found) < 3:
-        found |= {request.row: rollout for request, rollout in stream.poll()}
+        found |= {request.row: rollout for request, (rollout,) in stream.poll()}
     peeking = stream.peek()
     one.kill()
     while not stream.stopped:
-        found |= {request.row: rollout for request, rollout in stream.poll(0.1)}
+        found |= {request.row: rollout for request, (rollout,) in stream.poll(0.1)}
     assert peeking.complete.wait(0) and len(found) < 8 and stream.rows_left == 8 - len(found)
     one.generation._recover()
     while len(found) < 8:
-        found |= {request.row: rollout for request, rollout in stream.poll()}
+        found |= {request.row: rollout for request, (rollout,) in stream.poll()}
     assert [found[row].tokens.tolist() for row in range(8)] == [row.tokens.tolist() for row in alone]
     assert stream.rows_left == 0 and not stream.stopped
     stream.close()

@@ -1,5 +1,6 @@
 """Running engines without a trainer, for tests of the engine itself."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -78,7 +79,8 @@ def running_engines(
             processes.append(process)
         wait_until_ready(processes, 300.0, print)
         sockets = [process.socket_path for process in processes]
-        engines = NodeEngines(sockets, 0, 0, folder.path / "load", stall_timeout_s, window, log_folder)
+        rows = sys.maxsize if num_engines == 1 else window
+        engines = NodeEngines(sockets, 0, 0, folder.path / "load", stall_timeout_s, rows, log_folder)
         ends.callback(engines.close)
         yield engines
         engines.shutdown(STOP_TIMEOUT_S)

@@ -14,7 +14,7 @@ from stubs import StubEngines, StubHost
 from waiting import until
 
 from trl_multinode.engine.client import Rollout
-from trl_multinode.engine.row_stream import Peeking
+from trl_multinode.engine.stream import Peeking
 from trl_multinode.errors import PromptTooLongError, RolloutError, WeightVersionError
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.continuous import FROM_THE_START, settings_from_the_start
@@ -70,7 +70,7 @@ class Engines(StubEngines):
                 versions = tuple(VersionSpan(u, s, count * (i + 1)) for i, (u, s) in enumerate(updates))
                 tokens = np.full(versions[-1].end, 10 * request.group[0] + request.group[1], np.int32)
                 first = WeightVersion(*updates[0])
-                self.ended.append((request, Rollout(tokens, -np.ones(len(tokens), np.float32), first, 0, versions)))
+                self.ended.append((request, [Rollout(tokens, -np.ones(len(tokens), np.float32), first, 0, versions)]))
             self.changed.notify_all()
 
     def end_row(self, group, row: int):

@@ -8,7 +8,7 @@ import pytest
 from waiting import HANG_S, until
 
 from trl_multinode.engine.client import Rollout
-from trl_multinode.engine.row_stream import Peeking, RowRequest
+from trl_multinode.engine.stream import Peeking, Request
 from trl_multinode.errors import EngineStalledError, WeightVersionError
 from trl_multinode.rollouts.groups import SEED_BITS, Group, OpenGroups
 from trl_multinode.rollouts.recorded import Recorded, joined
@@ -49,7 +49,7 @@ class Rows:
         with self._changed:
             for request in which:
                 self.open.remove(request)
-                self.ended.append((request, rollout(length)))
+                self.ended.append((request, [rollout(length)]))
             self._changed.notify_all()
 
     def peek(self):
@@ -229,7 +229,7 @@ def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alo
     assert ends[0].wait(HANG_S) and answers == []
     until(lambda: groups._turns)
     assert list(groups._turns) == [(0, 0)]
-    groups._add(RowRequest((0, 0), 0, [1], None, 0), rollout())  # an answer for the new group
+    groups._add(Request([1], group=(0, 0)), rollout())  # an answer for the new group
     until(lambda: answers or ends[1].is_set())
     assert len(answers) == 1 and not ends[1].is_set()
     groups.drop()

@@ -17,8 +17,8 @@ from multinode_kit.engines import FAKE, FORKED, SyncDriver, running_engines, wor
 from multinode_kit.faults import Faults
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.config import MultiNodeGRPOConfig
-from trl_multinode.engine.dispatch import PromptRequest
 from trl_multinode.engine.settings import lora_arguments
+from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineError, WeightSyncError, WeightVersionError
 from trl_multinode.weights.buckets import plan_buckets, slot_layout
 from trl_multinode.weights.building import SyncPlan, checked_with_engines, plan_sync
@@ -185,7 +185,7 @@ class Run:
     trainer: SyncDriver
 
     def difference(self) -> float:
-        requests = [PromptRequest(prompt, 2, seed=i) for i, prompt in enumerate(PROMPTS)]
+        requests = [Request(prompt, 2, seed=i) for i, prompt in enumerate(PROMPTS)]
         groups = self.trainer.engines.generate(requests, 12, SAMPLING, self.trainer.version.update)
         return worst_difference(self.trainer, groups, PROMPTS)
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from multinode_kit.architectures import model_for
 from multinode_kit.engines import FORKED, SyncDriver, running_engines, worst_difference
-from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineError
 from trl_multinode.rollouts.requests import requests_of
 from trl_multinode.weights.source import ModuleSource
@@ -62,7 +62,7 @@ class Written(SyncDriver):
             self.incomplete = self.incomplete | {"experts.down_proj": r"experts.* \(\d+ of \d+ "}
 
     def difference(self, to_other_prompts: bool = False) -> float:
-        requests = [PromptRequest(prompt, 3, 11 + 100 * i) for i, prompt in enumerate(PROMPTS)]
+        requests = [Request(prompt, 3, 11 + 100 * i) for i, prompt in enumerate(PROMPTS)]
         groups = self.engines.generate(requests, 12, SAMPLING, self.version.update)
         return worst_difference(self, groups, PROMPTS[::-1] if to_other_prompts else PROMPTS)
 

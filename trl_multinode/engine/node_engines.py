@@ -4,16 +4,17 @@ Nothing in here is a collective: a rank communicates with the engines of its own
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import EngineError
 from ..wire.connection import Connection
 from ..wire.messages import Generate, WeightVersion
 from .client import EngineClient, Rollout
-from .dispatch import Dispatch, EngineLoad, PromptRequest
 from .group import EngineGroup
-from .row_stream import RowStream
+from .load import EngineLoad
+from .stream import Request, RequestStream
 
 CONNECT_AGAIN_S = 5.0  # limit for a connection to an engine that was started again and is ready
 
@@ -66,7 +67,8 @@ class NodeEngines(EngineGroup):
         self._sent = {} if sent is None else sent
         self._window = window
         self._load = EngineLoad(load, len(sockets))
-        self._dispatch: Dispatch | RowStream | None = None  # the running `generate`, or the open stream
+        self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
+        self._stays_open = False
         super().__init__([self._connect(index) for index in range(len(sockets))], tolerant)
 
     def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
@@ -98,8 +100,8 @@ class NodeEngines(EngineGroup):
     def renew_later(self, indices: Iterable[int]) -> None:
         """Let the thread that uses these connections call `renew` before its next request. Any thread calls it."""
         self._renew_next |= set(indices)
-        if isinstance(self._dispatch, RowStream):
-            self._dispatch.renew_with(self._renew_now)
+        if self._stream is not None and self._stays_open:
+            self._stream.renew_with(self._renew_now)
 
     def _renew_now(self) -> None:
         indices, self._renew_next = self._renew_next, set()
@@ -124,16 +126,16 @@ class NodeEngines(EngineGroup):
     @property
     def rows_left(self) -> int:
         """Number of completions for which the running `generate` or the open stream waits. Any thread may read it."""
-        dispatch = self._dispatch
-        return 0 if dispatch is None else dispatch.rows_left
+        stream = self._stream
+        return 0 if stream is None else stream.rows_left
 
     def generate(
-        self, requests: Sequence[PromptRequest], max_tokens: int, sampling: dict, min_update: int
+        self, requests: Sequence[Request], max_tokens: int, sampling: dict, min_update: int
     ) -> list[list[Rollout]]:
         """Return the completions of every request, in the requests' order. It is not a collective.
 
         Args:
-            requests (`Sequence[PromptRequest]`):
+            requests (`Sequence[Request]`):
                 Prompts of this rank.
             max_tokens (`int`):
                 Limit for a completion, in tokens.
@@ -147,16 +149,22 @@ class NodeEngines(EngineGroup):
             `EngineDiedError`: if an engine has ended.
             `EngineRefusedError`: if vLLM refuses a prompt or the sampling settings.
         """
-        message = Generate(
-            prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling, min_update=min_update
-        )
         self._renew_now()
-        with Dispatch(self, self._load, self._window, requests, message, self.tolerant, self._recover) as dispatch:
-            self._dispatch = dispatch
+        numbered = [replace(request, row=row, min_update=min_update) for row, request in enumerate(requests)]
+        results: list[list[Rollout]] = [[] for _ in numbered]
+        with closing(self._new_stream(max_tokens, sampling)) as stream:
+            self._stream = stream
             try:
-                return dispatch.run()
+                stream.add(numbered)
+                while stream.rows_left:
+                    if stream.stopped:
+                        self._recover()
+                        stream.renew_with(self._renew_now)
+                    for request, rows in stream.poll():
+                        results[request.row] = rows
             finally:
-                self._dispatch = None
+                self._stream = None
+        return results
 
     def _recover(self) -> None:
         """Wait until an engine serves again, or raise the error of the first one that was lost."""
@@ -167,8 +175,8 @@ class NodeEngines(EngineGroup):
             if client.lost is not None:
                 raise client.lost
 
-    def open_stream(self, max_tokens: int, sampling: dict) -> RowStream:
-        """Return a stream of single rows, which from now on is the only user of these connections.
+    def open_stream(self, max_tokens: int, sampling: dict) -> RequestStream:
+        """Return a stream of requests, which from now on is the only user of these connections.
 
         Args:
             max_tokens (`int`):
@@ -176,9 +184,12 @@ class NodeEngines(EngineGroup):
             sampling (`dict`):
                 Keywords of vLLM's `SamplingParams`.
         """
+        self._stream, self._stays_open = self._new_stream(max_tokens, sampling), True
+        return self._stream
+
+    def _new_stream(self, max_tokens: int, sampling: dict) -> RequestStream:
         message = Generate(prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling)
-        self._dispatch = stream = RowStream(self, self._load, self._window, message, self.tolerant)
-        return stream
+        return RequestStream(self, self._load, self._window, message, self.tolerant)
 
     def shutdown(self, timeout_s: float) -> None:
         """Send `Shutdown` to every engine without waiting for the reply: its owner waits for the process."""
@@ -187,8 +198,8 @@ class NodeEngines(EngineGroup):
                 client.shutdown(timeout_s)
 
     def close(self) -> None:
-        if isinstance(self._dispatch, RowStream) and self._dispatch.rows_left == 0:  # otherwise a thread uses it
-            self._dispatch.close()
+        if self._stream is not None and self._stream.rows_left == 0:  # otherwise a thread uses it
+            self._stream.close()
         for client in self:
             client.close()
         self._load.close()

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from ..engine.client import Rollout
-from ..engine.dispatch import PromptRequest
 from ..engine.group import LOSSES
 from ..engine.node_engines import NodeEngines
+from ..engine.stream import Request
 from ..errors import ConfigurationError
 from ..run.reporter import report
 from ..weights.timings import SyncTimings
@@ -374,7 +374,7 @@ class NodeGeneration:
 
         Every row has a seed, so an engine's own random numbers are not used, and later rounds stay the same.
         """
-        requests = [PromptRequest(prompt, 1, seed=row) for row, prompt in enumerate(prompts)]
+        requests = [Request(prompt, 1, seed=row) for row, prompt in enumerate(prompts)]
         self.engines.generate(requests, num_tokens, self.sampling | {"ignore_eos": True}, self.version.update)
 
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
@@ -442,7 +442,7 @@ class NodeGeneration:
         requests = requests_of(prompts, images, self.seeds.of_call(prompts))
         return self._ask(self.engines, requests, self.version)
 
-    def _ask(self, engines: NodeEngines, requests: list[PromptRequest], version: WeightVersion) -> list[Rollout]:
+    def _ask(self, engines: NodeEngines, requests: list[Request], version: WeightVersion) -> list[Rollout]:
         """Return completions of exactly these weights, in row order. The look-ahead's thread calls it too."""
         groups = engines.generate(requests, self.max_completion_length, self.sampling, version.update)
         rows = [row for group in groups for row in group]

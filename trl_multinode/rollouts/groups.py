@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..engine.client import Rollout
-from ..engine.row_stream import GroupId, Peeking, RowRequest
+from ..engine.stream import GroupId, Peeking, Request
 from ..errors import RolloutError
 from ..wire.messages import VersionSpan
 from .recorded import Recorded
@@ -103,18 +103,19 @@ class Group:
         assert len(rows) == len(self.rollouts), f"group {self.id} is not complete"
         return rows
 
-    def missing(self) -> list[RowRequest]:
+    def missing(self) -> list[Request]:
         """Return requests for the rows that have no completion."""
         return [self._request(row) for row, rollout in enumerate(self.rollouts) if rollout is None]
 
-    def _request(self, row: int) -> RowRequest:
+    def _request(self, row: int) -> Request:
         seed = None if self.seeds is None else self.seeds[row]
         if (begun := self.begun_rows[row]) is None:
-            return RowRequest(self.id, row, self.prompts[row], seed, self.min_update)
+            return Request(self.prompts[row], seed=seed, min_update=self.min_update, group=self.id, row=row)
         num_made = len(begun.tokens)
         if seed is not None:  # with its own seed, the row would draw the noise of its first tokens again
             seed += num_made << SEED_BITS
-        return RowRequest(self.id, row, [*self.prompts[row], *begun.tokens.tolist()], seed, self.min_update, num_made)
+        tokens = [*self.prompts[row], *begun.tokens.tolist()]
+        return Request(tokens, seed=seed, min_update=self.min_update, group=self.id, row=row, num_made=num_made)
 
     def end_row(self, row: int, rollout: Rollout) -> None:
         """Store a completion, or the rest of one that was begun."""
@@ -136,7 +137,7 @@ def joined(begun: Rollout | None, rest: Rollout) -> Rollout:
 
 
 class Stream(Protocol):
-    """Methods of [`~trl_multinode.engine.row_stream.RowStream`] that the groups need."""
+    """Methods of [`~trl_multinode.engine.stream.RequestStream`] that the groups need."""
 
     @property
     def rows_left(self) -> int: ...
@@ -147,9 +148,9 @@ class Stream(Protocol):
     @property
     def stopped(self) -> bool: ...
 
-    def add(self, requests: list[RowRequest]) -> None: ...
+    def add(self, requests: list[Request]) -> None: ...
 
-    def poll(self) -> list[tuple[RowRequest, Rollout]]: ...
+    def poll(self) -> list[tuple[Request, list[Rollout]]]: ...
 
     def peek(self) -> Peeking: ...
 
@@ -221,7 +222,7 @@ class OpenGroups:
         self._send(requests)
         return len(requests)
 
-    def _send(self, requests: list[RowRequest]) -> None:
+    def _send(self, requests: list[Request]) -> None:
         with self._changed:
             self._stream.add(requests)
             if self._thread is None and self._error is None and self._stream.rows_left:
@@ -294,7 +295,7 @@ class OpenGroups:
         try:
             while self._goes_on():
                 start = time.monotonic()
-                for request, rollout in self._stream.poll():
+                for request, (rollout,) in self._stream.poll():
                     self._add(request, rollout)
                 if self._stream.stopped:
                     with self._changed:
@@ -312,7 +313,7 @@ class OpenGroups:
                 self._thread = None
             return self._thread is not None
 
-    def _add(self, request: RowRequest, rollout: Rollout) -> None:
+    def _add(self, request: Request, rollout: Rollout) -> None:
         self._check(rollout, request.min_update)
         with self._changed:
             if (group := self._open.get(request.group)) is not None:  # `None` if it was dropped
@@ -327,7 +328,7 @@ class OpenGroups:
         with self._changed:
             return [_copy(group, so_far) for group in self._open.values()]
 
-    def _rows_so_far(self) -> list[tuple[RowRequest, Rollout]]:
+    def _rows_so_far(self) -> list[tuple[Request, Rollout]]:
         if self._thread is None:
             return []
         peeking = self._stream.peek()

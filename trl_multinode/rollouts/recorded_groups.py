@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..engine.client import Rollout
-from ..engine.row_stream import GroupId, RowRequest
+from ..engine.stream import GroupId, Request
 from ..errors import RolloutError
 from .groups import Group, OpenGroups, Stream
 from .recorded import Recorded
@@ -82,9 +82,14 @@ class RecordedGroups(OpenGroups):
             self._turns[group.id] = turn
             self._send(
                 [
-                    RowRequest(
-                        group.id, row, prompt, None if seeds is None else seeds[row], update, max_tokens=max_tokens
-                    )
+                    Request(
+                        prompt,
+                        seed=None if seeds is None else seeds[row],
+                        min_update=update,
+                        group=group.id,
+                        row=row,
+                        max_tokens=max_tokens,
+                    )  # fmt: skip
                     for row, prompt in enumerate(prompts)
                 ]
             )
@@ -102,7 +107,7 @@ class RecordedGroups(OpenGroups):
     def _is_open(self, group: Group) -> bool:
         return self._error is None and self._open.get(group.id) is group
 
-    def _add(self, request: RowRequest, rollout: Rollout) -> None:
+    def _add(self, request: Request, rollout: Rollout) -> None:
         self._check(rollout, request.min_update)
         with self._changed:
             if (turn := self._turns.get(request.group)) is not None:

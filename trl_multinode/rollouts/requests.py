@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from ..engine.client import EngineClient
-from ..engine.dispatch import PromptRequest
+from ..engine.stream import Request
 from ..errors import ConfigurationError, PromptTooLongError, RolloutError
 from ..wire.sampling import truncating
 from .rows import raw_image
@@ -13,7 +13,7 @@ from .rows import raw_image
 Prompts = list[list[int]]  # token ids, one row per requested completion
 
 
-def requests_of(prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None) -> list[PromptRequest]:
+def requests_of(prompts: Prompts, images: list[list | None] | None, seeds: list[int] | None) -> list[Request]:
     """Build one request per run of equal rows with consecutive seeds. A fixed stride would fail: a group may
     straddle ranks and nodes."""
     bases = [None] * len(prompts) if seeds is None else [seed - row for row, seed in enumerate(seeds)]
@@ -22,7 +22,7 @@ def requests_of(prompts: Prompts, images: list[list | None] | None, seeds: list[
     for (prompt, row_images, base), run in groupby(rows):
         count = len(list(run))
         first = None if base is None else base + start
-        requests.append(PromptRequest(prompt, count, first, tuple(map(raw_image, row_images or ()))))
+        requests.append(Request(prompt, count, first, tuple(map(raw_image, row_images or ()))))
         start += count
     return requests
 

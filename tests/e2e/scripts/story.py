@@ -13,7 +13,7 @@ import torch.distributed as dist
 from common import RANK, WORLD, Recorder, make_trainer, perturb, write_result
 
 from multinode_kit.models import tiny_qwen2
-from trl_multinode.engine.dispatch import PromptRequest
+from trl_multinode.engine.stream import Request
 from trl_multinode.errors import MultiNodeError
 
 folder, until = sys.argv[1], sys.argv[2]
@@ -67,7 +67,7 @@ def sync(trainer) -> None:
 def difference(trainer) -> float:
     """Largest |engine - trainer| log-prob over this rank's rows, checked with one forward on every rank."""
     prompt = [10 + RANK, 20, 30]
-    request = PromptRequest(prompt, 4, seed=RANK)
+    request = Request(prompt, 4, seed=RANK)
     rows = trainer.vllm_generation.engines.generate([request], 12, {"ignore_eos": True}, 0)[0]
     ids = torch.tensor([prompt + row.tokens.tolist() for row in rows])
     with torch.no_grad():

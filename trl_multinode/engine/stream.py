@@ -1,4 +1,8 @@
-"""Requests for single rows that come while earlier ones run, on one rank's connections to its node's engines."""
+"""Requests of a rank to the engines of its node, on connections that nothing else uses meanwhile.
+
+A request goes to the engine with room that has the fewest outstanding tokens. Further ones may be added while earlier
+ones run, and the open ones of an engine that died or stalled begin again on another one.
+"""
 
 import os
 import selectors
@@ -11,42 +15,45 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from ..errors import EngineError
-from ..wire.messages import Completions, Generate, Message, Peek, pack_ids, unpack_ids
+from ..wire.messages import Completions, Generate, Image, Message, Peek, pack_ids, unpack_ids
 from .client import EngineClient, Rollout
 from .group import LOSSES
 
 GroupId = tuple[int, int]  # chosen by the caller
+NO_GROUP: GroupId = (-1, -1)
 
 
-@dataclass(frozen=True, eq=False)  # by identity: rows may have equal prompts
-class RowRequest:
-    """Request for one completion."""
+@dataclass(frozen=True, eq=False)  # by identity: requests may have equal prompts
+class Request:
+    """One prompt, to be completed `num_completions` times by one engine."""
 
-    group: GroupId  # the rows of a group follow each other, so that one engine computes their prompt once
-    row: int  # place in the group
     prompt: Sequence[int]  # (P,) token ids, with those of the completion that exist
-    seed: int | None
-    min_update: int  # number of the weight update that must have been attempted before the row starts
+    num_completions: int = 1
+    seed: int | None = None  # row i samples with seed + i
+    images: tuple[Image, ...] = ()
+    min_update: int = 0  # number of the weight update that must have been attempted before the rows start
+    group: GroupId = NO_GROUP  # those of a group follow each other, so that one engine computes their prompt once
+    row: int = 0  # place in the group, or among the requests of a call
     num_made: int = 0  # tokens of the completion that `prompt` ends with
     max_tokens: int | None = None  # of the completion; `None`: the stream's limit
 
 
 class Peeking:
-    """Rows under way, which the thread that polls collects for another one.
+    """Rows under way of requests for one row, which the thread that polls collects for another one.
 
     Attributes:
-        rows (`list[tuple[RowRequest, Rollout]]`):
+        rows (`list[tuple[Request, Rollout]]`):
             Rows with at least one token.
         complete (`threading.Event`):
             Set when all engines have answered.
     """
 
     def __init__(self) -> None:
-        self.rows: list[tuple[RowRequest, Rollout]] = []
+        self.rows: list[tuple[Request, Rollout]] = []
         self.complete = threading.Event()
         self.num_open = 0  # engines that have not answered
 
-    def add(self, rows: list[tuple[RowRequest, Rollout]]) -> None:
+    def add(self, rows: list[tuple[Request, Rollout]]) -> None:
         self.rows += rows
         self.num_open -= 1
         self.end_if_complete()
@@ -57,19 +64,19 @@ class Peeking:
 
 
 class Load(Protocol):
-    """Methods of [`~trl_multinode.engine.dispatch.EngineLoad`] that a stream needs."""
+    """Methods of [`~trl_multinode.engine.load.EngineLoad`] that a stream needs."""
 
     def take(self, tokens: int, candidates: Sequence[int]) -> int: ...
 
     def give_back(self, engine: int, tokens: int) -> None: ...
 
 
-class RowStream:
-    """Rows under way on the engines of a node. One thread calls `poll`; any other thread may call `add`.
+class RequestStream:
+    """Requests under way on the engines of a node. One thread calls `poll`; any other thread may call `add`.
 
     ```python
-    stream.add(requests)                     # returns at once
-    for request, rollout in stream.poll():   # waits up to a second for rows that have ended
+    stream.add(requests)                  # returns at once
+    for request, rows in stream.poll():   # waits up to a second for requests that have ended
         ...
     ```
 
@@ -79,11 +86,11 @@ class RowStream:
         load (`Load`):
             Outstanding tokens of all ranks of the node.
         window (`int`):
-            Rows that this rank keeps in flight per engine. Further rows wait in the rank, oldest first.
+            Rows that this rank keeps in flight per engine. Further requests wait in the rank, oldest first.
         message (`Generate`):
-            Message with the settings that all rows share.
+            Message with the settings that all requests share.
         tolerant (`bool`, *optional*, defaults to `False`):
-            Begin the rows of an engine that died or stalled again, on the engines that are left or come back.
+            Begin the requests of an engine that died or stalled again, on the engines that are left or come back.
     """
 
     def __init__(
@@ -100,10 +107,10 @@ class RowStream:
         self._load = load
         self._window = window
         self._message = message
-        self._waiting: deque[RowRequest] = deque()
-        self._open: dict[tuple[int, int], RowRequest] = {}  # by engine and request id
+        self._waiting: deque[Request] = deque()
+        self._open: dict[tuple[int, int], Request] = {}  # by engine and request id
         self._in_flight = [0] * len(clients)
-        self._last: tuple[GroupId, int] | None = None  # group and engine of the last row that was sent
+        self._last: tuple[GroupId, int] = (NO_GROUP, 0)  # group and engine of the last request that was sent
         self._num_added = self._num_ended = 0  # each is written by one thread
         self._asked: deque[Peeking] = deque()
         self._peeking: dict[tuple[int, int], Peeking] = {}  # by engine and request id
@@ -144,9 +151,9 @@ class RowStream:
         """Number of rows that were sent to an engine and have not ended. Any thread may read it."""
         return sum(self._in_flight)
 
-    def add(self, requests: Sequence[RowRequest]) -> None:
-        """Queue rows, and wake the thread that polls."""
-        self._num_added += len(requests)
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests, and wake the thread that polls."""
+        self._num_added += sum(request.num_completions for request in requests)
         self._waiting.extend(requests)
         self._wake()
 
@@ -157,8 +164,8 @@ class RowStream:
         self._wake()
         return peeking
 
-    def poll(self, timeout_s: float = 1.0) -> list[tuple[RowRequest, Rollout]]:
-        """Send the rows for which there is room, wait for rows that end, and return these.
+    def poll(self, timeout_s: float = 1.0) -> list[tuple[Request, list[Rollout]]]:
+        """Send the requests for which there is room, wait for some that end, and return these with their rows.
 
         Raises:
             `EngineError`: if an engine failed, or made no token for `engine_stall_timeout` seconds.
@@ -177,7 +184,7 @@ class RowStream:
                 client.check_stall()
             except LOSSES as error:
                 self._lose(client, error)
-        self._num_ended += len(ended)
+        self._num_ended += sum(request.num_completions for request, _ in ended)
         return ended
 
     def _renew_engines(self) -> None:
@@ -187,7 +194,7 @@ class RowStream:
             self._select()
             self._renew = None
 
-    def _received(self, client: EngineClient) -> tuple[RowRequest, Rollout] | None:
+    def _received(self, client: EngineClient) -> tuple[Request, list[Rollout]] | None:
         try:
             return self._receive(client)
         except LOSSES as error:
@@ -195,7 +202,7 @@ class RowStream:
             return None
 
     def _lose(self, client: EngineClient, error: EngineError) -> None:
-        """Give an engine up. Its rows begin again, before those that wait."""
+        """Give an engine up. Its requests begin again, before those that wait."""
         if not self._tolerant:
             raise error
         if client.lost is not None:
@@ -215,14 +222,19 @@ class RowStream:
         while self._waiting and (room := self._engines_with_room()):
             request = self._waiting.popleft()
             engine = self._load.take(self._cost(request), self._candidates(request, room))
-            self._last = request.group, engine
+            self._last = (request.group, engine)
             message = replace(
-                self._message, prompt=pack_ids(request.prompt), seed=request.seed, min_update=request.min_update,
+                self._message,
+                prompt=pack_ids(request.prompt),
+                num_completions=request.num_completions,
+                seed=request.seed,
+                images=request.images,
+                min_update=request.min_update,
                 max_tokens=self._left(request),
-            )  # fmt: skip
+            )
             try:
                 self._open[engine, self._clients[engine].post(message)] = request
-                self._in_flight[engine] += 1
+                self._in_flight[engine] += request.num_completions
             except LOSSES as error:
                 self._load.give_back(engine, self._cost(request))
                 self._waiting.appendleft(request)
@@ -247,35 +259,39 @@ class RowStream:
             if rows < self._window and self._clients[engine].lost is None
         ]
 
-    def _candidates(self, request: RowRequest, room: list[int]) -> list[int]:
-        """Return the engine of the group's row before, which has computed its prompt, if it has room."""
-        if self._last is not None and self._last[0] == request.group and self._last[1] in room:
-            return [self._last[1]]
+    def _candidates(self, request: Request, room: list[int]) -> list[int]:
+        """Return the engine of the group's request before, which has computed its prompt, if it has room."""
+        group, engine = self._last
+        if group == request.group != NO_GROUP and engine in room:
+            return [engine]
         return room
 
-    def _cost(self, request: RowRequest) -> int:
-        return len(request.prompt) + self._left(request)
+    def _cost(self, request: Request) -> int:
+        """Return an upper bound on the tokens that a request costs its engine."""
+        return len(request.prompt) + request.num_completions * self._left(request)
 
-    def _left(self, request: RowRequest) -> int:
+    def _left(self, request: Request) -> int:
         """Return the most tokens that a row may still make."""
         limit = self._message.max_tokens if request.max_tokens is None else request.max_tokens
         return limit - request.num_made
 
-    def _receive(self, client: EngineClient) -> tuple[RowRequest, Rollout] | None:
+    def _receive(self, client: EngineClient) -> tuple[Request, list[Rollout]] | None:
         reply = client.receive()
         if reply is None:
             return None
         if (peeking := self._peeking.pop((client.index, reply.request_id), None)) is not None:
             peeking.add(self._rows_so_far(client, client.checked(reply)))
             return None
-        client.checked(reply)  # before the request is closed: a lost row begins again
+        if (client.index, reply.request_id) not in self._open:
+            client.keep(reply)  # another part of the rank has asked for it, or a call that has failed
+            return None
+        client.checked(reply)  # before the request is closed: a lost one begins again
         request = self._open.pop((client.index, reply.request_id))
-        self._in_flight[client.index] -= 1
+        self._in_flight[client.index] -= request.num_completions
         self._load.give_back(client.index, self._cost(request))
-        (rollout,) = client.rows(reply)
-        return request, rollout
+        return request, client.rows(reply)
 
-    def _rows_so_far(self, client: EngineClient, reply: Message) -> list[tuple[RowRequest, Rollout]]:
+    def _rows_so_far(self, client: EngineClient, reply: Message) -> list[tuple[Request, Rollout]]:
         """Return the rows in an answer to `Peek`; those that ended before it are no longer open."""
         assert isinstance(reply, Completions), reply
         rows = zip(unpack_ids(reply.request_ids).tolist(), client.rows(reply), strict=True)
@@ -284,7 +300,7 @@ class RowStream:
         ]
 
     def close(self) -> None:
-        """Forget all rows, after a failure or at the end, when no thread polls. A second call does nothing."""
+        """Forget all requests, after a failure or at the end, when no thread polls. A second call does nothing."""
         with self._pipe:
             if self._closed:
                 return

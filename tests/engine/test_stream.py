@@ -18,10 +18,10 @@ from multinode_kit import engines as testing_engines
 from multinode_kit.engines import FAKE, SyncDriver, running_engines
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.client import EngineClient
-from trl_multinode.engine.dispatch import EngineLoad, PromptRequest
+from trl_multinode.engine.load import EngineLoad
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.process import EngineProcess
-from trl_multinode.engine.row_stream import RowRequest, RowStream
+from trl_multinode.engine.stream import Request, RequestStream
 from trl_multinode.errors import EngineDiedError, EngineStalledError
 from trl_multinode.wire.messages import Generate
 
@@ -53,8 +53,8 @@ def another_rank(engines: NodeEngines, stall_timeout_s: float = 60.0, window: in
     other.close()
 
 
-def requests(count: int, length: int = 3) -> list[PromptRequest]:
-    return [PromptRequest([5] * length, 1, seed=i) for i in range(count)]
+def requests(count: int, length: int = 3) -> list[Request]:
+    return [Request([5] * length, 1, seed=i) for i in range(count)]
 
 
 def places(groups) -> list[int]:
@@ -100,7 +100,7 @@ def test_the_fewest_tokens_win_among_the_engines_with_room(tmp_path):
 
 
 def test_requests_go_to_the_engine_with_the_fewest_outstanding_tokens(engines):
-    long, short = PromptRequest([5] * 46, 1, 0), requests(6, length=6)
+    long, short = Request([5] * 46, 1, 0), requests(6, length=6)
     with another_rank(engines) as rank:
         # costs at 4 tokens a completion: 50 on engine 0, then 10 each on engine 1 until it has as many
         assert places(rank.generate([long, *short], 4, SAMPLING, 1)) == [0, 1, 1, 1, 1, 1, 0]
@@ -132,7 +132,7 @@ def test_a_stopped_engine_keeps_its_window_and_another_thread_sees_how_many_rows
 
 
 def test_answers_come_in_the_order_of_the_requests_from_whichever_engine(engines):
-    prompts = [PromptRequest([5 + i] * (1 + i % 5), 1 + i % 3, seed=100 * i) for i in range(12)]
+    prompts = [Request([5 + i] * (1 + i % 5), 1 + i % 3, seed=100 * i) for i in range(12)]
     with another_rank(engines) as rank:
         spread = rank.generate(prompts, 4, SAMPLING, 1)
         alone = [rank.generate([prompt], 4, SAMPLING, 1)[0] for prompt in prompts]
@@ -176,7 +176,7 @@ def test_a_long_generation_that_makes_tokens_is_no_stall(engines, monkeypatch):
     with another_rank(engines) as rank:
         while len(reports) < 2 and rows < 10_000:  # an engine reports once a second
             rows *= 2
-            (group,) = rank.generate([PromptRequest([5] * 100, rows, 0)], 150, SAMPLING, 1)
+            (group,) = rank.generate([Request([5] * 100, rows, 0)], 150, SAMPLING, 1)
     assert len(reports) >= 2 and all(reports) and len(group) == rows
 
 
@@ -190,8 +190,11 @@ def collected(stream, count: int) -> list:
     return found
 
 
-def rows_of(group: int, count: int, length: int = 3) -> list[RowRequest]:
-    return [RowRequest(group, row, [5 + group] * length, 10 * group + row, min_update=1) for row in range(count)]
+def rows_of(group: int, count: int, length: int = 3) -> list[Request]:
+    return [
+        Request([5 + group] * length, seed=10 * group + row, min_update=1, group=(group, 0), row=row)
+        for row in range(count)
+    ]
 
 
 def test_a_stream_takes_rows_while_others_run_and_returns_those_of_a_request_of_the_group(engines):
@@ -204,9 +207,9 @@ def test_a_stream_takes_rows_while_others_run_and_returns_those_of_a_request_of_
         assert stream.rows_left == rank.rows_left == 0
         stream.close()
     with another_rank(engines) as rank:
-        together = rank.generate([PromptRequest([5 + group] * 3, 4, 10 * group) for group in (1, 2)], 4, SAMPLING, 1)
+        together = rank.generate([Request([5 + group] * 3, 4, 10 * group) for group in (1, 2)], 4, SAMPLING, 1)
     expected = {(g, i): row.tokens.tolist() for g, rows in enumerate(together, 1) for i, row in enumerate(rows)}
-    assert {(request.group, request.row): row.tokens.tolist() for request, row in ended} == expected
+    assert {(request.group[0], request.row): row.tokens.tolist() for request, (row,) in ended} == expected
     assert np.fromfile(board(engines), dtype=np.int64).tolist() == [0, 0]
 
 
@@ -218,20 +221,20 @@ def test_a_stream_keeps_a_window_per_engine_and_the_rows_of_a_group_on_one_engin
         assert stream._in_flight == [4, 4] and (stream.rows_left, stream.rows_under_way) == (12, 8)
         placed = collected(stream, 12)
         for group in (1, 2):
-            assert len({row.engine for request, row in placed if request.group == group}) == 1
+            assert len({row.engine for request, (row,) in placed if request.group[0] == group}) == 1
         stream.close()
 
 
 @pytest.mark.nightly
 def test_a_thread_that_polls_is_woken_by_new_rows(engines, monkeypatch):
-    poll = RowStream.poll
+    poll = RequestStream.poll
     polls: list[float] = []
 
-    def slow_poll(stream: RowStream) -> list:
+    def slow_poll(stream: RequestStream) -> list:
         polls.append(time.monotonic())
         return poll(stream, 2 * HANG_S)
 
-    monkeypatch.setattr(RowStream, "poll", slow_poll)
+    monkeypatch.setattr(RequestStream, "poll", slow_poll)
     with another_rank(engines) as rank, ThreadPoolExecutor(1) as other:
         stream = rank.open_stream(4, SAMPLING)
         polled = other.submit(collected, stream, 1)
@@ -246,7 +249,7 @@ def test_a_thread_that_polls_is_woken_by_new_rows(engines, monkeypatch):
 
 def test_a_stream_that_is_closed_writes_into_no_file_that_has_its_numbers_now(tmp_path):
     message = Generate(prompt=b"", num_completions=1, max_tokens=4, sampling={})
-    stream = RowStream([], SimpleNamespace(), 4, message)
+    stream = RequestStream([], SimpleNamespace(), 4, message)
     stream.close()
     files = [(tmp_path / str(number)).open("w+b", buffering=0) for number in range(4)]
     stream.add(rows_of(0, 1))
