@@ -144,7 +144,11 @@ class ScriptedEngine:
         self.version = version
 
     def generate(self, requests, max_tokens: int, sampling: dict, min_update: int):
-        return [[self.row(r.prompt, r.seed + i, max_tokens) for i in range(r.num_completions)] for r in requests]
+        return [[self.complete(r, r.seed + i, max_tokens) for i in range(r.num_completions)] for r in requests]
+
+    def complete(self, request: Request, seed: int, max_tokens: int) -> Rollout:
+        """Return one completion of a request."""
+        return self.row(request.prompt, seed, max_tokens)
 
     @torch.no_grad()
     def row(self, prompt, seed: int, max_tokens: int) -> Rollout:
@@ -158,7 +162,7 @@ class ScriptedEngine:
     def close(self) -> None:
         """There is no connection."""
 
-    def post_score(self, tokens, temperature) -> Rollout:
+    def post_score(self, tokens, temperature, images=()) -> Rollout:
         return self.row_of(list(tokens))
 
     @torch.no_grad()
@@ -206,7 +210,7 @@ class ScriptedStream:
             self._waiting = deque(one for one in self._waiting if one[1] not in ready)
         if not ready:
             time.sleep(0.005)
-        found = [(one, self._engine.row(one.prompt, one.seed, self._max_tokens)) for one in ready]
+        found = [(one, self._engine.complete(one, one.seed, self._max_tokens)) for one in ready]
         self.turns += found
         self.num_ended += len(found)
         return [(request, [row]) for request, row in found]
@@ -221,12 +225,14 @@ class ScriptedStream:
 
 
 @contextmanager
-def engines_here(speak: Callable[[str, int], str], turn_s: float = 0.0) -> Iterator[None]:
+def engines_here(
+    speak: Callable[[str, int], str], turn_s: float = 0.0, kind: type[ScriptedEngine] = ScriptedEngine
+) -> Iterator[None]:
     """Let trainers that are built inside have a [`ScriptedEngine`] of this process."""
 
     def start_engines(host, model, processing_class, keywords):
         host._model, host._dtype = model, torch.float32
-        host.engines = host.ahead_engines = ScriptedEngine(model, speak, turn_s)
+        host.engines = host.ahead_engines = kind(model, speak, turn_s)
         return host.engines
 
     def sync(host, version) -> SyncTimings:

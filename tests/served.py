@@ -52,7 +52,7 @@ class Keeper(Backend):
     async def generate(self, prompt, num, max_tokens, sampling, seed, images):
         raise NotImplementedError
 
-    async def score(self, prompt, temperature):
+    async def score(self, prompt, temperature, images=()):
         return []
 
     async def open_slots(self, request) -> None:

@@ -14,7 +14,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from trl import GRPOConfig
 
 from trl_multinode import engine_keys
-from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_in_flight, check_recorded
+from trl_multinode.call_checks import check_call, check_dynamic_sampling, check_in_flight
 from trl_multinode.config import MultiNodeGRPOConfig, NodeFields
 from trl_multinode.engine_keys import fields_in_vllm
 from trl_multinode.node_settings import NodeSettings, check_settings, is_node_mode
@@ -357,17 +357,6 @@ def test_groups_that_cannot_be_scored_or_sampled_again_are_refused_with_a_way_ou
 # ---- calls
 
 
-@pytest.mark.parametrize("name", ["rollout_func", "environment_factory"])
-def test_whole_rollouts_ahead_have_no_images_in_their_requests(tmp_path, name):
-    rows = Dataset.from_dict({"prompt": ["a"], "images": [[]]})
-    error = refusal(check_recorded, ours(tmp_path, max_staleness=1), {name: print, "train_dataset": rows})
-    check(error, "max_staleness", "`max_staleness=0`", got=1)
-    check_recorded(ours(tmp_path, max_staleness=1), {name: print, "train_dataset": rows.select_columns("prompt")})
-    check_recorded(ours(tmp_path, max_staleness=1), {"tools": [print], "train_dataset": rows})  # made when needed
-    check_recorded(ours(tmp_path), {name: print, "train_dataset": rows})
-    check(refusal(check_recorded, ours(tmp_path, score_groups=0), {"train_dataset": rows}), "score_groups", got=0)
-
-
 def test_reward_models_and_streams_are_not_sampled_again(tmp_path):
     args, rows = ours(tmp_path), Dataset.from_dict({"prompt": ["a"]})
     call = {"reward_funcs": [len], "train_dataset": rows}
@@ -381,22 +370,36 @@ def test_reward_models_and_streams_are_not_sampled_again(tmp_path):
         check(refused_model, "dynamic_sampling", got=name)
 
 
-def test_streams_and_images_are_not_in_flight(tmp_path):
-    rows = Dataset.from_dict({"prompt": ["a"], "images": [[]]})
-    args = ours(tmp_path, **IN_FLIGHT)
-    stream = refusal(check_in_flight, args, rows.to_iterable_dataset())
+def test_streams_are_not_in_flight(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["a"]})
+    stream = refusal(check_in_flight, ours(tmp_path, **IN_FLIGHT), rows.to_iterable_dataset())
     check(stream, "max_staleness", "`max_staleness=1`", got="IterableDataset")
-    check(refusal(check_in_flight, args, rows), "max_staleness", got="images")
-    pixel = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
-    in_messages = refusal(check_in_flight, args, Dataset.from_dict({"prompt": [pixel]}))
-    check(in_messages, "max_staleness", "`max_staleness=1`")
-    check_in_flight(args, rows.select_columns("prompt"))
     check_in_flight(ours(tmp_path), rows.to_iterable_dataset())
+    check_in_flight(ours(tmp_path, **IN_FLIGHT), rows)
 
 
-def test_that_is_checked_of_every_call_before_the_model(tmp_path):
-    call = {"model": "no/such/model", "rollout_func": print, "train_dataset": Dataset.from_dict({"images": [[]] * 8})}
-    check(refusal(check_call, None, ours(tmp_path, max_staleness=1), call), "max_staleness", got=1)
+PIXEL = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
+TEXT = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": ["a", "b"], "images": [["a"], []]},
+        {"prompt": ["a", "b"], "image": ["a", None]},
+        {"prompt": [PIXEL, TEXT]},
+    ],
+)
+def test_in_flight_all_rows_or_none_have_images_where_weights_are_sharded(tmp_path, columns):
+    some = Dataset.from_dict(columns)
+    args, fsdp = ours(tmp_path, **IN_FLIGHT), {"ACCELERATE_USE_FSDP": "true"}
+    check(refusal(check_in_flight, args, some, fsdp), "max_staleness", "`max_staleness=1`", got=[False, True])
+    for works in (some.select([0]), some.select([1])):
+        check_in_flight(args, works, fsdp)
+    check_in_flight(args, some, {})
+    check_in_flight(ours(tmp_path, max_staleness=1), some, fsdp)
+    check(refusal(check_call, None, args, {"model": "no/such/model", "train_dataset": some.to_iterable_dataset()}),
+          "max_staleness")  # fmt: skip
 
 
 # ---- choices with another result than their author may expect

@@ -1,15 +1,12 @@
 """Batches in which some prompts have images and others have none."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from datasets import Dataset
 
 from .errors import ConfigurationError
-
-NOT_IN_FLIGHT = (
-    "From `max_staleness=2` on completions are generated from token ids, and TRL builds prompts with images only "
-    "while it scores them. Use `max_staleness=1`."
-)
 
 
 def images_of(row: dict) -> list:
@@ -24,6 +21,26 @@ def has_images(row: dict) -> bool:
     messages = row["prompt"] if isinstance(row.get("prompt"), list) else []
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     return bool(images_of(row)) or any(part.get("type") == "image" for content in contents for part in content)
+
+
+def image_flags(dataset: Any) -> Iterator[bool]:
+    """Yield for each row of a dataset with an index whether it has images. Images of a `Dataset` are not decoded."""
+    if not isinstance(dataset, Dataset):
+        yield from (has_images(dataset[index]) for index in range(len(dataset)))
+        return
+    columns = [name for name in ("prompt", "image", "images") if name in dataset.column_names]
+    for table in dataset.select_columns(columns).with_format("arrow").iter(1000):
+        yield from map(has_images, table.to_pylist())
+
+
+def may_have_images(dataset: Any, is_vlm: bool) -> bool:
+    """Return whether a dataset has a column of images, or prompts with images for a model that reads them.
+
+    Of a stream without named columns that is not known.
+    """
+    if {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
+        return True
+    return is_vlm and hasattr(dataset, "__len__") and any(image_flags(dataset))
 
 
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:
@@ -56,6 +73,13 @@ def check_images(accelerator: Any, inputs: list[dict]) -> None:
             got=without,
             cure="Use ZeRO-2 or DDP; or larger batches, or a blank image, so that every rank has one.",
         )
+
+
+def shards_weights(args: Any, environ: Mapping[str, str]) -> bool:
+    """Return whether a launch shards the weights, before its accelerator exists."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    is_fsdp = environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return is_fsdp or (plugin is not None and plugin.zero_stage == 3)
 
 
 def is_sharded(state: Any) -> bool:

@@ -14,7 +14,7 @@ from .batches.own_loss import LOSSES, RatioCheck, owner_of
 from .config import MultiNodeGRPOConfig
 from .errors import ConfigurationError, RolloutError
 from .host import NodeHost
-from .images import NOT_IN_FLIGHT, check_images, with_lists_of_images
+from .images import check_images, has_images, may_have_images, with_lists_of_images
 from .node_settings import NodeSettings
 from .node_trainer import RewardedNodeTrainer
 from .rehearsal.rehearsal import Rehearsal
@@ -231,16 +231,10 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
             return None
         if self._recorder is not None:
             return batch, [[] for _ in batch]  # its group's thread tokenizes it, after the `reset` of its environment
-        if "image" in batch[0] or "images" in batch[0]:  # TRL builds prompts with images only while it scores
+        if any(map(has_images, batch)):  # of a stream without columns: TRL builds these prompts while it scores
             return None
-        prompt_ids, images, _ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
-        if images is not None and self.host.settings.in_flight:  # type: ignore[union-attr]
-            raise ConfigurationError(
-                "A prompt of the dataset has images in its messages.",
-                setting="max_staleness",
-                cure=NOT_IN_FLIGHT,
-            )
-        return (batch, prompt_ids) if images is None else None
+        prompt_ids, *_ = self._tokenize_prompts([copy.deepcopy(row["prompt"]) for row in batch])
+        return batch, prompt_ids
 
     def _after(self, inputs: Batch, rounds: int) -> Batch | None:
         if self._upcoming is None:
@@ -255,7 +249,8 @@ def runs_ahead(trainer: MultiNodeGRPOTrainer, settings: NodeSettings) -> bool:
     """Return whether whole rollouts are made ahead of their round, by threads, and not by TRL in the main call."""
     if settings.scores_groups:
         return True
-    if not settings.max_staleness or not (trainer.tools or trainer.rollout_func or trainer.environment_factories):
+    if not settings.max_staleness:
         return False
-    columns = getattr(trainer.train_dataset, "column_names", None) or ()
-    return not {"image", "images"}.intersection(columns)
+    is_agent = trainer.tools or trainer.rollout_func or trainer.environment_factories
+    # TRL builds prompts with images only while it scores them, so a group's thread does so ahead
+    return bool(is_agent) or may_have_images(trainer.train_dataset, trainer._is_vlm)

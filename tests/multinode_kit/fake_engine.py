@@ -240,7 +240,9 @@ class FakeBackend(Backend):
         self._tokens += 1
         return left
 
-    async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
+    async def score(
+        self, prompt: list[int], temperature: float, images: Sequence[Image] = ()
+    ) -> list[CompletionBuffer]:
         self._check_length(prompt)
         with torch.no_grad():
             ids = torch.tensor([prompt])

@@ -15,6 +15,7 @@ from multinode_kit.engines import FORKED, SyncDriver, running_engines, worst_dif
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineError
 from trl_multinode.rollouts.requests import requests_of
+from trl_multinode.rollouts.rows import raw_image
 from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 
@@ -38,13 +39,15 @@ def case(name: str):
 
 @pytest.fixture(scope="module", params=map(case, ROWS))
 def running(request, tmp_path_factory):
-    """An engine with dummy weights, and its trainer."""
+    """An engine that has the weights of its trainer, and the trainer."""
     name = request.param
     found = model_for(name, engine=True)
     keywords = {"trust_remote_code": True} if name == "idefics3" else {}
     folder = tmp_path_factory.mktemp("log")
     with running_engines(found.model, folder, FORKED, processing_class=found.processing_class, **keywords) as engines:
-        yield (Illustrated if name == "idefics3" else Written)(name, found, engines)
+        driver = (Illustrated if name == "idefics3" else Written)(name, found, engines)
+        driver.send()
+        yield driver
 
 
 class Written(SyncDriver):
@@ -102,6 +105,16 @@ class Illustrated(SyncDriver):
         assert [len(request.images) for request in requests] == [1, 0, 1, 2]
         return self.engines.generate(requests, 12, SAMPLING | WITHOUT_PICTURES, self.version.update)
 
+    def scored_differences(self) -> list[float]:
+        """Compare each row with the engine's score of it, which the check of stale rows requests with its pictures."""
+        (engine,), found = self.engines, []
+        for inputs, pictures, (row, _) in zip(self.inputs, self.pictures, self.rows(), strict=True):
+            tokens = [*inputs["input_ids"][0].tolist(), *row.tokens.tolist()]
+            request_id = engine.post_score(tokens, 1.0, tuple(map(raw_image, pictures or ())))
+            scored = engine.scored(request_id).logprobs[-len(row.tokens) :]
+            found.append(float(np.abs(scored - row.logprobs).max()))
+        return found
+
     def difference(self, to_other_prompts: bool = False) -> float:
         first, text, second, both = self.inputs
         assert first["input_ids"].equal(second["input_ids"])  # they differ in their pictures alone
@@ -117,8 +130,7 @@ def test_log_probs_agree_after_each_sync_and_disagree_before(running):
     stale, fresh = [], []
     for _ in range(4):
         running.perturb()
-        if running.version.update:
-            stale.append(running.difference())
+        stale.append(running.difference())
         running.send()
         fresh.append(running.difference())
     print(
@@ -129,6 +141,12 @@ def test_log_probs_agree_after_each_sync_and_disagree_before(running):
 
 def test_log_probs_disagree_with_those_of_other_prompts_or_pictures(running):
     assert running.difference(to_other_prompts=True) > 0.01
+
+
+@pytest.mark.parametrize("running", ["idefics3"], indirect=True)  # test_conformance has rows of text
+def test_a_row_with_pictures_has_the_score_that_it_was_sampled_with(running):
+    running.send()
+    assert max(running.scored_differences()) < 1e-3
 
 
 class Without(ModuleSource):

@@ -16,6 +16,7 @@ from ..wire.messages import (
     Completions,
     Failure,
     Hello,
+    Image,
     Message,
     Progress,
     Ready,
@@ -190,9 +191,9 @@ class EngineClient:
         """Return the log-probs of `tokens[1:]` under the engine's current weights, of logits / `temperature`."""
         return self.scored(self.post_score(tokens, temperature))
 
-    def post_score(self, tokens: Sequence[int], temperature: float = 1.0) -> int:
+    def post_score(self, tokens: Sequence[int], temperature: float = 1.0, images: tuple[Image, ...] = ()) -> int:
         """Request a score without waiting for it, and return the request's id."""
-        return self.post(Score(prompt=pack_ids(tokens), temperature=temperature))
+        return self.post(Score(prompt=pack_ids(tokens), temperature=temperature, images=images))
 
     def scored(self, request_id: int) -> Rollout:
         """Wait for the score that `post_score` requested, and return it."""

@@ -133,7 +133,9 @@ class Backend(ABC):
         """Return `num` completions; raise `Refused` if the request cannot be served."""
 
     @abstractmethod
-    async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
+    async def score(
+        self, prompt: list[int], temperature: float, images: Sequence[Image] = ()
+    ) -> list[CompletionBuffer]:
         """Return the log-probs of `prompt[1:]` at `temperature` over the whole vocabulary, as one row."""
 
     @abstractmethod

@@ -263,7 +263,7 @@ class EngineServer:
     async def _made(self, request: Generate | Score) -> list[CompletionBuffer]:
         prompt = unpack_ids(request.prompt).tolist()
         if isinstance(request, Score):
-            return await self._backend.score(prompt, request.temperature)
+            return await self._backend.score(prompt, request.temperature, request.images)
         return await self._backend.generate(
             prompt, request.num_completions, request.max_tokens, request.sampling, request.seed, request.images
         )

@@ -141,10 +141,12 @@ class VllmBackend(Backend):
         asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
         return request.rows
 
-    async def score(self, prompt: list[int], temperature: float) -> list[CompletionBuffer]:
+    async def score(
+        self, prompt: list[int], temperature: float, images: Sequence[WireImage] = ()
+    ) -> list[CompletionBuffer]:
         """Return the log-probs of `prompt[1:]` under the current weights, as one row."""
         params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=temperature)
-        *_, output = [output async for output in self._outputs(self._prompt(prompt, ()), params)]
+        *_, output = [output async for output in self._outputs(self._prompt(prompt, images), params)]
         rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
         return [CompletionBuffer(prompt[1:], [position[token].logprob for token, position in rows])]
 

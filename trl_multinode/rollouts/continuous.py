@@ -183,7 +183,9 @@ class ContinuousRollouts:
         """Return the completions of the taken groups, those of recorded ones from their first `generate` call."""
         rows = [row for group in self.taken for row in group.first_rows]
         prompts = [prompt for group in self.taken for prompt in group.prompts]
-        return RoundRollouts(self._number, prompts, rows, min([row.version for row in rows], default=WeightVersion()))
+        images = [one for group in self.taken for one in group.images]
+        oldest = min([row.version for row in rows], default=WeightVersion())
+        return RoundRollouts(self._number, prompts, rows, oldest, images if any(images) else None)
 
     def stale(self, version: WeightVersion) -> bool:
         """Return whether weights before `version` took part in the taken rows: a row that had no token at a swap may

@@ -381,7 +381,7 @@ class NodeGeneration:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
         self._takes_ahead = False
         made = self._made_ahead(prompts)
-        if made is None or images is not None:
+        if made is None or (images is not None and self.continuous is None):  # requests ahead have no images
             made = RoundRollouts(self._number, prompts, self._fresh(prompts, images), self.version)
             self.used = made
         else:

@@ -103,6 +103,12 @@ class Group:
         assert len(rows) == len(self.rollouts), f"group {self.id} is not complete"
         return rows
 
+    @property
+    def images(self) -> list[list | None]:
+        """PIL images of the first turn of a complete group, per row."""
+        images = None if self.recorded is None else self.recorded.first_turn.images
+        return images or [None] * len(self.prompts)
+
     def missing(self) -> list[Request]:
         """Return requests for the rows that have no completion."""
         return [self._request(row) for row, rollout in enumerate(self.rollouts) if rollout is None]

@@ -37,6 +37,7 @@ class RoundRollouts:
     prompts: list[list[int]]  # token ids, one row per completion
     rows: list[Rollout]  # in the order of `prompts`
     version: WeightVersion  # the weights that made all of them
+    images: list[list | None] | None = None  # PIL images of each row
 
 
 class LookAhead:

@@ -15,6 +15,7 @@ from ..wire.messages import WeightVersion
 from ..wire.sampling import TRUNCATING
 from .generation import NodeGeneration
 from .look_ahead import RoundRollouts
+from .rows import raw_image
 
 NAN_LIMIT = 0.01  # share of a rank's trained tokens
 SIDES = {"engine": "sampling_per_token_logps", "trainer": "old_per_token_logps"}  # keys of TRL's output
@@ -130,7 +131,8 @@ class DivergenceMonitor:
         client = engines[engine]
         if len(tokens) > len(prompt) and client.lost is None:
             with self._without_lost(client):
-                request_id = client.post_score(tokens, temperature=self._temperature)
+                images = made.images[row] if made.images is not None else None
+                request_id = client.post_score(tokens, self._temperature, tuple(map(raw_image, images or ())))
                 self._requested = row, len(tokens) - len(prompt), client, request_id
 
     @contextmanager

@@ -9,6 +9,8 @@ import numpy as np
 from ..engine.client import Rollout
 from .look_ahead import Batch
 
+Images = list[list | None]  # PIL images of each row
+
 
 @dataclass
 class Turn:
@@ -19,10 +21,13 @@ class Turn:
             Token ids, one row per completion.
         rows (`list[Rollout]`):
             Completions, in the order of `prompts`.
+        images (`list[list | None]`, *optional*):
+            PIL images of each row.
     """
 
     prompts: list[list[int]]
     rows: list[Rollout]
+    images: Images | None = None
 
 
 @dataclass

@@ -9,8 +9,9 @@ from ..engine.client import Rollout
 from ..engine.stream import GroupId, Request
 from ..errors import RolloutError
 from .groups import Group, OpenGroups, Stream
-from .recorded import Recorded
+from .recorded import Images, Recorded
 from .requests import Prompts
+from .rows import raw_image
 from .stand_in import Ask
 
 
@@ -25,7 +26,7 @@ class RecordedGroups(OpenGroups):
     Args:
         make (`Callable`):
             Function that makes and returns the rollouts of a group. It runs in the group's thread, and calls its
-            second argument with prompts, seeds and a limit in tokens for the completions of each turn.
+            second argument with prompts, images, seeds and a limit in tokens for the completions of each turn.
         update (`Callable[[], int]`):
             Function that returns the number of the last weight update, which the engines have or will get.
         stream ([`Stream`]), check (`Callable`):
@@ -68,10 +69,12 @@ class RecordedGroups(OpenGroups):
                     self._error = error
                 self._changed.notify_all()
 
-    def _ask(self, group: Group, prompts: Prompts, seeds: list[int] | None, max_tokens: int) -> list[Rollout]:
+    def _ask(
+        self, group: Group, prompts: Prompts, images: Images | None, seeds: list[int] | None, max_tokens: int
+    ) -> list[Rollout]:
         """Return the completions of one turn of a group. The group's thread calls it."""
         turn: list[Rollout | None] = [None] * len(prompts)
-        update = self._update()
+        update, rows = self._update(), zip(prompts, images or [None] * len(prompts), strict=True)
         with self._changed:
             self._check_open(group)
             if group.id in self._turns:
@@ -85,12 +88,13 @@ class RecordedGroups(OpenGroups):
                     Request(
                         prompt,
                         seed=None if seeds is None else seeds[row],
+                        images=tuple(map(raw_image, row_images or ())),
                         min_update=update,
                         group=group.id,
                         row=row,
                         max_tokens=max_tokens,
-                    )  # fmt: skip
-                    for row, prompt in enumerate(prompts)
+                    )
+                    for row, (prompt, row_images) in enumerate(rows)
                 ]
             )
             self._changed.wait_for(lambda: None not in turn or not self._is_open(group))

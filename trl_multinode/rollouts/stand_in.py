@@ -12,17 +12,18 @@ from typing import Any
 import torch
 
 from ..engine.client import Rollout
-from ..errors import ConfigurationError, RolloutError
+from ..errors import RolloutError
 from .groups import Group
 from .locked_tokenizer import locked_copies
 from .look_ahead import Batch
-from .recorded import Recorded, ToolLoop, Turn
+from .recorded import Images, Recorded, ToolLoop, Turn
 from .requests import Prompts, check_lengths
 from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
 from .tool_calls import ToolCalls, name_of, unwrapped
 
-Ask = Callable[[Prompts, list[int] | None, int], list[Rollout]]  # prompts, seeds, most tokens -> completions
+# prompts, images, seeds, most tokens -> completions
+Ask = Callable[[Prompts, Images | None, list[int] | None, int], list[Rollout]]
 
 COLLECTIVES = {
     "gather", "gather_for_metrics", "gather_object", "reduce", "pad_across_processes", "wait_for_everyone",
@@ -87,7 +88,7 @@ class AheadGeneration:
 
     Args:
         ask (`Callable`):
-            Function that returns completions for prompts, seeds and a limit in tokens.
+            Function that returns completions for prompts, images, seeds and a limit in tokens.
         seeds ([`RowSeeds`]):
             Seeds of this group's rows.
         longest (`int`):
@@ -108,18 +109,12 @@ class AheadGeneration:
         """Do nothing: weights are sent when a round is used."""
 
     def generate(
-        self, prompts: Prompts, images: list | None = None, num_generations: int = 1, profiler: Any = None
+        self, prompts: Prompts, images: Images | None = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple[list, list, list, list]:
         """Generate completions, as [`NodeGeneration.generate`] does; other threads run meanwhile."""
-        if any(images or ()):
-            raise ConfigurationError(
-                "Requests of a rollout that runs ahead carry no images.",
-                setting="max_staleness",
-                cure="Use `max_staleness=0` without `score_groups`.",
-            )
         check_lengths(prompts, self._longest, *self._place)
-        rows = self._ask(prompts, self._seeds.of_call(prompts), self.max_completion_length)
-        self.turns.append(Turn(prompts, rows))
+        rows = self._ask(prompts, images, self._seeds.of_call(prompts), self.max_completion_length)
+        self.turns.append(Turn(prompts, rows, images))
         completion_ids = [row.tokens.tolist() for row in rows]
         self._seeds.add_completions(completion_ids)
         logprobs = [FloatRow(row.logprobs) for row in rows]

@@ -160,6 +160,7 @@ class Score(Message, frozen=True):
 
     prompt: bytes  # int32 (P,)
     temperature: float = 1.0  # log-probs are those of the logits divided by it
+    images: tuple[Image, ...] = ()
 
 
 class OpenSlots(Message, frozen=True):

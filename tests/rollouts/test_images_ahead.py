@@ -1,0 +1,89 @@
+"""Images ahead of training and in flight: TRL builds these prompts in the groups' threads. One process, Idefics3."""
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from agents import SETTINGS, ScriptedEngine, engines_here, keep_outputs
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as Picture
+from transformers import set_seed
+
+import trl_multinode
+from multinode_kit.architectures import IMAGE_TOKENS, model_for
+from trl_multinode.engine.client import Rollout
+
+GROUP, ROWS, TOKENS = 2, 12, 5
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+)
+AHEAD = {
+    "one round": {"max_staleness": 1},
+    "in flight, in the dataset's order": {"max_staleness": 2, "max_age": 2},
+    "scored by group": {"score_groups": 0, "max_staleness": 1},
+}
+
+
+class PictureEngine(ScriptedEngine):
+    """An engine whose completions depend on the prompt, the pixels and the seed, so a lost image shows."""
+
+    def complete(self, request, seed: int, max_tokens: int) -> Rollout:
+        pixels = b"".join(image.data for image in request.images)
+        number = zlib.crc32(np.asarray(request.prompt, np.int32).tobytes() + pixels + str(seed).encode())
+        tokens = np.random.default_rng(number).integers(10, 200, TOKENS).astype(np.int32)
+        return Rollout(tokens, np.full(TOKENS, -5.0, np.float32), self.version, 0)
+
+
+def pictures(in_every_row: bool) -> Dataset:
+    """Rows with two images, one, and (unless `in_every_row`) none; each image has its own size."""
+    random = np.random.default_rng(0)
+    images = [Picture.fromarray(random.integers(0, 256, (30 + i, 50, 3), dtype=np.uint8)) for i in range(ROWS + 2)]
+    columns = {
+        "prompt": [[{"role": "user", "content": f"{i} is"}] for i in range(ROWS)],
+        "images": [images[i : i + (i % 2 + 1 if in_every_row else i % 3)] for i in range(ROWS)],
+    }
+    features = {"prompt": [{"role": Value("string"), "content": Value("string")}], "images": List(Image())}
+    return Dataset.from_dict(columns, Features(features))
+
+
+def run(folder: Path, dataset: Dataset, **settings) -> list[dict]:
+    """Train three steps with weights that stay, and return what TRL made of each round."""
+    set_seed(0)
+    found = model_for("idefics3")
+    found.processing_class.chat_template = TEMPLATE
+    found.processing_class.tokenizer.add_special_tokens({"additional_special_tokens": IMAGE_TOKENS})
+    fields = SETTINGS | {
+        "num_generations": GROUP, "max_completion_length": TOKENS, "per_device_train_batch_size": 2 * GROUP,
+        "learning_rate": 0.0, "shuffle_dataset": False, "rollout_seed": 5, "logprob_divergence_limit": 0.0,
+    }  # fmt: skip
+    with engines_here(lambda text, seed: "", kind=PictureEngine):
+        trainer = trl_multinode.GRPOTrainer(
+            found.model,
+            lambda completion_ids, **_: [float(sum(ids) % 11) for ids in completion_ids],
+            trl_multinode.GRPOConfig(str(folder), **(fields | settings)),
+            dataset,
+            processing_class=found.processing_class,
+        )
+        outputs = keep_outputs(trainer)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+        trainer_log = [entry for entry in trainer.state.log_history if "staleness/rounds_mean" in entry]
+    assert (settings == {}) == (not any(entry["staleness/rounds_mean"] for entry in trainer_log))
+    return outputs
+
+
+@pytest.mark.parametrize("mode", AHEAD)
+@pytest.mark.parametrize("in_every_row", [True, False])
+def test_rounds_with_images_are_those_of_the_synchronous_run(mode, in_every_row, tmp_path):
+    fresh = run(tmp_path / "fresh", pictures(in_every_row))
+    ahead = run(tmp_path / "ahead", pictures(in_every_row), **AHEAD[mode])
+    assert len(fresh) == len(ahead) == 3
+    for its, mine in zip(fresh, ahead, strict=True):
+        assert mine["num_images"] == its["num_images"] and any(its["num_images"])
+        for name in ("prompt_ids", "completion_ids", "pixel_values", "advantages"):
+            assert torch.equal(mine[name], its[name]), name
