@@ -49,8 +49,8 @@ def pictures(in_every_row: bool) -> Dataset:
     return Dataset.from_dict(columns, Features(features))
 
 
-def run(folder: Path, dataset: Dataset, **settings) -> list[dict]:
-    """Train three steps with weights that stay, and return what TRL made of each round."""
+def run(folder: Path, dataset: Dataset, checkpoint: Path | None = None, **settings) -> list[dict]:
+    """Train to step 3 with weights that stay, and return what TRL made of each round."""
     set_seed(0)
     found = model_for("idefics3")
     found.processing_class.chat_template = TEMPLATE
@@ -69,7 +69,7 @@ def run(folder: Path, dataset: Dataset, **settings) -> list[dict]:
         )
         outputs = keep_outputs(trainer)
         try:
-            trainer.train()
+            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         finally:
             trainer.close()
         trainer_log = [entry for entry in trainer.state.log_history if "staleness/rounds_mean" in entry]
@@ -77,13 +77,26 @@ def run(folder: Path, dataset: Dataset, **settings) -> list[dict]:
     return outputs
 
 
+def check_equal(these: list[dict], those: list[dict]) -> None:
+    for one, other in zip(these, those, strict=True):
+        assert one["num_images"] == other["num_images"] and any(one["num_images"])
+        for name in ("prompt_ids", "completion_ids", "pixel_values", "advantages"):
+            assert torch.equal(one[name], other[name]), name
+
+
 @pytest.mark.parametrize("mode", AHEAD)
 @pytest.mark.parametrize("in_every_row", [True, False])
 def test_rounds_with_images_are_those_of_the_synchronous_run(mode, in_every_row, tmp_path):
     fresh = run(tmp_path / "fresh", pictures(in_every_row))
     ahead = run(tmp_path / "ahead", pictures(in_every_row), **AHEAD[mode])
-    assert len(fresh) == len(ahead) == 3
-    for its, mine in zip(fresh, ahead, strict=True):
-        assert mine["num_images"] == its["num_images"] and any(its["num_images"])
-        for name in ("prompt_ids", "completion_ids", "pixel_values", "advantages"):
-            assert torch.equal(mine[name], its[name]), name
+    assert len(fresh) == 3
+    check_equal(ahead, fresh)
+
+
+@pytest.mark.nightly  # test_agents resumes rollouts of text
+@pytest.mark.parametrize("mode", AHEAD)
+def test_rollouts_with_images_that_were_open_at_a_checkpoint_are_made_again(mode, tmp_path):
+    settings = AHEAD[mode] | {"save_strategy": "steps", "save_steps": 1}
+    whole = run(tmp_path / "run", pictures(True), **settings)
+    resumed = run(tmp_path / "run", pictures(True), tmp_path / "run" / "checkpoint-1", **settings)
+    check_equal(resumed, whole[1:])
