@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -237,3 +238,42 @@ def test_what_the_engine_calls_in_every_worker_is_a_method_of_the_extension():
     calls = [node for node in ast.walk(tree("engine_process.vllm_backend")) if isinstance(node, ast.Call)]
     called = {c.args[0].value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr == "collective_rpc"}
     assert called - VLLMS_OWN == methods
+
+
+# ---- threads and hooks
+
+
+def section(title: str) -> str:
+    return (ROOT / "docs" / "architecture.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def nodes_of_runs() -> Iterator[tuple[str, ast.AST]]:
+    """Yield the nodes of all files that a rank, an engine or a worker runs."""
+    for file in FILES:
+        place = file.relative_to(PACKAGE)
+        if place.parts[0] != "tools":
+            yield from ((str(place), node) for node in ast.walk(ast.parse(file.read_text())))
+
+
+def test_each_thread_is_in_the_table_of_threads():
+    kinds = {"Thread", "Timer", "ThreadPoolExecutor"}
+    started = Counter(
+        place
+        for place, node in nodes_of_runs()
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in kinds
+    )
+    assert Counter(re.findall(r"^\| `(\S+\.py)`, ", section("Threads and hooks"), re.MULTILINE)) == started
+
+
+def test_each_attribute_that_holds_another_objects_function_is_in_the_table_of_hooks():
+    held = {
+        (place, node.target.attr)
+        for place, node in nodes_of_runs()
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Attribute)
+        and not node.target.attr.startswith("_")
+        and "Callable" in ast.unparse(node.annotation)
+    }
+    listed = set(re.findall(r"`(\S+\.py): (\w+)`", section("Threads and hooks")))
+    defined = {(place, node.name) for place, node in nodes_of_runs() if isinstance(node, ast.FunctionDef)}
+    assert held <= listed and listed <= held | defined
