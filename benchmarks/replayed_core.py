@@ -84,6 +84,9 @@ class ReplayedCore:
         """Refuse the extension of log-probs: a probe row would follow, which no round contains."""
         return [f"there is no worker for {method!r}, tokens are played"]
 
+    async def call_utility_async(self, method, *_) -> None:
+        """Do nothing: there is no core whose signals or logs could be set."""
+
     async def reset_mm_cache_async(self) -> None: ...
 
     async def abort_requests_async(self, request_ids) -> None:
