@@ -31,7 +31,7 @@ class HolderBackend(Backend):
     async def generate(self, prompt, num, max_tokens, sampling, seed, images):
         raise NotImplementedError
 
-    async def score(self, prompt, temperature):
+    async def score(self, prompt, temperature, images=()):
         raise NotImplementedError
 
     async def open_slots(self, request: OpenSlots) -> None:

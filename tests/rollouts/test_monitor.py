@@ -262,7 +262,7 @@ class Engines:
         score, scored = partial(self.post_score, engine), partial(self.scored, engine)
         return SimpleNamespace(post_score=score, scored=scored, lost=None)
 
-    def post_score(self, engine: int, tokens, temperature: float) -> int:
+    def post_score(self, engine: int, tokens, temperature: float, images: tuple = ()) -> int:
         self.asked.append((list(tokens), engine))
         self.temperatures.append(temperature)
         return len(self.asked) - 1
