@@ -216,7 +216,7 @@ def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alo
         end = next(not_begun)
         try:
             while True:
-                answers.append(ask([[1]], None, 8))
+                answers.append(ask([[1]], None, None, 8))
         finally:
             end.set()
 
