@@ -393,7 +393,9 @@ TEXT = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
 def test_in_flight_all_rows_or_none_have_images_where_weights_are_sharded(tmp_path, columns):
     some = Dataset.from_dict(columns)
     args, fsdp = ours(tmp_path, **IN_FLIGHT), {"ACCELERATE_USE_FSDP": "true"}
-    check(refusal(check_in_flight, args, some, fsdp), "max_staleness", "`max_staleness=1`", got=[False, True])
+    check(refusal(check_in_flight, args, some, fsdp), "max_staleness", "`max_staleness=1`", got=2)
+    drawn = ours(tmp_path, score_groups=0, dynamic_sampling=8)  # another row may take the place of one with images
+    check(refusal(check_in_flight, drawn, some, fsdp), "dynamic_sampling", "`max_staleness=1`", got=8)
     for works in (some.select([0]), some.select([1])):
         check_in_flight(args, works, fsdp)
     check_in_flight(args, some, {})

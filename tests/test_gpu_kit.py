@@ -65,7 +65,7 @@ def test_results_of_another_machine_or_commit_stay_until_their_stage_runs_again(
     assert {key: stage["result"] for key, stage in run["stages"].items()} == dict.fromkeys(
         ["a one", "b one"], "passed"
     )
-    merge(results, META | {"commit": "def"}, {"b one": row(), "c one": row()})
+    merge(results, META | {"commit": "def"}, {"a one": row("skipped"), "b one": row(), "c one": row()})
     assert [(run["meta"]["commit"], list(run["stages"])) for run in read(results)] == [
         (META["commit"], ["a one"]),
         ("def", ["b one", "c one"]),

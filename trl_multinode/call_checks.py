@@ -159,10 +159,11 @@ def parallel_loading(args: TrainingArguments) -> Iterator[str]:
 
 
 def check_in_flight(args: TrainingArguments, dataset: Any, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise `ConfigurationError` if rounds in flight cannot work with the training dataset."""
-    if dataset is None or not NodeSettings.of(args).in_flight:
+    """Raise `ConfigurationError` if rounds in flight or dynamic sampling cannot work with the training dataset."""
+    settings = NodeSettings.of(args)
+    if dataset is None or not (settings.in_flight or settings.dynamic_sampling):
         return
-    if not has_index(dataset):
+    if settings.in_flight and not has_index(dataset):
         raise ConfigurationError(
             "`max_staleness` of 2 or more needs a dataset with an index, got a stream "
             f"({type(dataset).__name__}): a resumed run must find the rows of its open groups again.",
@@ -170,13 +171,15 @@ def check_in_flight(args: TrainingArguments, dataset: Any, environ: Mapping[str,
             got=type(dataset).__name__,
             cure="Use a `Dataset`, or `max_staleness=1`.",
         )
-    if shards_weights(args, environ) and (flags := set(image_flags(dataset))) == {True, False}:
+    if has_index(dataset) and shards_weights(args, environ) and len(set(image_flags(dataset))) > 1:
+        setting = "max_staleness" if settings.in_flight else "dynamic_sampling"
         raise ConfigurationError(
-            "Only some rows of the dataset have images. From `max_staleness=2` on, which rank trains such a row "
-            "depends on time, and with sharded weights every rank must run the vision tower.",
-            setting="max_staleness",
-            got=sorted(flags),
-            cure="Use `max_staleness=1`, ZeRO-2 or DDP, or give every row an image, such as a blank one.",
+            f"Only some rows of the dataset have images. With `{setting}={getattr(settings, setting)}`, which rank "
+            "trains such a row is not known before, and with sharded weights every rank must run the vision tower.",
+            setting=setting,
+            got=getattr(settings, setting),
+            cure="Use `max_staleness=1` without `dynamic_sampling`, ZeRO-2 or DDP, or give every row an image, such "
+            "as a blank one.",
         )
 
 

@@ -84,7 +84,7 @@ class NodeFields(Settings, _Arguments):
         many tokens of older weights would be dropped. Only these tokens are to be corrected."""
         changed = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
         mode = next(iter(changed))
-        if self.max_staleness < 2 or getattr(self, mode, None) != trls_default(type(self), mode):
+        if self.max_staleness < 2 or not hasattr(self, mode) or getattr(self, mode) != trls_default(type(self), mode):
             return
         for name, value in changed.items():
             if getattr(self, name) == trls_default(type(self), name):

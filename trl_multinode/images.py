@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
+from torch.utils.data import IterableDataset
 
 from .errors import ConfigurationError
 
@@ -30,7 +33,19 @@ def image_flags(dataset: Any) -> Iterator[bool]:
         return
     columns = [name for name in ("prompt", "image", "images") if name in dataset.column_names]
     for table in dataset.select_columns(columns).with_format("arrow").iter(1000):
-        yield from map(has_images, table.to_pylist())
+        rows = pa.table({name: _without_pixels(table[name]) for name in columns})
+        yield from map(has_images, rows.to_pylist())
+
+
+def _without_pixels(column: "pa.ChunkedArray") -> "pa.ChunkedArray":
+    """Replace images by numbers, and lists of images by lists of numbers, so that no encoded image is copied."""
+    kind = column.type
+    if pa.types.is_struct(kind):
+        return pa.chunked_array([pc.if_else(column.combine_chunks().is_valid(), 1, None)])
+    if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type) and "bytes" in kind.value_type.names:
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_pylist()
+        return pa.chunked_array([pa.array([[1] * length for length in lengths], pa.list_(pa.int8()))])
+    return column
 
 
 def may_have_images(dataset: Any, is_vlm: bool) -> bool:
@@ -40,7 +55,9 @@ def may_have_images(dataset: Any, is_vlm: bool) -> bool:
     """
     if {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
         return True
-    return is_vlm and hasattr(dataset, "__len__") and any(image_flags(dataset))
+    if not is_vlm or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not len(dataset):
+        return False
+    return has_images(dataset[0]) or any(image_flags(dataset))  # the first row has what a transform adds
 
 
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:

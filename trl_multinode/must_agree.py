@@ -135,7 +135,7 @@ def refuse(found: Sequence[Disagreement]) -> None:
     if found:
         raise ConfigurationError(
             f"The ranks disagree on {'; '.join(map(str, found))}.",
-            setting=", ".join(one.name for one in found),
+            setting=", ".join(one.name.strip("`") for one in found),
             got=found,
             cure=CURE,
         )

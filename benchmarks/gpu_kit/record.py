@@ -76,15 +76,17 @@ def events(path: Path) -> list[dict]:
 def merge(results: Path, meta: dict, rows: dict[str, dict]) -> None:
     """Merge a job's rows into the result file, which has one run per device, versions and commit.
 
-    A stage stays in its newest run only, so a fault that is mended does not stay in the file.
+    A stage stays in its newest run only, so a fault that is mended does not stay in the file. A stage that was skipped
+    replaces nothing.
     """
-    runs = [
-        run | {"stages": {key: stage for key, stage in run["stages"].items() if key not in rows}}
-        for run in read(results)
-    ]
-    if not (runs and runs[-1]["meta"] == meta):
-        runs.append({"meta": meta, "stages": {}})
-    runs[-1]["stages"] |= rows
+    runs = read(results)
+    had = {key for run in runs for key in run["stages"]}
+    rows = {key: row for key, row in rows.items() if row["result"] != SKIPPED or key not in had}
+    mine = next((run for run in runs if run["meta"] == meta), {"meta": meta, "stages": {}})
+    for run in runs:
+        run["stages"] = {key: stage for key, stage in run["stages"].items() if key not in rows}
+    mine["stages"] |= rows
+    runs = [run for run in runs if run is not mine] + [mine]
     results.parent.mkdir(parents=True, exist_ok=True)
     partial = results.with_suffix(".part")
     partial.write_text(json.dumps([run for run in runs if run["stages"]], indent=1) + "\n")

@@ -149,6 +149,18 @@ def test_a_row_with_pictures_has_the_score_that_it_was_sampled_with(running):
     assert max(running.scored_differences()) < 1e-3
 
 
+@pytest.mark.parametrize("running", ["idefics3"], indirect=True)
+def test_an_image_has_the_embedding_of_the_newest_weights_after_an_update_in_flight(running):
+    running.sync.in_flight = True
+    try:
+        for _ in range(2):
+            running.perturb()
+            running.send()
+            assert running.difference() < 1e-3
+    finally:
+        running.sync.in_flight = False
+
+
 class Without(ModuleSource):
     """Leaves one tensor out, as a name that vLLM does not know would."""
 

@@ -198,8 +198,9 @@ class NodeEngines(EngineGroup):
                 client.shutdown(timeout_s)
 
     def close(self) -> None:
-        if self._stream is not None and self._stream.rows_left == 0:  # otherwise a thread uses it
-            self._stream.close()
+        stream = self._stream if self._stays_open else None  # a `generate` closes its own
+        if stream is not None and stream.rows_left == 0:  # otherwise a thread uses it
+            stream.close()
         for client in self:
             client.close()
         self._load.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hashlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -157,6 +158,9 @@ class VllmBackend(Backend):
 
             opened = [Image.frombytes(image.mode, image.size, image.data) for image in images]
             request["multi_modal_data"] = {"image": opened if len(opened) > 1 else opened[0]}
+            # by which vLLM finds the embedding of an image again, which may not serve requests after an update
+            names = [f"{self._salt}-{digest_of(image)}" for image in images]
+            request["multi_modal_uuids"] = {"image": names if len(names) > 1 else names[0]}
         return request
 
     async def _outputs(self, prompt: dict, params: Any, request: "RunningRequest | None" = None) -> AsyncIterator:
@@ -208,6 +212,7 @@ class VllmBackend(Backend):
             await self._drop_cache()
         elif self._update.recompute_kv:
             await self._drop_cache(reset_running_requests=True)
+            await self._llm.reset_encoder_cache()  # no request is running: all begin again with their prompts
         self._salt = str(version.update)  # keeps what frozen requests have computed from all later requests
         for request in self._running.values():
             request.swap(version)
@@ -230,6 +235,11 @@ class VllmBackend(Backend):
         """Let vLLM end its processes by SIGTERM, as its own shutdown does."""
         await self._llm.collective_rpc("obey_stop_signals")
         await self._llm.engine_core.call_utility_async(OBEY_STOPS)
+
+
+def digest_of(image: WireImage) -> str:
+    """Return a name for an image, the same for equal images."""
+    return hashlib.sha256(f"{image.mode} {image.size} ".encode() + image.data).hexdigest()
 
 
 class RunningRequest:

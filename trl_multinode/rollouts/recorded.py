@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..engine.client import Rollout
+from ..images import images_of
 from .look_ahead import Batch
 
 Images = list[list | None]  # PIL images of each row
@@ -128,7 +129,8 @@ class Recorded:
         version = min(row.version for turn in self.turns for row in turn.rows)
         tokens = [np.asarray(ids, np.int32) for ids in self.output["completion_ids"]]
         rows = [Rollout(ids, np.zeros(len(ids), np.float32), version, 0) for ids in tokens]
-        return Turn(self.output["prompt_ids"], rows)
+        images: Images = [images_of(row) for row in self.inputs]  # those with which TRL scores the rows
+        return Turn(self.output["prompt_ids"], rows, images if len(images) == len(rows) else None)
 
 
 def joined(recorded: Sequence[Recorded]) -> Recorded:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigurationError, RolloutError
+from ..images import may_have_images
 from ..libraries import replaced
 from ..run.endings.error_text import described
 from ..run.reporter import report
@@ -84,6 +85,16 @@ class GroupScorer:
                 cure="Leave `score_groups` out.",
             )
         self._num_processes: int = host.settings.score_groups
+        self._has_images = may_have_images(getattr(trainer, "train_dataset", None), getattr(trainer, "_is_vlm", False))
+        names = [self._names[one] for one in self._scored() if self._needs_main_thread(one)]
+        if names and self._has_images:
+            raise ConfigurationError(
+                f"{names} need a main thread, so `score_groups` calls them in a process, to which the images of the "
+                "dataset cannot be sent.",
+                setting="score_groups",
+                got=self._num_processes,
+                cure=f"Set `score_with_batch={names}`, or leave `score_groups` out.",
+            )
         self._in_process = {one for one in self._scored() if self._needs_process(one)}
         modules = sorted({unwrapped(self._functions[one])[0].__module__ for one in self._in_process})
         self._pool = ScoringPool(self._num_processes or 1, self._where, calls, modules) if self._in_process else None
@@ -101,13 +112,18 @@ class GroupScorer:
         limits_time_inside = name == COSINE and is_of_trl(function)
         return isinstance(function, torch.nn.Module) or name in self._with_batch or limits_time_inside
 
+    def _needs_main_thread(self, place: int) -> bool:
+        return self._names[place] in NEED_MAIN_THREAD and is_of_trl(self._functions[place])
+
     def _needs_process(self, place: int) -> bool:
         function = self._functions[place]
         if is_async(function):
             return False
-        if self._names[place] in NEED_MAIN_THREAD and is_of_trl(function):
+        if self._needs_main_thread(place):
             return True
+        # environments and images cannot be sent to a process
         sendable = is_importable(function) and "environments" not in inspect.signature(function).parameters
+        sendable = sendable and not self._has_images
         return self._num_processes > 0 and sendable
 
     def _plan(self) -> str:
