@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch.utils.data import IterableDataset
@@ -33,19 +31,13 @@ def image_flags(dataset: Any) -> Iterator[bool]:
         return
     columns = [name for name in ("prompt", "image", "images") if name in dataset.column_names]
     for table in dataset.select_columns(columns).with_format("arrow").iter(1000):
-        rows = pa.table({name: _without_pixels(table[name]) for name in columns})
-        yield from map(has_images, rows.to_pylist())
-
-
-def _without_pixels(column: "pa.ChunkedArray") -> "pa.ChunkedArray":
-    """Replace images by numbers, and lists of images by lists of numbers, so that no encoded image is copied."""
-    kind = column.type
-    if pa.types.is_struct(kind):
-        return pa.chunked_array([pc.if_else(column.combine_chunks().is_valid(), 1, None)])
-    if pa.types.is_list(kind) and pa.types.is_struct(kind.value_type) and "bytes" in kind.value_type.names:
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_pylist()
-        return pa.chunked_array([pa.array([[1] * length for length in lengths], pa.list_(pa.int8()))])
-    return column
+        found = [False] * table.num_rows
+        if "image" in columns:
+            found = table["image"].is_valid().to_pylist()
+        if "images" in columns:  # of which only the lengths are read, because an encoded image is large
+            found = [bool(count) for count in table["images"].combine_chunks().value_lengths().to_pylist()]
+        prompts = table["prompt"].to_pylist() if "prompt" in columns else [None] * table.num_rows
+        yield from (one or has_images({"prompt": prompt}) for one, prompt in zip(found, prompts, strict=True))
 
 
 def may_have_images(dataset: Any, is_vlm: bool) -> bool:
