@@ -12,7 +12,7 @@ log-normal lengths: a row has its length by `max_tokens` and `ignore_eos`. All a
     strict        in_flight_3 with max_age=3: groups are trained in the order of the dataset
     control       drain_1 again
 
-The rank runs this library's rounds (`LookAhead`, `ContinuousRollouts`), weight sync and engine, without a trainer:
+The rank runs this library's rounds (`Rounds`), weight sync and engine, without a trainer:
 training is a fixed number of matrix products, calibrated while the engine is full, so that the mixes have an exact
 g/t. g is the time of a round's tokens at the engine's best rate, t the time of training.
 
@@ -49,8 +49,8 @@ from multinode_kit.engines import REAL, SyncDriver, running_engines
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.stream import Request
-from trl_multinode.rollouts.continuous import ContinuousRollouts
-from trl_multinode.rollouts.look_ahead import LookAhead
+from trl_multinode.rollouts.groups import OpenGroups
+from trl_multinode.rollouts.rounds import Rounds
 from trl_multinode.wire.messages import Await, Generate, Message, unpack_ids
 
 GROUP = 8
@@ -209,8 +209,7 @@ class Rank:
         self.lengths = lengths
         self.trainer.sync.in_flight = arm.open_rounds > 0
         found = Turn(ends=[time.perf_counter()], clocks=[self.clock()])
-        rounds = self._continuous if arm.open_rounds else self._drained
-        for rows, ages in rounds(arm, partial(lengths.prompts, turn)):
+        for rows, ages in self._rounds(arm, partial(lengths.prompts, turn)):
             found.train_s.append(self.work.run(train_s))
             found.tokens.append(sum(len(row.tokens) for row in rows))
             found.mixed.append(mean(len(row.versions) > 1 for row in rows))
@@ -219,36 +218,29 @@ class Rank:
             found.ends.append(time.perf_counter())
         return found
 
-    def _drained(self, arm: Arm, prompts_of: Callable):
-        look_ahead, following = LookAhead("Rank 0"), prompts_of(0)
+    def _rounds(self, arm: Arm, prompts_of: Callable):
+        """Yield the rows of each round, and their mean and largest age. A round that drains is one group."""
+        in_flight = arm.open_rounds > 0
+        size = GROUP if in_flight else self.rows
+        groups = partial(OpenGroups, one_by_one=in_flight)
+        ahead, age = (arm.open_rounds, arm.max_age) if in_flight else (arm.ahead, arm.ahead)
+        rounds = Rounds("Rank 0", self.stream, ahead, age, lambda number, rows: None, open_groups=groups)
         for number in range(arm.rounds):
-            prompts, following = following, prompts_of(number + 1)
-            look_ahead.wait()
-            self.send()
-            made = look_ahead.take(number, prompts)
-            rows = self.generate(self.engines, prompts) if made is None else made.rows
-            if arm.ahead and number + 1 < arm.rounds:
-                generate = partial(self.generate, self.ahead, following)
-                look_ahead.submit(number + 1, following, self.trainer.version, generate)
-            yield rows, (float(made is not None), int(made is not None))
-
-    def _continuous(self, arm: Arm, prompts_of: Callable):
-        continuous = ContinuousRollouts("Rank 0", self.stream, arm.open_rounds, arm.max_age, lambda number, rows: None)
-        for number in range(arm.rounds):
-            continuous.begin_round(
-                number, self.rows // GROUP, GROUP, partial(self._batch, prompts_of, number, arm.rounds)
-            )
-            if must_sync := continuous.must_sync:
-                self._swap(continuous)
-                continuous.begin_following(self.trainer.version)
-            continuous.take()
+            batch_ahead = partial(self._batch, prompts_of, number, arm.rounds)
+            rounds.begin_round(number, self.rows // size, size, batch_ahead)
+            if must_sync := rounds.must_sync:
+                self._swap(rounds)
+                rounds.begin_following(self.trainer.version)
+            rounds.take()
             if not must_sync:
-                self._swap(continuous)
-                continuous.begin_following(self.trainer.version)
-            ages = continuous.ages(self.trainer.version)
-            rows = [row for group in continuous.taken for row in group.rows]
+                if not in_flight:
+                    rounds.groups.wait_for_all()
+                self._swap(rounds)
+                rounds.begin_following(self.trainer.version)
+            ages = rounds.ages(self.trainer.version)
+            rows = [row for group in rounds.taken for row in group.rows]
             yield rows, (ages.rounds_mean, ages.rounds_max)
-        assert not continuous.groups.ids, "a group was begun and not trained"
+        assert not rounds.groups.ids, "a group was begun and not trained"
 
     def _batch(self, prompts_of: Callable, number: int, rounds: int, ahead: int):
         if number + ahead >= rounds:
@@ -256,9 +248,9 @@ class Rank:
         prompts = prompts_of(number + ahead)
         return [{}] * len(prompts), prompts
 
-    def _swap(self, continuous: ContinuousRollouts) -> None:
+    def _swap(self, rounds: Rounds) -> None:
         self.send()
-        continuous.updates.add(self.trainer.version, continuous._number)
+        rounds.updates.add(self.trainer.version, rounds._number)
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------

@@ -120,14 +120,15 @@ class TimedTrainer(GRPOTrainer):
     schedule: Schedule
     runs_ahead = False
 
-    def _prompts_after(self, inputs):
+    def _batch_ahead(self, inputs, rounds):
         """Nothing is foreseen in the other arms: that is `max_staleness=0`, and batches keep their order."""
-        return super()._prompts_after(inputs) if self.runs_ahead else None
+        return super()._batch_ahead(inputs, rounds) if self.runs_ahead else None
 
     def time_generation(self) -> None:
         for name in ("generate", "sync_weights"):
             setattr(self.vllm_generation, name, self._timed(name, getattr(self.vllm_generation, name)))
-        self.vllm_generation.look_ahead.take_seconds = self._noted(self.vllm_generation.look_ahead.take_seconds)
+        groups = self.vllm_generation.rounds.groups
+        groups.take_seconds = self._noted(groups.take_seconds)
 
     def _noted(self, take_seconds):
         def noted():
@@ -245,8 +246,8 @@ def summarize(steps: list[dict], mix: Mix, repeats: int, segment: int) -> dict:
     gen, sync = of("sync", "generate"), of("sync", "sync_weights")
     train = [s - g - w for s, g, w in zip(step["sync"], gen, sync, strict=True)]
     ideal = [max(g, t) + w for g, t, w in zip(gen, train, sync, strict=True)]
-    # While both run: the look-ahead's own seconds; a rank's step without its waiting and its sync (which begins with
-    # waiting for the look-ahead).
+    # While both run: the open round's own seconds; a rank's step without its waiting and its sync (which begins with
+    # waiting for the open round).
     beside_gen, waited = of("overlap", "ahead_s"), of("overlap", "waited_s")
     beside_sync = of("overlap", "sync_weights")
     synced = [s - w for s, w in zip(beside_sync, waited, strict=True)]

@@ -144,7 +144,11 @@ class ScriptedEngine:
         self.version = version
 
     def generate(self, requests, max_tokens: int, sampling: dict, min_update: int):
-        return [[self.complete(r, r.seed + i, max_tokens) for i in range(r.num_completions)] for r in requests]
+        return [self.completions(request, max_tokens) for request in requests]
+
+    def completions(self, request: Request, max_tokens: int) -> list[Rollout]:
+        """Return all completions of a request."""
+        return [self.complete(request, request.seed + row, max_tokens) for row in range(request.num_completions)]
 
     def complete(self, request: Request, seed: int, max_tokens: int) -> Rollout:
         """Return one completion of a request."""
@@ -199,7 +203,7 @@ class ScriptedStream:
 
     def add(self, requests) -> None:
         with self._changed:
-            self.num_added += len(requests)
+            self.num_added += sum(request.num_completions for request in requests)
             self._waiting.extend((time.monotonic() + self._engine.turn_s, request) for request in requests)
             self._changed.notify_all()
 
@@ -210,10 +214,10 @@ class ScriptedStream:
             self._waiting = deque(one for one in self._waiting if one[1] not in ready)
         if not ready:
             time.sleep(0.005)
-        found = [(one, self._engine.complete(one, one.seed, self._max_tokens)) for one in ready]
-        self.turns += found
-        self.num_ended += len(found)
-        return [(request, [row]) for request, row in found]
+        found = [(request, self._engine.completions(request, self._max_tokens)) for request in ready]
+        self.turns += [(request, row) for request, rows in found for row in rows]
+        self.num_ended += sum(len(rows) for _, rows in found)
+        return found
 
     def peek(self) -> Peeking:
         peeking = Peeking()

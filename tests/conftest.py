@@ -41,7 +41,7 @@ def fault_seconds(record_property):
 
 # Names of the library's threads, or their beginnings; `printer` lives as long as the process
 RUN_THREADS = ("watch", "owner", "progress-lines", "weight sync", "restart of engine")
-ROLLOUT_THREADS = ("look-ahead", "open-groups", "rollouts")
+ROLLOUT_THREADS = ("open-groups", "rollouts")
 
 
 def our_threads() -> set[threading.Thread]:

@@ -86,8 +86,16 @@ class StubHost:
         return SyncTimings(num_buckets=2)
 
 
-def build(rank: int = 0, rollout_seed: int | None = None, truncated_logprobs: str = "", **keywords) -> NodeGeneration:
-    host = StubHost(NodeSettings(rollout_seed=rollout_seed))
+def build(
+    rank: int = 0,
+    rollout_seed: int | None = None,
+    truncated_logprobs: str = "",
+    max_staleness: int = 0,
+    ahead_engines: StubEngines | None = None,
+    **keywords,
+) -> NodeGeneration:
+    host = StubHost(NodeSettings(rollout_seed=rollout_seed, max_staleness=max_staleness))
+    host.ahead_engines = ahead_engines
     host.engines.client = StubClient(truncated_logprobs)
     accelerator = SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None)
     return NodeGeneration(host=host, model=None, accelerator=accelerator, processing_class=None, **keywords)

@@ -24,7 +24,7 @@ from .must_agree import check_agreement, check_training
 from .node_settings import check_supported, is_node_mode
 from .reporting import LogHistory, RunRecord, StepReport, report_choices, report_start, report_steps
 from .rollouts.aligning import aligned_before_gather
-from .rollouts.generation import SAMPLING, NodeGeneration, Prompts
+from .rollouts.generation import SAMPLING, NodeGeneration
 from .rollouts.monitor import check_nan
 from .rollouts.one_prompt import check_one_prompt
 from .rollouts.rewards import RewardCalls
@@ -178,11 +178,11 @@ class NodeTrainer(HubTrainer):
 
     # ---- one generation round ---------------------------------------------------------------------------------------
 
-    def _begin_round(self, following: Callable[[], Prompts | None] | None = None) -> None:
+    def _begin_round(self) -> None:
         """Begin a round, before TRL generates for a new batch of prompts. Every rank calls it, in the same mode."""
         self._forward_sampling()
         if self.model.training:
-            self.vllm_generation.begin_round("train", self._step // self.steps_per_round, following)
+            self.vllm_generation.begin_round("train", self._step // self.steps_per_round)
         else:
             self.vllm_generation.begin_round("eval", self._eval_rounds)
             self._eval_rounds += 1
@@ -196,11 +196,11 @@ class NodeTrainer(HubTrainer):
                 setattr(self.vllm_generation, name, value)
                 self._sampled[name] = value
 
-    def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
+    def _one_round(self, make: Callable[[], Any]) -> Any:
         """Run `make`, TRL's method that generates one round, and return its output."""
         if self.host is None:
             return make()
-        self._begin_round(following)
+        self._begin_round()
         with self.vllm_generation.recovering(), self._aligned(self.host):
             output = make()
         if self.vllm_generation.generated:  # a `rollout_func` may take its completions from elsewhere
@@ -336,9 +336,9 @@ class RewardedNodeTrainer(NodeTrainer):
         if not self.args.log_completions:
             self.log_multimodal = False  # TRL would gather the images to all ranks in every round, unused
 
-    def _one_round(self, make: Callable[[], Any], following: Callable[[], Prompts | None] | None = None) -> Any:
+    def _one_round(self, make: Callable[[], Any]) -> Any:
         with self._texts.during_scoring() if self.host is not None else nullcontext():
-            return super()._one_round(make, following)
+            return super()._one_round(make)
 
     def _check_groups(self, inputs: list[dict[str, Any]]) -> None:
         """Raise if a group of this training round has several prompts. An evaluation may fill its last batch up."""

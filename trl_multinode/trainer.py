@@ -19,7 +19,6 @@ from .node_settings import NodeSettings
 from .node_trainer import RewardedNodeTrainer
 from .rehearsal.rehearsal import Rehearsal
 from .rollouts.generation import Prompts
-from .rollouts.look_ahead import Batch, UpcomingBatches
 from .rollouts.making import GroupMaker
 from .rollouts.monitor import DivergenceMonitor
 from .rollouts.recorded import joined
@@ -28,6 +27,7 @@ from .rollouts.sampling_again import SamplingAgain
 from .rollouts.scoring import GroupScorer
 from .rollouts.stand_in import Recorder
 from .rollouts.tool_calls import ToolCalls, unwrapped
+from .rollouts.upcoming import Batch, UpcomingBatches
 
 
 class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
@@ -101,7 +101,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def close(self) -> None:
         if self._recorder is not None:  # after an error, threads of groups may be in tools
-            self.vllm_generation.continuous.groups.forget()
+            self.vllm_generation.rounds.groups.forget()
         super().close()
         if self._scorer is not None:
             self._scorer.close()
@@ -143,11 +143,11 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
                 return score(with_lists_of_images(rows))
 
         self.vllm_generation.seeds.num_rows = len(inputs)  # a `rollout_func` may generate fewer in its first call
-        output = self._one_round(make, partial(self._prompts_after, inputs) if self.max_staleness else None)
+        output = self._one_round(make)
         if self.model.training:
             self._meter.add_weights(output)
             if self.host.settings.in_flight:
-                self._meter.add_taken(self.vllm_generation.continuous, self.vllm_generation.version)
+                self._meter.add_taken(self.vllm_generation.rounds, self.vllm_generation.version)
             if self._again is not None:
                 self._meter.add_sampled(*self._again.take_counts())
         return output
@@ -160,7 +160,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
                 yield
             return
         generation = self.vllm_generation
-        taken = [group.recorded for group in generation.continuous.taken]
+        taken = [group.recorded for group in generation.rounds.taken]
         scored = self._scorer.replaying(taken) if self._scorer is not None else nullcontext()
         with replayed(self, joined(taken), generation.use_first_turns), scored:
             yield
@@ -195,16 +195,19 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
 
     def _rows_to_train(self, inputs: Batch) -> Batch:
         """Return the rows that this round trains: those of the batch or, with rounds in flight, of complete groups."""
-        if self.vllm_generation.continuous is None or not self.model.training:
+        if self.vllm_generation.rounds is None or not self.model.training:
             return inputs
-        size = self._group_size(len(inputs), self.host.settings)  # type: ignore[union-attr]
-        return self.vllm_generation.take_groups(len(inputs), size, partial(self._batch_ahead, inputs))
+        settings = self.host.settings  # type: ignore[union-attr]
+        size = self._group_size(len(inputs), settings)
+        taken = self.vllm_generation.take_groups(len(inputs), size, partial(self._batch_ahead, inputs))
+        keeps_the_batch = self._recorder is None and not settings.in_flight
+        return inputs if taken is None or keeps_the_batch else taken
 
     def _group_size(self, num_rows: int, settings: NodeSettings) -> int:
         """Return how many of a rank's rows are generated together, and taken together."""
-        whole = self._recorder is not None and not (settings.in_flight or settings.scores_groups)
-        if whole and (self.rollout_func is not None or num_rows % self.num_generations):
-            return num_rows  # as TRL calls a `rollout_func`, or groups that straddle ranks
+        whole = not (settings.in_flight or settings.scores_groups)
+        if whole and (self._recorder is None or self.rollout_func is not None or num_rows % self.num_generations):
+            return num_rows  # one wait for all, as TRL calls a `rollout_func`, or groups that straddle ranks
         return self.num_generations
 
     def _check_completions(self, output: dict[str, Any]) -> tuple[int, int]:
@@ -217,11 +220,6 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         if self.host is not None and images is not None:
             images = [row or [] for row in images]
         return prompt_ids, images, fields
-
-    def _prompts_after(self, inputs: Batch) -> Prompts | None:
-        """Return the prompts of the next round as token ids; `None` if no round follows or its prompts are unknown."""
-        following = self._batch_ahead(inputs, 1)
-        return None if following is None else following[1]
 
     def _batch_ahead(self, inputs: Batch, rounds: int) -> tuple[Batch, Prompts] | None:
         """Return the batch that is `rounds` generation rounds ahead of `inputs`, and its prompts as token ids."""

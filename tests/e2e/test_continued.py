@@ -173,7 +173,7 @@ def test_without_the_rollouts_file_they_are_generated_afresh_and_that_is_logged(
 
 
 @pytest.mark.fault("39")
-def test_a_killed_run_goes_on_with_the_look_ahead_it_had(folder, killed):
+def test_a_killed_run_goes_on_with_the_round_that_was_ahead(folder, killed):
     """On two nodes; the uninterrupted run had one, which may not matter either."""
     same(results(folder, "first"), results(folder, "full1"), 0, INSIDE)
     same(results(folder, "second"), results(folder, "full1"), INSIDE, LAST - 1)

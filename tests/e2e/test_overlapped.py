@@ -10,7 +10,7 @@ from multinode_kit.engines import FAKE
 from multinode_kit.nodes import Nodes
 
 SCRIPT = Path(__file__).parent / "scripts" / "continued.py"
-# `rollouts/test_look_ahead.py`, `_generation_ahead.py` and `_agents.py` decide, and on two nodes `test_continued.py`
+# `rollouts/test_upcoming.py`, `_generation_ahead.py` and `_agents.py` decide, and on two nodes `test_continued.py`
 pytestmark = [pytest.mark.zero3, pytest.mark.two_node, pytest.mark.nightly]
 
 # 4 rows a rank and micro-step; a round has `steps_per_generation` prompts, an epoch has `prompts`

@@ -181,7 +181,7 @@ class FakeBackend(Backend):
             raise Refused(RequestRefused, f"the fake engine refuses the sampling settings {sorted(unknown)}")
         self._check_length(prompt)
         rows = [FakeRow(prompt) for _ in range(num)]
-        # Continuous rollouts request single rows
+        # Rounds in flight request single rows
         held = self._hold_s > 0 and num == 1 and next(self._single_rows) in HELD_ROWS
         self._running += rows
         show(rows)

@@ -8,7 +8,7 @@ A fault is a word on the command line of an engine of the test kit, before the p
 - `late_outputs@2-3`: it reads outputs from vLLM late, as a process under load does;
 - `slow=1:0.5`: engine 1 of every node delays each generation request by 0.5 s;
 - `slow_tokens=0.02`: a fake engine waits 0.02 s after every token of a completion;
-- `hold_rows=20`: a fake engine waits in four of the first rows of continuous rollouts, after the row's first token,
+- `hold_rows=20`: a fake engine waits in four of the first rows of rounds in flight, after the row's first token,
   until the weights are swapped or for 20 s;
 - `slow_restart=9`: a fake engine that is started again takes 9 s longer.
 """
@@ -69,7 +69,7 @@ class Faults:
         return Faults((*self.words, f"slow_tokens={seconds}"))
 
     def hold_rows(self, seconds: float) -> "Faults":
-        """Make a fake engine wait with four of its first rows of continuous rollouts for the next weight swap, for up
+        """Make a fake engine wait with four of its first rows of rounds in flight for the next weight swap, for up
         to `seconds`. So rows with tokens of several weights exist, however long a training step takes."""
         return Faults((*self.words, f"hold_rows={seconds}"))
 
@@ -115,7 +115,7 @@ class Faults:
         return self._seconds("slow_tokens=")
 
     def hold_s(self) -> float:
-        """Return the seconds for which a fake engine waits for a weight swap in some rows of continuous rollouts."""
+        """Return the seconds for which a fake engine waits for a weight swap in some rows of rounds in flight."""
         return self._seconds("hold_rows=")
 
     def restart_delay_s(self) -> float:

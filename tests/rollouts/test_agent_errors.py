@@ -90,7 +90,7 @@ def test_a_trainer_that_is_closed_after_an_error_ends_the_rollouts_that_were_ope
     with engines_here(WAITS):
         trainer, _ = stopped(tmp_path)
         trainer.close()
-        assert trainer.vllm_generation.continuous.groups.ids == [] and threads_of_groups()
+        assert trainer.vllm_generation.rounds.groups.ids == [] and threads_of_groups()
         Waiting.hold.set()
         wait_for_the_end_of_groups()
 
@@ -189,7 +189,7 @@ def test_a_template_with_the_date_does_not_end_a_run_at_midnight(tmp_path, monke
 
     class AtMidnight(Seen):
         def __call__(self, *args, **kwargs):
-            groups, stream = trainer.vllm_generation.continuous.groups, trainer.host.ahead_engines.stream
+            groups, stream = trainer.vllm_generation.rounds.groups, trainer.host.ahead_engines.stream
             until(
                 lambda: {request.group for request, _ in list(stream.turns)} >= set(groups.ids), "turns of all groups"
             )

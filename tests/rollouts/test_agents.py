@@ -125,7 +125,7 @@ def test_every_row_of_every_epoch_is_trained_once(name, mode, tmp_path):
     prompts = [one["prompts"][row][0]["content"] for one in seen.rounds for row in range(len(one["prompts"]))]
     epochs = SCHEDULES[name]["num_train_epochs"]
     assert Count(prompts) == Count({f"{i} + {i + 1}?": GROUP * epochs for i in range(6)})
-    assert trainer.vllm_generation.continuous.groups.ids == []
+    assert trainer.vllm_generation.rounds.groups.ids == []
     recorded = (tmp_path / "_multinode" / "log.jsonl").read_text().splitlines()
     assert len(recorded) == len(trainer.state.log_history)
     wait_for_the_end_of_groups()

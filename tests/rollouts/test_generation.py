@@ -11,7 +11,6 @@ from stubs import A, B, C, asked, build
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_multinode.errors import ConfigurationError, PromptTooLongError, RolloutError, WeightVersionError
-from trl_multinode.node_settings import NodeSettings
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.generation import OF_THE_START, SAMPLING
 from trl_multinode.wire.messages import WeightVersion
@@ -122,11 +121,11 @@ def test_an_attribute_that_only_the_start_of_an_engine_reads_cannot_be_set(name)
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_sampling_cannot_change_while_rows_are_open(name):
-    ahead, drained = build(), build()
-    ahead._host.settings = NodeSettings(max_staleness=1)
+    streams = SimpleNamespace(open_stream=lambda *limits: None)
+    ahead, drained = build(max_staleness=1, ahead_engines=streams), build()
     if name == "max_completion_length":  # a shorter row needs no correction
         ahead.max_completion_length = 5
-        ahead.continuous = object()  # rows of a stream have their limit from its start
+        ahead = build(max_staleness=2, ahead_engines=streams)  # a row that is continued keeps its limit
     with refused(name, got=3):
         setattr(ahead, name, 3)
     setattr(ahead, name, getattr(ahead, name))

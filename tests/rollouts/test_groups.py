@@ -229,7 +229,7 @@ def test_the_thread_of_a_dropped_group_ends_and_leaves_a_new_group_of_its_id_alo
     assert ends[0].wait(HANG_S) and answers == []
     until(lambda: groups._turns)
     assert list(groups._turns) == [(0, 0)]
-    groups._add(Request([1], group=(0, 0)), rollout())  # an answer for the new group
+    groups._add(Request([1], group=(0, 0)), 0, rollout())  # an answer for the new group
     until(lambda: answers or ends[1].is_set())
     assert len(answers) == 1 and not ends[1].is_set()
     groups.drop()

@@ -16,8 +16,8 @@ from trl_multinode.errors import LogprobDivergenceError
 from trl_multinode.host import NodeHost
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.node_trainer import NodeTrainer
-from trl_multinode.rollouts.look_ahead import RoundRollouts
 from trl_multinode.rollouts.monitor import DivergenceMonitor, settings_not_scored
+from trl_multinode.rollouts.rounds import RoundRollouts
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.weights.probe import divergence_limit
 from trl_multinode.wire.messages import WeightVersion
@@ -169,7 +169,7 @@ class Unscored(NodeTrainer):
             rows=rows, version=WeightVersion(4, 12), lag=(0, 0), generated=True, recovering=nullcontext
         )
 
-    def _begin_round(self, following=None) -> None:
+    def _begin_round(self) -> None:
         pass
 
     def run(self, make=dict) -> dict[str, float]:

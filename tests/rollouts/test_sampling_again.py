@@ -18,10 +18,10 @@ from waiting import until
 
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import RolloutError
-from trl_multinode.rollouts.continuous import ContinuousRollouts
 from trl_multinode.rollouts.groups import Group
 from trl_multinode.rollouts.recorded import Recorded, Scores, Turn
 from trl_multinode.rollouts.recorded_groups import RecordedGroups
+from trl_multinode.rollouts.rounds import Rounds
 from trl_multinode.rollouts.sampling_again import SamplingAgain, are_flat, drawn_index
 from trl_multinode.rollouts.saved_groups import restore, to_arrays
 from trl_multinode.rollouts.seeds import RowSeeds
@@ -189,7 +189,7 @@ class Rank:
         self.lock = threading.Lock()
         groups = partial(RecordedGroups, self.make, lambda: 0)
         seeds = lambda number, rows: None  # noqa: E731
-        self.rounds = ContinuousRollouts(f"Rank {rank}", NoStream(), open_rounds, max_age, seeds, open_groups=groups)
+        self.rounds = Rounds(f"Rank {rank}", NoStream(), open_rounds, max_age, seeds, open_groups=groups)
 
     def make(self, group: Group, ask) -> Recorded:
         return self.again.sample(group, self.record, self.dropped.append)
@@ -327,7 +327,7 @@ def test_a_checkpoint_has_the_drawn_row_and_the_attempt_of_an_open_group():
     rank.rounds.begin_round(0, rank.quota, SIZE, rank.batch)
     rank.rounds.begin_following(WeightVersion(1, 0))
     until(lambda: {one.attempt for one in rank.rounds.groups.snapshot() if one.place == 0} == {2})
-    file = OpenGroupsFile(trainer_of(1, 2, vllm_generation=SimpleNamespace(continuous=rank.rounds)))
+    file = OpenGroupsFile(trainer_of(1, 2, vllm_generation=SimpleNamespace(rounds=rank.rounds)), True)
     arrays, notes = to_arrays(rank.rounds, file._index_of)
     saved = {(one["number"], one["place"]): (one["index"], one["attempt"]) for one in notes["groups"]}
     places, first = range(PLACES // 2), PLACES // 2

@@ -17,14 +17,14 @@ DATASET = [{"prompt": f"row {index}"} for index in range(20)]  # 3 rounds of 6 p
 
 def file_of(rank: int = 0, shuffle: bool = True, dataset=DATASET) -> OpenGroupsFile:
     trainer = SimpleNamespace(
-        vllm_generation=SimpleNamespace(continuous=None),
+        vllm_generation=SimpleNamespace(rounds=None),
         host=SimpleNamespace(topology=f"node 0, rank {rank}"),
         args=SimpleNamespace(generation_batch_size=WORLD * QUOTA * SIZE, seed=7),
         accelerator=SimpleNamespace(process_index=rank, num_processes=WORLD),
         num_generations=SIZE, train_dataset=dataset, shuffle_dataset=shuffle,
         _tokenize_prompts=lambda prompts: ([list(prompts[0].encode())], None, {}),
     )  # fmt: skip
-    return OpenGroupsFile(trainer)
+    return OpenGroupsFile(trainer, True)
 
 
 def group(number: int, place: int, prompt: str) -> Group:
@@ -67,6 +67,6 @@ def test_a_checkpoint_with_open_groups_resumes_only_in_the_same_way():
 
 
 def test_groups_of_another_size_are_refused():
-    saved = SavedRollouts({}, {"open": {"arrays": [], "groups": [{"size": SIZE + 1}]}})
+    saved = SavedRollouts({}, {"open": {"in_flight": True, "arrays": [], "groups": [{"size": SIZE + 1}]}})
     with refused("num_generations", got=4, expected=5):
         file_of().restore_from(saved)

@@ -11,10 +11,11 @@ import torch
 from datasets import Dataset
 from refusals import refused
 from safetensors.torch import save_file
-from waiting import HANG_S
 
 from trl_multinode.engine.client import Rollout
-from trl_multinode.rollouts.look_ahead import LookAhead, RoundRollouts
+from trl_multinode.node_settings import NodeSettings
+from trl_multinode.rollouts.groups import Group
+from trl_multinode.rollouts.rounds import Rounds
 from trl_multinode.run.phases import Phases
 from trl_multinode.saving.checkpoints import (
     CheckpointLog,
@@ -23,7 +24,6 @@ from trl_multinode.saving.checkpoints import (
 from trl_multinode.saving.resume import Resume
 from trl_multinode.saving.saved_rollouts import (
     SavedRollouts,
-    load_rollouts,
     rollouts_file,
     save_rollouts,
 )
@@ -63,6 +63,54 @@ class Alone(Accelerator):
         return mine
 
 
+class Rows:
+    """A stream whose rows end when `go` is set, which it is at first."""
+
+    rows_left, stopped = 0, False
+
+    def __init__(self):
+        self.go, self.requests = threading.Event(), []
+        self.go.set()
+
+    def add(self, requests) -> None:
+        self.requests += requests
+        self.rows_left += len(requests)
+
+    def poll(self):
+        if not self.go.wait(0.01):
+            return []
+        found, self.requests = self.requests, []
+        self.rows_left -= len(found)
+        return [(request, [rows()[request.row]]) for request in found]
+
+
+class RoundsOfARank:
+    """The generation object of a rank, with a round ahead of two rows."""
+
+    def __init__(self, max_staleness: int):
+        self.stream = Rows()
+        self.rounds = None
+        if max_staleness:
+            self.rounds = Rounds("Rank 0", self.stream, 1, 1, lambda number, rows: None)
+            self.rounds.updates.add(VERSION, 1)
+
+    def submit(self) -> None:
+        group = Group(2, 0, [{}, {}], PROMPTS, due=2, begun=1, min_update=VERSION.update)
+        self.rounds.groups.submit([group])
+        self.rounds.last_begun = 2
+
+    def wait_for_open(self) -> None:
+        self.rounds.groups.wait_for_all()
+
+    def take(self):
+        """Return the completions of round 2, if they are here."""
+        if self.rounds is None or not self.rounds.groups.ids:
+            return None
+        self.rounds.begin_round(2, 1, 2, lambda rounds: None)
+        self.rounds.take()
+        return self.rounds.made(PROMPTS)
+
+
 class Loader:
     """Eight micro-steps an epoch."""
 
@@ -89,11 +137,17 @@ def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterati
     phases = Phases()
     return SimpleNamespace(
         args=args,
-        host=SimpleNamespace(phases=phases, preemption=SimpleNamespace(leaves=False)),
+        host=SimpleNamespace(
+            phases=phases,
+            preemption=SimpleNamespace(leaves=False),
+            topology="node 0, rank 0",
+            settings=NodeSettings(max_staleness=getattr(args, "max_staleness", 0)),
+        ),
         accelerator=accelerator or Accelerator(),
         state=SimpleNamespace(global_step=step),
         callback_handler=SimpleNamespace(train_dataloader=Loader() if loader is None else loader),
-        vllm_generation=SimpleNamespace(look_ahead=LookAhead("rank 0"), continuous=None),
+        vllm_generation=RoundsOfARank(getattr(args, "max_staleness", 0)),
+        num_generations=2,
         num_iterations=num_iterations,
         steps_per_round=2 * num_iterations,
         max_staleness=getattr(args, "max_staleness", 0),
@@ -129,12 +183,12 @@ def resumed(trainer, folder):
 def saved_at(step: int, tmp_path, ahead: bool = True, **fields):
     trainer = trainer_at(step, tmp_path, **fields)
     if ahead:
-        trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, rows)
+        trainer.vllm_generation.submit()
     return save(trainer, step)
 
 
 @pytest.mark.parametrize("has_format", [True, False])
-def test_inside_a_block_position_block_and_look_ahead_come_back(has_format, tmp_path):
+def test_inside_a_block_position_block_and_the_round_ahead_come_back(has_format, tmp_path):
     """The first version wrote no `multinode.json`; its other files are the same."""
     folder = saved_at(3, tmp_path)
     if not has_format:
@@ -142,59 +196,63 @@ def test_inside_a_block_position_block_and_look_ahead_come_back(has_format, tmp_
     trainer = resumed(trainer_at(3, tmp_path), folder)
     assert trainer._step == 3
     assert [part["ids"].tolist() for part in trainer._buffered_inputs] == [[[1, 2]], [[3, 4]]]
-    made = trainer.vllm_generation.look_ahead.take(2, PROMPTS)
-    assert made.version == WeightVersion(0, 4)  # the numbers of updates begin anew, the optimizer step stays
+    made = trainer.vllm_generation.take()
+    assert made.version == WeightVersion(-1, 4)  # the numbers of updates begin anew, the optimizer step stays
     for row, was in zip(made.rows, rows(), strict=True):
         assert row.tokens.tolist() == was.tokens.tolist() and row.logprobs.tolist() == was.logprobs.tolist()
         assert row.engine == was.engine
 
 
-def test_a_checkpoint_waits_for_the_look_ahead(tmp_path):
-    go, trainer = threading.Event(), trainer_at(3, tmp_path)
-    look_ahead = trainer.vllm_generation.look_ahead
-    look_ahead.submit(2, PROMPTS, VERSION, lambda: (go.wait(HANG_S), rows())[1])
-    join = look_ahead._thread.join
-    look_ahead._thread.join = lambda: (go.set(), join())  # it ends only when the checkpoint waits for it
-    saved = load_rollouts(save(trainer, 3), 0, torch.device("cpu"))
-    assert saved.notes["ahead"]["number"] == 2
-    assert trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None  # the run itself goes on with it
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_at_the_end_of_a_block_only_the_look_ahead_comes_back_and_only_with_staleness(max_staleness, tmp_path):
+def test_at_the_end_of_a_block_only_the_round_ahead_comes_back_and_only_with_staleness(max_staleness, tmp_path):
     folder = saved_at(4, tmp_path)
     trainer = resumed(trainer_at(4, tmp_path, max_staleness=max_staleness), folder)
     assert trainer._step == 4 and trainer._buffered_inputs is None
-    assert (trainer.vllm_generation.look_ahead.take(2, PROMPTS) is not None) == bool(max_staleness)
+    assert (trainer.vllm_generation.take() is not None) == bool(max_staleness)
+
+
+def test_a_round_that_was_ahead_is_made_again_by_a_run_in_flight(tmp_path):
+    trainer = resumed(trainer_at(4, tmp_path, max_staleness=2), saved_at(4, tmp_path))
+    assert trainer.vllm_generation.rounds.groups.ids == []
 
 
 def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption_does_not_wait(tmp_path):
     trainer, seen = trainer_at(4, tmp_path), []
-    look_ahead = trainer.vllm_generation.look_ahead
-    look_ahead.wait = lambda: seen.append(trainer.host.phases.current)
-    look_ahead.restore(RoundRollouts(2, PROMPTS, rows(), VERSION))
+    generation = trainer.vllm_generation
+    generation.stream.go.clear()
+    generation.submit()
+    wait = generation.wait_for_open
+
+    def wait_for_slow() -> None:
+        """Let the rows end only when the checkpoint waits for them."""
+        seen.append(trainer.host.phases.current)
+        generation.stream.go.set()
+        wait()
+
+    generation.wait_for_open = wait_for_slow
     with trainer.host.phases("checkpoint"):
-        assert "ahead" in Resume(trainer)._collect().notes
         trainer.host.preemption.leaves = True
-        assert "ahead" not in Resume(trainer)._collect().notes
+        assert "open" not in Resume(trainer)._collect().notes
+        trainer.host.preemption.leaves = False
+        assert len(Resume(trainer)._collect().tensors["open/lengths"]) == 2
     assert seen == ["generate"]  # which may take any time, while a checkpoint that writes nothing counts as stuck
+    assert generation.take() is not None  # the run itself goes on with it
 
 
 def test_a_run_that_begins_anew_has_nothing_left_of_the_last_one(tmp_path):
     trainer = trainer_at(5, tmp_path)
-    trainer.vllm_generation.look_ahead.submit(2, PROMPTS, VERSION, rows)
-    trainer.vllm_generation.look_ahead.wait()
+    trainer.vllm_generation.submit()
     resume, trainer.state.global_step = Resume(trainer), 0
     assert resume.choose(None) is None
     resume.restore_position()
-    assert (trainer._step, trainer._buffered_inputs, trainer.vllm_generation.look_ahead.made) == (0, None, None)
+    assert (trainer._step, trainer._buffered_inputs, trainer.vllm_generation.take()) == (0, None, None)
 
 
 @pytest.mark.parametrize("change", [{"per_device_train_batch_size": 4}, {"num_iterations": 2}], ids=str)
 def test_rows_of_another_layout_are_not_used(tmp_path, change, caplog):
     """With other iterations, or another batch, the same position means another place in another block."""
     trainer = resumed(trainer_at(6, tmp_path, **change), saved_at(6, tmp_path))
-    assert trainer._buffered_inputs is None and trainer.vllm_generation.look_ahead.made is None
+    assert trainer._buffered_inputs is None and trainer.vllm_generation.take() is None
     assert "Rank 0: " in caplog.text and "checkpoint-6" in caplog.text
 
 

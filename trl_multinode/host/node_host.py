@@ -156,7 +156,7 @@ class NodeHost(SyncingHost, EndingHost):
     def _left(self, phase: str) -> str:
         """Return what is left or done in a phase of this rank, as far as that is known. Any thread calls it."""
         if phase == "generate":
-            connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for its look-ahead
+            connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for rounds ahead
             rows = f"{sum(engines.rows_left for engines in connections)} rows left"
             return ", ".join([rows, *filter(None, (call() for call in self.user_calls))])
         if phase == "restart":

@@ -13,22 +13,21 @@ from typing import Any
 from torch import nn
 
 from ..engine.client import Rollout
-from ..engine.group import LOSSES
 from ..engine.node_engines import NodeEngines
 from ..engine.stream import Request
 from ..errors import ConfigurationError
 from ..run.reporter import report
 from ..weights.timings import SyncTimings
 from ..wire.messages import WeightVersion
-from .continuous import BatchAhead, rounds_of
 from .groups import Group
-from .look_ahead import Batch, LookAhead, RoundRollouts
 from .recorded import Recorded
 from .recorded_groups import RecordedGroups
 from .requests import Prompts, check_lengths, check_logprobs, requests_of
+from .rounds import BatchAhead, RoundRollouts, rounds_of
 from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
 from .stand_in import Ask
+from .upcoming import Batch
 
 # Attributes of TRL's `VLLMGeneration` that it reads at every `generate`, and those that only its start reads
 SAMPLING = (
@@ -98,9 +97,8 @@ class NodeGeneration:
         self.last_sync = SyncTimings()
         # one stream, which from then on is the only user of these connections
         self._stream = cache(lambda: host.ahead_engines.open_stream(self.max_completion_length, self.sampling))
-        self.look_ahead = LookAhead(f"Rank {accelerator.process_index}")
         host.on_lost = self._restore
-        self.continuous = rounds_of(self, host.settings, self._stream()) if host.settings.in_flight else None
+        self.rounds = rounds_of(self, host.settings, self._stream()) if host.settings.max_staleness else None
         self._returns_logprobs = logprobs is not None
         if self._returns_logprobs:
             check_logprobs(self.engines, self.sampling, str(host.topology))
@@ -133,10 +131,10 @@ class NodeGeneration:
 
     def _fixed(self) -> tuple[str, ...]:
         """Return the sampling attributes that cannot change now, because open rows have the setting before."""
-        if "_is_ready" not in vars(self) or not self._host.settings.max_staleness and self.continuous is None:
+        if "_is_ready" not in vars(self) or self.rounds is None:
             return ()
         # a round that is generated ahead may end with the old limit, which needs no correction
-        return SAMPLING if self.continuous is not None else tuple(set(SAMPLING) - {"max_completion_length"})
+        return SAMPLING if self._host.settings.in_flight else tuple(set(SAMPLING) - {"max_completion_length"})
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -155,9 +153,9 @@ class NodeGeneration:
     def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
         """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
         groups = partial(RecordedGroups, make, lambda: self.version.update)
-        self.continuous = rounds_of(self, self._host.settings, self._stream(), groups)
+        self.rounds = rounds_of(self, self._host.settings, self._stream(), groups)
 
-    def begin_round(self, mode: str, number: int, following: Callable[[], Prompts | None] | None = None) -> None:
+    def begin_round(self, mode: str, number: int) -> None:
         """Start the round of a new batch of prompts. Every rank calls it, with the same `mode` and `number`.
 
         Args:
@@ -165,18 +163,17 @@ class NodeGeneration:
                 `"train"` or `"eval"`.
             number (`int`):
                 Number of the round, counted per mode.
-            following (`Callable`, *optional*):
-                Function that returns the next round's prompts. The first `generate` of this round calls it and starts
-                their generation. Without it, or if it returns `None`, nothing runs ahead.
         """
         self.seeds.begin_round(mode, number)
         self._number = number
-        self._following = following
         self._trains = self._takes_ahead = mode == "train"
         self.generated = False  # in this round; trainers that mix in other data may not generate
 
-    def take_groups(self, num_rows: int, group_size: int, batch_ahead: BatchAhead) -> Batch:
-        """Take the groups that this round trains, and return their rows of the dataset. Only for rounds in flight.
+    def take_groups(self, num_rows: int, group_size: int, batch_ahead: BatchAhead) -> Batch | None:
+        """Take the groups that this round trains, and return their rows of the dataset. Only for rounds ahead.
+
+        It returns `None` if the prompts of the batch are not known before TRL scores it, as those with images of a
+        stream: `generate` then makes the completions.
 
         The first round of an epoch syncs first, which is a collective of all training ranks; a later sync of the same
         round does nothing.
@@ -189,16 +186,18 @@ class NodeGeneration:
             batch_ahead (`Callable`):
                 Function that returns the batch so many rounds ahead, and its prompts; `None` if none follows.
         """
-        assert self.continuous is not None
+        assert self.rounds is not None
         num_groups = num_rows // group_size
-        self.continuous.begin_round(self._number, num_groups, group_size, partial(self._checked_batch, batch_ahead))
-        if self.continuous.must_sync:
+        self.rounds.begin_round(self._number, num_groups, group_size, partial(self._checked_batch, batch_ahead))
+        if self.rounds.must_sync:
             self.sync_weights()
             self._begin_following()
+        if not (self.rounds.groups.ids or self._host.settings.in_flight):
+            return None
         with self._phases("generate"):
-            while self.continuous.groups.wait_for(num_groups, self._number):
+            while self.rounds.groups.wait_for(num_groups, self._number):
                 self._recover()
-            return self.continuous.take()
+            return self.rounds.take()
 
     def _checked_batch(self, batch_ahead: BatchAhead, rounds: int) -> tuple[Batch, Prompts] | None:
         found = batch_ahead(rounds)
@@ -208,8 +207,7 @@ class NodeGeneration:
 
     def take_seconds_ahead(self) -> tuple[float, float]:
         """Return the seconds of generating ahead since the last call, and those of them in which the rank waited."""
-        ahead = self.look_ahead if self.continuous is None else self.continuous.groups
-        return ahead.take_seconds()
+        return (0.0, 0.0) if self.rounds is None else self.rounds.groups.take_seconds()
 
     @property
     def lag(self) -> tuple[float, float]:
@@ -217,8 +215,8 @@ class NodeGeneration:
 
         For rounds in flight it is the mean over their tokens.
         """
-        if self.continuous is not None:
-            ages = self.continuous.ages(self.version)
+        if self.rounds is not None:
+            ages = self.rounds.ages(self.version)
             return ages.rounds_mean, ages.steps_mean
         version = self.used.version
         return int(version != self.version), self._host.step() - version.step
@@ -226,8 +224,8 @@ class NodeGeneration:
     @property
     def stale(self) -> bool:
         """Return whether older weights took part in the current round's completions, if only by their caches."""
-        if self.continuous is not None:
-            return self.continuous.stale(self.version)
+        if self.rounds is not None:
+            return self.rounds.stale(self.version)
         return self.used.version != self.version
 
     @property
@@ -253,9 +251,9 @@ class NodeGeneration:
         self._weights_changed = True  # until the sync has succeeded
         if not self._host.settings.in_flight:
             with self._phases("generate"):
-                self._wait_for_open()  # before the barrier: an engine loads no weights while it generates
+                self.wait_for_open()  # before the barrier: an engine loads no weights while it generates
         self._host.expect_after(self.version)
-        # the barrier's limit is `ddp_timeout`, and a look-ahead may take longer
+        # the barrier's limit is `ddp_timeout`, and completions may take longer
         while self._host.meet(self._host.engines_to_restore()):
             self._restore()
             if self._engines_are_current:
@@ -264,12 +262,9 @@ class NodeGeneration:
             self.accelerator.wait_for_everyone()  # then no rank generates, and all ranks start to gather together
         self._send_weights()
 
-    def _wait_for_open(self) -> None:
+    def wait_for_open(self) -> None:
         """Wait for all completions under way, in recorded rounds also for their tools and rewards."""
-        if self.continuous is None:
-            self.look_ahead.wait()
-            return
-        while self.continuous.groups.wait_for_all():
+        while self.rounds is not None and self.rounds.groups.wait_for_all():
             self._recover()
 
     @property
@@ -307,7 +302,7 @@ class NodeGeneration:
             `EngineError`: the end of the first engine, if the weights of these rows are gone: a trainer with
                 `vllm_sync_frequency` has taken optimizer steps since then, and no node keeps a copy.
         """
-        if self.continuous is None and not (self._engines_are_current or self._host.keeps_copy):
+        if self.rounds is None and not (self._engines_are_current or self._host.keeps_copy):
             raise next(client.lost for client in self.engines if client.lost is not None)
         self._host.expect_after(self.version)
         if not (lost := self._host.lost_engines()):  # only the connections of the rows in flight have ended
@@ -320,8 +315,8 @@ class NodeGeneration:
         self._weights_changed = True
         with self._phases("sync"):
             self.version = WeightVersion(self.version.update + 1, self._host.step())
-            if self.continuous is not None:
-                self.continuous.add_update(self.version, self._trains)
+            if self.rounds is not None:
+                self.rounds.add_update(self.version, self._trains)
             self.last_sync = self._host.sync(self.version)
         self._weights_changed = False
 
@@ -380,17 +375,17 @@ class NodeGeneration:
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
         self._takes_ahead = False
-        made = self._made_ahead(prompts)
-        if made is None or (images is not None and self.continuous is None):  # requests ahead have no images
+        made = None if self.rounds is None else self.rounds.made(prompts)
+        if made is None or (any(images or ()) and made.images is None):
+            if self.rounds is not None:
+                self.rounds.taken = []
             made = RoundRollouts(self._number, prompts, self._fresh(prompts, images), self.version)
             self.used = made
         else:
-            self.seeds.of_call(prompts)  # count the look-ahead as the round's first call
+            self.seeds.of_call(prompts)  # count the rows made ahead as the round's first call
             self._use(made)
-        if self.continuous is not None:
+        if self.rounds is not None:
             self._begin_following()
-        elif self._following is not None and (following := self._following()) is not None:
-            self._submit(self._number + 1, following)
         return made.rows
 
     def _use(self, made: RoundRollouts) -> None:
@@ -400,50 +395,29 @@ class NodeGeneration:
 
     def use_first_turns(self) -> None:
         """Use the recorded rows of this round's `rollout_func`, which replace `generate`, and begin what follows."""
-        assert self.continuous is not None
+        assert self.rounds is not None
         self._takes_ahead = False
-        made = self.continuous.first_turns()
+        made = self.rounds.first_turns()
         self.rows, self.generated = made.rows, bool(made.rows)
         if made.rows:
             self._use(made)
         self._begin_following()
 
-    def _made_ahead(self, prompts: Prompts) -> RoundRollouts | None:
-        return self.continuous.made(prompts) if self.continuous else self.look_ahead.take(self._number, prompts)
-
     def _begin_following(self) -> None:
-        assert self.continuous is not None
-        continued, again = self.continuous.begin_following(self.version)
+        assert self.rounds is not None
+        continued, again = self.rounds.begin_following(self.version)
         if continued or again:
             rank = self.accelerator.process_index
             report(
                 f"rank {rank}: {continued} rows that were under way at the checkpoint continue, {again} begin again"
             )
 
-    def _submit(self, number: int, prompts: Prompts) -> None:
-        if max(map(len, prompts)) >= self.engines.max_model_len or not all(prompts):
-            return  # that round's `generate` raises, and names the row
-        requests = requests_of(prompts, None, self.seeds.of_round("train", number, len(prompts)))
-        self.look_ahead.submit(
-            number, prompts, self.version, partial(self._ask_ahead, self._host.ahead_engines, requests, self.version)
-        )
-
-    def _ask_ahead(self, engines: NodeEngines, *request: Any) -> list[Rollout] | None:
-        """Return what `_ask` returns; `None` if all engines of the node have ended and are started again: the round
-        then generates its completions itself, with its own weights."""
-        try:
-            return self._ask(engines, *request)
-        except LOSSES:
-            if not engines.tolerant:
-                raise
-            return None
-
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         requests = requests_of(prompts, images, self.seeds.of_call(prompts))
         return self._ask(self.engines, requests, self.version)
 
     def _ask(self, engines: NodeEngines, requests: list[Request], version: WeightVersion) -> list[Rollout]:
-        """Return completions of exactly these weights, in row order. The look-ahead's thread calls it too."""
+        """Return completions of exactly these weights, in row order."""
         groups = engines.generate(requests, self.max_completion_length, self.sampling, version.update)
         rows = [row for group in groups for row in group]
         for row in rows:

@@ -50,6 +50,8 @@ class Group:
             The whole rollout, if the group's thread has made it.
         attempt (`int`, *optional*, defaults to 0):
             Number of prompts that were tried and dropped before this one, with `dynamic_sampling`.
+        max_tokens (`int`, *optional*):
+            Limit for a completion; by default the stream's.
     """
 
     number: int
@@ -64,6 +66,7 @@ class Group:
     begun_rows: list[Rollout | None] = field(default_factory=list)
     recorded: Recorded | None = None
     attempt: int = 0
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.rollouts = self.rollouts or [None] * len(self.prompts)
@@ -109,14 +112,34 @@ class Group:
         images = None if self.recorded is None else self.recorded.first_turn.images
         return images or [None] * len(self.prompts)
 
-    def missing(self) -> list[Request]:
-        """Return requests for the rows that have no completion."""
-        return [self._request(row) for row, rollout in enumerate(self.rollouts) if rollout is None]
+    def missing(self, one_by_one: bool = True) -> list[Request]:
+        """Return requests for the rows that have no completion.
+
+        Args:
+            one_by_one (`bool`, *optional*, defaults to `True`):
+                Request each row by itself, so that a checkpoint can read how far it is. Otherwise equal consecutive
+                rows are one request, which costs a third of the rank's CPU time.
+        """
+        requests: list[Request] = []
+        for row in [row for row, rollout in enumerate(self.rollouts) if rollout is None]:
+            request = self._request(row)
+            if one_by_one or not (requests and _continues(requests[-1], request)):
+                requests.append(request)
+            else:
+                requests[-1] = replace(requests[-1], num_completions=requests[-1].num_completions + 1)
+        return requests
 
     def _request(self, row: int) -> Request:
         seed = None if self.seeds is None else self.seeds[row]
         if (begun := self.begun_rows[row]) is None:
-            return Request(self.prompts[row], seed=seed, min_update=self.min_update, group=self.id, row=row)
+            return Request(
+                self.prompts[row],
+                seed=seed,
+                min_update=self.min_update,
+                group=self.id,
+                row=row,
+                max_tokens=self.max_tokens,
+            )
         num_made = len(begun.tokens)
         if seed is not None:  # with its own seed, the row would draw the noise of its first tokens again
             seed += num_made << SEED_BITS
@@ -126,6 +149,13 @@ class Group:
     def end_row(self, row: int, rollout: Rollout) -> None:
         """Store a completion, or the rest of one that was begun."""
         self.rollouts[row] = joined(self.begun_rows[row], rollout)
+
+
+def _continues(request: Request, following: Request) -> bool:
+    """Return whether a request for one row can be the next completion of another request."""
+    count = request.num_completions
+    is_next = following.row == request.row + count and following.prompt == request.prompt
+    return is_next and (request.seed is None or following.seed == request.seed + count)
 
 
 def joined(begun: Rollout | None, rest: Rollout) -> Rollout:
@@ -166,14 +196,22 @@ class OpenGroups:
 
     Args:
         stream (`Stream`):
-            Requests for single rows, on connections that nothing else uses.
+            Requests, on connections that nothing else uses.
         check (`Callable[[Rollout, int], None]`, *optional*):
             Function that raises if a row must not be used. It gets the row and the update of its submission.
+        one_by_one (`bool`, *optional*, defaults to `True`):
+            Whether each row is a request, as [`Group.missing`] has it.
     """
 
-    def __init__(self, stream: Stream, check: Callable[[Rollout, int], None] = lambda row, first: None):
+    def __init__(
+        self,
+        stream: Stream,
+        check: Callable[[Rollout, int], None] = lambda row, first: None,
+        one_by_one: bool = True,
+    ):
         self._stream = stream
         self._check = check
+        self._one_by_one = one_by_one
         self._open: dict[GroupId, Group] = {}  # oldest first
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -224,9 +262,9 @@ class OpenGroups:
         return num_continued, self._begin(list(self._open.values())) - num_continued
 
     def _begin(self, groups: list[Group]) -> int:
-        requests = [request for group in groups for request in group.missing()]
+        requests = [request for group in groups for request in group.missing(self._one_by_one)]
         self._send(requests)
-        return len(requests)
+        return sum(request.num_completions for request in requests)
 
     def _send(self, requests: list[Request]) -> None:
         with self._changed:
@@ -301,8 +339,9 @@ class OpenGroups:
         try:
             while self._goes_on():
                 start = time.monotonic()
-                for request, (rollout,) in self._stream.poll():
-                    self._add(request, rollout)
+                for request, rows in self._stream.poll():
+                    for row, rollout in enumerate(rows, request.row):
+                        self._add(request, row, rollout)
                 if self._stream.stopped:
                     with self._changed:
                         self._changed.notify_all()
@@ -319,11 +358,11 @@ class OpenGroups:
                 self._thread = None
             return self._thread is not None
 
-    def _add(self, request: Request, rollout: Rollout) -> None:
+    def _add(self, request: Request, row: int, rollout: Rollout) -> None:
         self._check(rollout, request.min_update)
         with self._changed:
             if (group := self._open.get(request.group)) is not None:  # `None` if it was dropped
-                group.end_row(request.row, rollout)
+                group.end_row(row, rollout)
             self.ended_rows += 1
             self.ended_tokens += len(rollout.tokens)
             self._changed.notify_all()

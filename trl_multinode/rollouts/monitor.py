@@ -14,7 +14,7 @@ from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from ..wire.sampling import TRUNCATING
 from .generation import NodeGeneration
-from .look_ahead import RoundRollouts
+from .rounds import RoundRollouts
 from .rows import raw_image
 
 NAN_LIMIT = 0.01  # share of a rank's trained tokens

@@ -6,7 +6,7 @@ import torch
 
 from ..errors import ConfigurationError
 from ..run.values import digest_of, shown, text_of
-from .look_ahead import Batch
+from .upcoming import Batch
 
 
 def check_one_prompt(accelerator: Any, inputs: Batch, group_size: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..engine.client import Rollout
 from ..images import images_of
-from .look_ahead import Batch
+from .upcoming import Batch
 
 Images = list[list | None]  # PIL images of each row
 

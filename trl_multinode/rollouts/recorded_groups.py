@@ -111,11 +111,11 @@ class RecordedGroups(OpenGroups):
     def _is_open(self, group: Group) -> bool:
         return self._error is None and self._open.get(group.id) is group
 
-    def _add(self, request: Request, rollout: Rollout) -> None:
+    def _add(self, request: Request, row: int, rollout: Rollout) -> None:
         self._check(rollout, request.min_update)
         with self._changed:
             if (turn := self._turns.get(request.group)) is not None:
-                turn[request.row] = rollout
+                turn[row] = rollout
             self.ended_rows += 1
             self.ended_tokens += len(rollout.tokens)
             self._changed.notify_all()

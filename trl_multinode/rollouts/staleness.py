@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..wire.messages import WeightVersion
-from .continuous import ContinuousRollouts
+from .rounds import Rounds
 
 MOST_LOG_WEIGHT = 300.0  # the sum of squares of 10^9 weights stays a number in float64
 
@@ -97,21 +97,21 @@ class StalenessMeter:
         sums.lag_rounds_max = max(sums.lag_rounds_max, lag_rounds)
         sums.lag_steps_max = max(sums.lag_steps_max, lag_steps)
 
-    def add_taken(self, continuous: ContinuousRollouts, version: WeightVersion) -> None:
+    def add_taken(self, rounds: Rounds, version: WeightVersion) -> None:
         """Add the groups in flight that a round trains with the weights of `version`, after `add_round`."""
         sums, rows, ages = (
             self._sums,
-            [row for group in continuous.taken for row in group.rows],
-            continuous.ages(version),
+            [row for group in rounds.taken for row in group.rows],
+            rounds.ages(version),
         )
         sums.lag_rounds_max = max(sums.lag_rounds_max, ages.rounds_max)
         sums.lag_steps_max = max(sums.lag_steps_max, ages.steps_max)
         sums.taken_rows += len(rows)
         sums.taken_tokens += sum(len(row.tokens) for row in rows)
         sums.mixed_rows += sum(len(row.versions) > 1 for row in rows)
-        ended_rows, ended_tokens = continuous.groups.take_counts()
+        ended_rows, ended_tokens = rounds.groups.take_counts()
         sums.ended_rows, sums.ended_tokens = sums.ended_rows + ended_rows, sums.ended_tokens + ended_tokens
-        swaps, swapped_rows = continuous.take_swaps()
+        swaps, swapped_rows = rounds.take_swaps()
         sums.swaps, sums.swapped_rows = sums.swaps + swaps, sums.swapped_rows + swapped_rows
 
     def add_sampled(self, groups: int, dropped: int, tokens: int, dropped_tokens: int) -> None:

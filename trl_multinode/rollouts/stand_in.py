@@ -15,12 +15,12 @@ from ..engine.client import Rollout
 from ..errors import RolloutError
 from .groups import Group
 from .locked_tokenizer import locked_copies
-from .look_ahead import Batch
 from .recorded import Images, Recorded, ToolLoop, Turn
 from .requests import Prompts, check_lengths
 from .rows import FloatRow, TokenRow
 from .seeds import RowSeeds
 from .tool_calls import ToolCalls, name_of, unwrapped
+from .upcoming import Batch
 
 # prompts, images, seeds, most tokens -> completions
 Ask = Callable[[Prompts, Images | None, list[int] | None, int], list[Rollout]]

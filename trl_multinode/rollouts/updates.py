@@ -49,14 +49,20 @@ class UpdateLog:
                 "would train on completions of an older policy."
             )
 
-    def ages(self, rows: Iterable[Rollout], number: int, current: WeightVersion) -> TokenAges:
-        """Return the ages of the tokens in round `number`, with the `current` weights."""
+    def ages(self, rows: Iterable[tuple[Rollout, int]], number: int, current: WeightVersion) -> TokenAges:
+        """Return the ages of the tokens in round `number`, with the `current` weights.
+
+        Args:
+            rows (`Iterable[tuple[Rollout, int]]`):
+                Rows, each with the round in which it was submitted: its weights may have been sent in an earlier one,
+                if no optimizer step lies between.
+        """
         tokens = in_rounds = in_steps = rounds_max = steps_max = 0
-        for row in rows:
+        for row, begun in rows:
             start = 0
             for span in row.versions:
                 made_in, step = self._updates[span.update]
-                rounds = 0 if span.update == current.update else max(1, number - made_in)
+                rounds = 0 if span.update == current.update else max(1, number - max(made_in, begun))
                 steps, count, start = current.step - step, span.end - start, span.end
                 tokens, in_rounds, in_steps = tokens + count, in_rounds + rounds * count, in_steps + steps * count
                 rounds_max, steps_max = max(rounds_max, rounds), max(steps_max, steps)

@@ -20,23 +20,27 @@ class OpenGroupsFile:
 
     Args:
         trainer ([`NodeTrainer`]):
-            Trainer with rounds in flight.
+            Trainer with rounds ahead.
+        in_flight (`bool`):
+            Whether the rounds are in flight. A group is then the completions of one prompt, whose row is found by its
+            index in the dataset. Otherwise it is the rank's part of a round, whose rows the dataloader gives again.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Any, in_flight: bool):
         self._trainer = trainer
-        self._continuous = trainer.vllm_generation.continuous
+        self._in_flight = in_flight
+        self._rounds = trainer.vllm_generation.rounds
         self._where = str(trainer.host.topology)
 
     def add_to(self, saved: SavedRollouts) -> None:
-        """Add a snapshot of the open groups; rows under way are not waited for.
+        """Add a snapshot of the open groups; rows in flight are not waited for.
 
         Raises:
             `ConfigurationError`: if a group's row is not where TRL's sampler puts it in the dataset.
         """
-        arrays, notes = to_arrays(self._continuous, self._index_of)
+        arrays, notes = to_arrays(self._rounds, self._index_of)
         saved.tensors.update({f"{NAME}/{name}": torch.from_numpy(array) for name, array in arrays.items()})
-        saved.notes[NAME] = notes | {"arrays": sorted(arrays)}
+        saved.notes[NAME] = notes | {"arrays": sorted(arrays), "in_flight": self._in_flight}
 
     def restore_from(self, saved: SavedRollouts) -> None:
         """Restore the open groups; rows that were under way begin again after the next sync.
@@ -45,7 +49,9 @@ class OpenGroupsFile:
             `ConfigurationError`: if the dataset has other prompts at the saved indices, or groups have another size.
         """
         notes, size = saved.notes[NAME], self._trainer.num_generations
-        if others := {group["size"] for group in notes["groups"]} - {size}:
+        if notes["in_flight"] != self._in_flight:
+            return  # a round that was ahead is generated again
+        if self._in_flight and (others := {group["size"] for group in notes["groups"]} - {size}):
             raise ConfigurationError(
                 f"{self._where}: the checkpoint has open groups of {min(others)} rows, `num_generations` is {size}.",
                 setting="num_generations",
@@ -54,10 +60,12 @@ class OpenGroupsFile:
                 cure="Resume with the same number.",
             )
         arrays = {name: saved.tensors[f"{NAME}/{name}"].cpu().numpy() for name in notes["arrays"]}
-        restore(self._continuous, arrays, notes, self._row_of)
+        restore(self._rounds, arrays, notes, self._row_of)
 
-    def _index_of(self, group: Group) -> int:
+    def _index_of(self, group: Group) -> int | None:
         """Compute the index of a group's row as TRL's `RepeatSampler` does: one permutation per epoch."""
+        if not self._in_flight:
+            return None
         args, dataset = self._trainer.args, self._trainer.train_dataset
         per_round = args.generation_batch_size // self._trainer.num_generations
         epoch, number = divmod(group.number, len(dataset) // per_round)
@@ -78,7 +86,9 @@ class OpenGroupsFile:
             )
         return index
 
-    def _row_of(self, index: int, prompt: list[int]) -> dict[str, Any]:
+    def _row_of(self, index: int | None, prompt: list[int]) -> dict[str, Any]:
+        if index is None:
+            return {}
         dataset = self._trainer.train_dataset
         row = dataset[index] if index < len(dataset) else {}
         if not prompt and row:  # its rollout begins again, with whatever prompt its environment makes

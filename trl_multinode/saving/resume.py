@@ -5,11 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from ..errors import ConfigurationError
-from ..rollouts.look_ahead import from_arrays, to_arrays
 from ..run.endings.ending import RESUMING
 from ..run.reporter import report, warn
 from .checkpoint_files import check_finished, check_format, epochs_behind, has_optimizer, was_in_flight
@@ -23,11 +21,11 @@ from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollo
 class Resume:
     """
     Save and restore the state that transformers and TRL leave out: TRL's position in its generation block, the block
-    itself if a checkpoint falls inside it, the look-ahead, and the epoch's permutation.
+    itself if a checkpoint falls inside it, the rounds ahead, and the epoch's permutation.
 
     Args:
         trainer ([`NodeTrainer`]):
-            Trainer whose `_step`, `_buffered_inputs` and look-ahead this class reads and sets.
+            Trainer whose `_step`, `_buffered_inputs` and rounds ahead this class reads and sets.
     """
 
     def __init__(self, trainer: Any):
@@ -131,10 +129,9 @@ class Resume:
             trainer.args.gradient_accumulation_steps,
         )
         trainer._buffered_inputs = None
-        with trainer.host.phases("generate"):  # it waits for completions of a run that ended early
-            trainer.vllm_generation.look_ahead.drop()
-        if trainer.vllm_generation.continuous is not None:
-            trainer.vllm_generation.continuous.drop()
+        if trainer.vllm_generation.rounds is not None:
+            with trainer.host.phases("generate"):  # it waits for completions of a run that ended early
+                trainer.vllm_generation.rounds.drop()
         if self._folder is not None:
             self._restore(self._folder)
 
@@ -160,11 +157,8 @@ class Resume:
         assert saved is not None
         if inside:
             self._trainer._buffered_inputs = unpack_block(saved)
-        if "open" in saved.notes:
-            OpenGroupsFile(self._trainer).restore_from(saved)
-        if "ahead" in saved.notes and ahead:
-            arrays = {name: saved.tensors[f"ahead/{name}"].cpu().numpy() for name in saved.notes["ahead"]["arrays"]}
-            self._trainer.vllm_generation.look_ahead.restore(from_arrays(arrays, saved.notes["ahead"]))
+        if "open" in saved.notes and (self._in_flight or self._keeps_a_round):
+            OpenGroupsFile(self._trainer, self._in_flight).restore_from(saved)
 
     # ---- at every checkpoint ----------------------------------------------------------------------------------------
 
@@ -172,7 +166,7 @@ class Resume:
     def saving(self) -> Iterator[None]:
         """Save the rollouts beside the checkpoint that transformers writes inside. All training ranks enter it.
 
-        It waits for a running look-ahead, unless `save_only_model` omits the rollouts.
+        It waits for a round that runs ahead, unless `save_only_model` omits the rollouts.
         """
         args = self._trainer.args
         self._limit = args.save_total_limit
@@ -211,26 +205,27 @@ class Resume:
             yield
 
     def _collect(self) -> SavedRollouts:
-        trainer, look_ahead = self._trainer, self._trainer.vllm_generation.look_ahead
+        trainer, host = self._trainer, self._trainer.host
         saved = pack_block(trainer._buffered_inputs if self._inside_block() else [])
         saved.notes["layout"] = self._layout()
-        host = trainer.host
-        if (
-            not host.preemption.leaves
-        ):  # the completions may take longer than a pre-emption leaves; `resume` makes others
-            with host.phases("generate"):  # which may take any time, unlike a checkpoint that writes nothing
-                look_ahead.wait()
-        if look_ahead.made is not None and not host.preemption.leaves:
-            arrays, notes = to_arrays(look_ahead.made)
-            saved.tensors.update({f"ahead/{name}": torch.from_numpy(array) for name, array in arrays.items()})
-            saved.notes["ahead"] = notes | {"arrays": sorted(arrays)}
         if self._in_flight:
-            OpenGroupsFile(trainer).add_to(saved)
+            OpenGroupsFile(trainer, True).add_to(saved)
+        elif self._keeps_a_round and not host.preemption.leaves:
+            # completions may take longer than a pre-emption leaves; `resume` then makes others
+            with host.phases("generate"):  # which may take any time, unlike a checkpoint that writes nothing
+                trainer.vllm_generation.wait_for_open()
+            OpenGroupsFile(trainer, False).add_to(saved)
         return saved
 
     @property
+    def _keeps_a_round(self) -> bool:
+        """Return whether a round of single completions runs ahead; whole rollouts are made again after a resume."""
+        is_ahead = self._trainer.vllm_generation.rounds is not None
+        return is_ahead and getattr(self._trainer, "_recorder", None) is None
+
+    @property
     def _in_flight(self) -> bool:
-        return self._trainer.vllm_generation.continuous is not None and self._trainer.host.settings.in_flight
+        return self._trainer.vllm_generation.rounds is not None and self._trainer.host.settings.in_flight
 
     def _inside_block(self) -> bool:
         return self._trainer._step % self._trainer.steps_per_round != 0

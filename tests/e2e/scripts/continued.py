@@ -79,7 +79,7 @@ class Record(TrainerCallback):
             self.name,
             rounds=self.rounds.rounds,
             steps=steps,
-            left_over=[thread.name for thread in threading.enumerate() if thread.name == "look-ahead"],
+            left_over=[thread.name for thread in threading.enumerate() if thread.name == "open-groups"],
             difference=self.rounds.trainer._monitor.last,
             counters=counters(self.rounds.trainer.model_wrapped),
             rehearsed=self.rounds.trainer.rehearsed,

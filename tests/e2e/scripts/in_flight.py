@@ -57,7 +57,7 @@ class Rounds:
                 "engines": [row.engine for row in rows],
                 "lag": generation.lag,
                 "current": generation.version.update,
-                "open": len(generation.continuous.groups.ids) if generation.continuous else 0,
+                "open": len(generation.rounds.groups.ids) if generation.rounds else 0,
             })  # fmt: skip
         return [sum(token > 108 for token in ids) / len(ids) for ids in completion_ids]
 
@@ -95,7 +95,7 @@ class Replayed:
 def compared(trainer, output: dict) -> list:
     """Names of the tensors that differ from those of TRL's own method on the rows that were taken, and both losses."""
     generation, trainer.compares = trainer.vllm_generation, True
-    rows = [row for group in generation.continuous.taken for row in group.inputs]
+    rows = [row for group in generation.rounds.taken for row in group.inputs]
     trainer.vllm_generation = Replayed(generation.used.rows)
     expected = trl.GRPOTrainer._generate_and_score_completions(trainer, rows)
     trainer.vllm_generation, trainer.compares = generation, False
@@ -141,7 +141,7 @@ def kill(trainer, where: str, step: int) -> None:
             if trainer.state.global_step == step:
                 if where == "begin":
                     method(*args, **kwargs)
-                    while not trainer.vllm_generation.continuous.groups.rows_under_way:  # the engine gets them soon
+                    while not trainer.vllm_generation.rounds.groups.rows_under_way:  # the engine gets them soon
                         time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             return method(*args, **kwargs)
@@ -150,7 +150,7 @@ def kill(trainer, where: str, step: int) -> None:
 
     match where:
         case "begin":
-            cut_off(trainer.vllm_generation.continuous, "begin_following")
+            cut_off(trainer.vllm_generation.rounds, "begin_following")
         case "step":
             cut_off(DeepSpeedEngine, "step")
         case "saving":

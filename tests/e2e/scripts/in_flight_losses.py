@@ -120,9 +120,7 @@ def record(trainer, taken: list, prompts: list, versions: list) -> None:
         rows = take(*args)
         taken.append([dict(row) for row in rows])
         prompts.extend(row["prompt"] for row in rows)
-        versions.append(
-            [len(row.versions) for group in trainer.vllm_generation.continuous.taken for row in group.rows]
-        )
+        versions.append([len(row.versions) for group in trainer.vllm_generation.rounds.taken for row in group.rows])
         return rows
 
     trainer.vllm_generation.take_groups = recorded

@@ -92,15 +92,16 @@ def watch_rows(rows: Rows) -> None:
         return generate(*args)
 
     engines.generate = watched
-    if ahead is not None and generation.continuous is None:
-        submit = generation._submit
+    if generation.rounds is not None and not rows.trainer.host.settings.in_flight:
+        begin_following = generation.rounds.begin_following
 
-        def submitted(*args):
-            submit(*args)
+        def begun(version):
+            resumed = begin_following(version)
             wait_until(lambda: ahead.rows_left > 0, ROWS_LIMIT_S)  # on a busy machine they may be done already
             rows.kill("ahead", rows.trained)
+            return resumed
 
-        generation._submit = submitted
+        generation.rounds.begin_following = begun
 
 
 def more_turns_on_even_ranks(prompts, trainer) -> dict:

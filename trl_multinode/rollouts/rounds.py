@@ -1,13 +1,16 @@
-"""Continuous rollouts: which groups a rank begins and takes in each round, while engines swap weights in flight.
+"""Rounds of rollouts that are begun ahead: which groups a rank begins and takes in each round.
 
-One round of `max_staleness=2` or more, on every rank:
+One round of `max_staleness=1` or more, on every rank:
 
 ```python
-rows = continuous.take(...)   # the oldest complete groups; they replace the rows of the dataloader
-sync_weights()                # TRL's barrier, then the swap; rows under way continue with the new weights
-continuous.begin_following()  # the groups of the batch that is `max_staleness` ahead
-score(rows); train(rows)      # meanwhile the engines generate
+rows = rounds.take()             # the oldest complete groups; they replace the rows of the dataloader
+sync_weights()                   # TRL's barrier, then the update; in flight, rows continue with the new weights
+rounds.begin_following(version)  # the groups of the batch that is `max_staleness` ahead
+score(rows); train(rows)         # meanwhile the engines generate
 ```
+
+With `max_staleness=1` a group is the rank's whole part of a round, and the round waits for it before the update. From
+2 on a group is the completions of one prompt.
 
 The first round of an epoch has nothing to take: it syncs, begins its own groups and those of the following rounds, and
 waits for as many as it trains. Near the end of an epoch or of the run no batch follows, so the last rounds take the
@@ -15,18 +18,31 @@ groups that are open, and every group that was begun is trained exactly once.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..engine.client import Rollout
 from ..errors import RolloutError, WeightVersionError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from .groups import Group, OpenGroups, Stream
-from .look_ahead import Batch, RoundRollouts
+from .upcoming import Batch
 from .updates import TokenAges, UpdateLog
 
 # returns the batch that is so many rounds ahead and its prompts as token ids; `None` if none follows
 BatchAhead = Callable[[int], tuple[Batch, list[list[int]]] | None]
+
+
+@dataclass(frozen=True)
+class RoundRollouts:
+    """One rank's completions for one generation round."""
+
+    number: int  # the generation round that uses them
+    prompts: list[list[int]]  # token ids, one row per completion
+    rows: list[Rollout]  # in the order of `prompts`
+    version: WeightVersion  # the oldest weights that began one of them
+    images: list[list | None] | None = None  # PIL images of each row
 
 
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -44,14 +60,14 @@ FROM_THE_START = (
 )
 
 
-class ContinuousRollouts:
+class Rounds:
     """Rounds of one rank on [`OpenGroups`].
 
     Args:
         where (`str`):
             Name of the rank, for messages.
         stream (`Stream`):
-            Requests for single rows, on connections that nothing else uses.
+            Requests, on connections that nothing else uses.
         open_rounds (`int`):
             Rounds that are begun and not taken after a round has taken its groups. With 0, a round begins its own.
         max_age (`int`):
@@ -60,6 +76,8 @@ class ContinuousRollouts:
             Function that returns the seeds of a round's rows, from the round and their number.
         longest (`int`, *optional*, defaults to 0):
             After a resume, rows that were begun with fewer tokens are continued; the others begin again.
+        limit (`Callable[[], int | None]`, *optional*):
+            Function that returns the limit of a completion that begins now; by default the stream's.
         open_groups (`Callable`, *optional*, defaults to [`OpenGroups`]):
             Function that builds the groups from the stream and a check of each row.
     """
@@ -72,6 +90,7 @@ class ContinuousRollouts:
         max_age: int,
         seeds: Callable[[int, int], list[int] | None],
         longest: int = 0,
+        limit: Callable[[], int | None] = lambda: None,
         open_groups: Callable[..., OpenGroups] = OpenGroups,
     ):
         self._where = where
@@ -84,6 +103,7 @@ class ContinuousRollouts:
         self._max_age = max_age
         self._seeds = seeds
         self._longest = longest
+        self._limit = limit
         self._number = -1  # current round
         self.last_begun = -1  # last round whose groups were begun
         self._restored = False  # groups of a checkpoint are open, and their missing rows are not under way
@@ -137,7 +157,7 @@ class ContinuousRollouts:
         return [
             Group(
                 number, place, batch[part], prompts[part], due, self._number, version.update,
-                seeds=None if seeds is None else seeds[part],
+                seeds=None if seeds is None else seeds[part], max_tokens=self._limit(),
             )
             for place, part in enumerate(rows)
         ]  # fmt: skip
@@ -162,6 +182,8 @@ class ContinuousRollouts:
 
     def made(self, prompts: list[list[int]]) -> RoundRollouts | None:
         """Return the completions of the taken groups; `None` if `prompts` are not theirs."""
+        if not self.taken:
+            return None
         if [prompt for group in self.taken for prompt in group.prompts] != prompts:
             if any(group.recorded is not None for group in self.taken):
                 raise RolloutError(
@@ -197,7 +219,8 @@ class ContinuousRollouts:
 
     def ages(self, version: WeightVersion) -> TokenAges:
         """Return the ages of the tokens that this round trains, with the weights of `version`."""
-        return self.updates.ages((row for group in self.taken for row in group.rows), self._number, version)
+        rows = ((row, group.begun) for group in self.taken for row in group.rows)
+        return self.updates.ages(rows, self._number, version)
 
     def take_swaps(self) -> tuple[int, int]:
         """Return the number of updates since the last call, and of the rows that were under way then, summed."""
@@ -226,15 +249,17 @@ def settings_from_the_start(sampling: Mapping[str, Any]) -> list[str]:
 
 
 def rounds_of(
-    generation: Any, settings: Any, stream: Stream, open_groups: Callable[..., OpenGroups] = OpenGroups
-) -> ContinuousRollouts:
+    generation: Any, settings: Any, stream: Stream, open_groups: Callable[..., OpenGroups] | None = None
+) -> Rounds:
     """Return the rounds of a rank's [`NodeGeneration`], with the settings of its host."""
-    return ContinuousRollouts(
+    drains = not settings.in_flight
+    return Rounds(
         f"Rank {generation.accelerator.process_index}",
         stream,
         settings.max_staleness,
         settings.oldest_rounds,
         partial(generation.seeds.of_round, "train"),
         longest=0 if settings_from_the_start(generation.sampling) else generation.max_completion_length,
-        open_groups=open_groups,
+        limit=(lambda: generation.max_completion_length) if drains else (lambda: None),
+        open_groups=open_groups or partial(OpenGroups, one_by_one=settings.in_flight),
     )

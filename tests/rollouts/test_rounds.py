@@ -17,8 +17,8 @@ from trl_multinode.engine.client import Rollout
 from trl_multinode.engine.stream import Peeking
 from trl_multinode.errors import PromptTooLongError, RolloutError, WeightVersionError
 from trl_multinode.node_settings import NodeSettings
-from trl_multinode.rollouts.continuous import FROM_THE_START, settings_from_the_start
 from trl_multinode.rollouts.generation import NodeGeneration
+from trl_multinode.rollouts.rounds import FROM_THE_START, settings_from_the_start
 from trl_multinode.rollouts.saved_groups import restore, to_arrays
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.rollouts.updates import UpdateLog
@@ -103,7 +103,7 @@ class Engines(StubEngines):
 @contextmanager
 def ending(run: "Run", end: Callable[[], None]) -> Iterator[None]:
     """End rows while `run` waits for groups: all have begun by then, and reach the engine at any time."""
-    groups, done = run.continuous.groups, threading.Event()
+    groups, done = run.rounds.groups, threading.Event()
     wait_for = groups.wait_for
 
     def loop() -> None:
@@ -134,10 +134,10 @@ class Run:
         sync = self.host.sync
         self.host.sync = lambda version: (self.engines.swap(version), sync(version))[1]
         self.host.step = lambda: self.step
-        self.events, self.step, self.rounds = [], 0, rounds
+        self.events, self.step, self.num_rounds = [], 0, rounds
         accelerator = SimpleNamespace(process_index=1, wait_for_everyone=lambda: self.events.append("barrier"))
         self.generation = NodeGeneration(host=self.host, model=None, accelerator=accelerator, processing_class=None)
-        self.continuous = self.generation.continuous
+        self.rounds = self.generation.rounds
 
     def batch(self, number: int):
         rows = [[number, place] for place in range(QUOTA) for _ in range(SIZE)]
@@ -146,7 +146,7 @@ class Run:
         ]
 
     def ahead(self, number: int, rounds: int):
-        return self.batch(number + rounds) if number + rounds < self.rounds else None
+        return self.batch(number + rounds) if number + rounds < self.num_rounds else None
 
     def train(self, number: int, end=None) -> list[str]:
         """One round; returns the prompts that it trains. With `end` rows are ended while it waits for them."""
@@ -168,17 +168,17 @@ class Run:
 
     def wait_for_rows(self, left: int):
         """Wait until only so many rows of the open groups have no completion."""
-        groups = self.continuous.groups
+        groups = self.rounds.groups
         until(lambda: sum(len(one.missing()) for one in groups.snapshot()) <= left)
 
 
 def test_a_group_that_is_older_than_the_limit_ends_the_run():
     run = Run(6)
     taken = [SimpleNamespace(due=3), SimpleNamespace(due=1)]
-    run.continuous.groups.take = lambda count, number: taken
-    run.continuous.begin_round(2, QUOTA, SIZE, lambda rounds: None)
+    run.rounds.groups.take = lambda count, number: taken
+    run.rounds.begin_round(2, QUOTA, SIZE, lambda rounds: None)
     with pytest.raises(WeightVersionError, match=r"round 2 .*round 1"):
-        run.continuous.take()
+        run.rounds.take()
 
 
 def test_the_first_round_syncs_begins_the_open_rounds_too_and_every_later_round_begins_one_more():
@@ -190,7 +190,7 @@ def test_the_first_round_syncs_begins_the_open_rounds_too_and_every_later_round_
     run.engines.end((1, 1), (2, 0))
     assert run.train(1) == ["1/1", "2/0"]  # complete first, in the order of the dataset
     assert run.begun() == [(1, 0), (2, 1), (3, 0), (3, 1)] and len(run.host.synced) == 2
-    assert len(run.continuous.groups.ids) == OPEN * QUOTA
+    assert len(run.rounds.groups.ids) == OPEN * QUOTA
 
 
 def test_a_sync_does_not_wait_for_rows_under_way_and_they_carry_both_versions():
@@ -205,7 +205,7 @@ def test_a_sync_does_not_wait_for_rows_under_way_and_they_carry_both_versions():
     assert [[span.update for span in row.versions] for row in whole] == [[1]] * SIZE
     # round 2 has update 3: tokens of update 2 are one round and one step old, those of update 1 two
     assert run.generation.lag == (pytest.approx(7 / 4.5 * 1.0, rel=0.2), pytest.approx(7 / 4.5, rel=0.2))
-    ages = run.continuous.ages(run.generation.version)
+    ages = run.rounds.ages(run.generation.version)
     assert (ages.rounds_max, ages.steps_max) == (2, 2)
 
 
@@ -231,9 +231,9 @@ def test_an_epoch_ends_with_its_last_groups_and_nothing_beyond_it_begins():
     for number in range(1, 5):
         trained += run.train(number, run.engines.end)
     assert sorted(trained) == [f"{number}/{place}" for number in range(5) for place in range(QUOTA)]
-    assert run.begun() == [] and run.engines.rows_left == 0 and run.continuous.groups.ids == []
+    assert run.begun() == [] and run.engines.rows_left == 0 and run.rounds.groups.ids == []
     assert run.engines.num_added == 5 * QUOTA * SIZE
-    run.rounds = 7  # the next epoch
+    run.num_rounds = 7  # the next epoch
     assert run.train(5, run.engines.end) == ["5/0", "5/1"] and run.generation.lag == (0.0, 0.0)
 
 
@@ -251,11 +251,11 @@ def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next
     run.first()
     run.engines.end()
     run.wait_for_rows(0)  # then all tokens are of the first update
-    open_before = run.continuous.groups.ids
+    open_before = run.rounds.groups.ids
     run.generation.begin_round("eval", 0)
     run.generation.sync_weights()
     run.generation.generate([[5, 1, 0]], None, 1)
-    assert run.continuous.groups.ids == open_before and len(run.host.engines.calls) == 1
+    assert run.rounds.groups.ids == open_before and len(run.host.engines.calls) == 1
     run.engines.end()
     run.train(1)
     assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
@@ -264,9 +264,9 @@ def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next
 def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
     run = Run(rounds=4)
     run.first()
-    open_before = run.continuous.groups.ids
+    open_before = run.rounds.groups.ids
     _, completions, _, _ = run.generation.generate([[5, 0, 0, 9]], None, 1)
-    assert len(completions) == 1 and run.continuous.groups.ids == open_before
+    assert len(completions) == 1 and run.rounds.groups.ids == open_before
     assert run.host.engines.calls[-1].min_update == run.generation.version.update
     assert [row.tokens[0] for row in run.generation.used.rows] == [0, 0, 1, 1]  # still the first turn's
 
@@ -279,7 +279,7 @@ def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_th
     _, completions, _, _ = run.generation.generate([[9, 9]] * 4, None, SIZE)
     assert len(completions) == 4 and len(run.host.engines.calls) == 1 and "round 0 " in caplog.text
     assert run.generation.lag == (0.0, 0.0) and not run.generation.stale
-    assert run.continuous.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert run.rounds.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
 def test_a_round_whose_groups_were_never_begun_ends_the_run_instead_of_waiting():
@@ -322,15 +322,15 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
     run.engines.end_row((2, 0), 1)
     run.wait_for_rows(SIZE + 1)  # 3/0, and a row of 2/0
     indices = {(number, place): 10 * number + place for number in range(6) for place in range(QUOTA)}
-    arrays, notes = to_arrays(run.continuous, lambda group: indices[group.id])
+    arrays, notes = to_arrays(run.rounds, lambda group: indices[group.id])
     assert [group["index"] for group in notes["groups"]] == [20, 21, 30, 31] and notes["last_begun"] == 3
 
     again = Run(rounds=6)
     rows = {index: {"prompt": f"{number}/{place}"} for (number, place), index in indices.items()}
-    restore(again.continuous, arrays, notes, lambda index, prompt: rows[index])
-    assert again.continuous.must_sync and again.engines.running == []
+    restore(again.rounds, arrays, notes, lambda index, prompt: rows[index])
+    assert again.rounds.must_sync and again.engines.running == []
     again.step = run.step
-    assert [row and len(row.tokens) for row in again.continuous.groups.snapshot()[0].begun_rows] == [1, None]
+    assert [row and len(row.tokens) for row in again.rounds.groups.snapshot()[0].begun_rows] == [1, None]
     trained += again.train(2)
     assert trained[-2:] == ["2/1", "3/1"]  # the two that were complete
     assert {(request.group, request.row) for request, _ in again.engines.running} == {
@@ -348,11 +348,11 @@ def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late()
     trained = [*first.first(), *first.train(1, first.engines.end), *first.train(2, first.engines.end)]
     first.engines.end()
     first.wait_for_rows(2 * SIZE)
-    arrays, notes = to_arrays(first.continuous, lambda group: 10 * group.number + group.place)
+    arrays, notes = to_arrays(first.rounds, lambda group: 10 * group.number + group.place)
     second = Run(9, max_age=OPEN)
-    restore(second.continuous, arrays, notes, lambda index, prompt: {"prompt": f"{index // 10}/{index % 10}"})
+    restore(second.rounds, arrays, notes, lambda index, prompt: {"prompt": f"{index // 10}/{index % 10}"})
     second.step = first.step
-    groups, set_due, dues = second.continuous.groups, second.continuous.groups.set_due, {}
+    groups, set_due, dues = second.rounds.groups, second.rounds.groups.set_due, {}
 
     def set_due_noted(rule) -> None:
         set_due(rule)
@@ -363,7 +363,7 @@ def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late()
 
         def end(number=number):
             """Slow rows of the checkpoint end when they are due, and at the latest in round 4, beside newer ones."""
-            open_groups = second.continuous.groups.snapshot()
+            open_groups = second.rounds.groups.snapshot()
             slow = {g.id for g in open_groups if g.due > number and number < 4} & first.engines.held
             second.engines.end(*(g.id for g in open_groups if g.id not in slow))
 
@@ -394,7 +394,7 @@ def test_the_log_has_ages_mixed_rows_and_lengths():
     run.engines.end((1, 0))
     run.train(2)
     meter.add_round(*run.generation.lag)
-    meter.add_taken(run.continuous, run.generation.version)
+    meter.add_taken(run.rounds, run.generation.version)
     found = summarize_rounds([meter.take((0.0, 0.0), [])], [0.0])
     assert found["in_flight/mixed_rows"] == 0.5 and found["in_flight/swapped_rows"] > 0
     assert found["staleness/rounds_max"] == 2 and 1 < found["staleness/rounds_mean"] < 2

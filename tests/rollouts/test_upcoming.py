@@ -1,82 +1,13 @@
-"""The look-ahead of a rank, and the batches that it must know early."""
+"""Batches of an epoch that must be known before TRL generates for them."""
 
-import threading
-import time
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from waiting import HANG_S
 
-from trl_multinode.engine.client import Rollout
-from trl_multinode.errors import EngineStalledError
-from trl_multinode.rollouts.look_ahead import LookAhead, UpcomingBatches
+from trl_multinode.rollouts.upcoming import UpcomingBatches
 from trl_multinode.trainer import MultiNodeGRPOTrainer
-from trl_multinode.wire.messages import WeightVersion
-
-VERSION = WeightVersion(3, 12)
-PROMPTS = [[5, 6], [5, 6], [7]]
-
-
-def rows(version: WeightVersion = VERSION) -> list[Rollout]:
-    lengths = (3, 1, 2)
-    return [
-        Rollout(np.arange(n, dtype=np.int32), np.full(n, -0.5 * i, dtype=np.float32), version, i % 2)
-        for i, n in enumerate(lengths)
-    ]
-
-
-# ---- the thread
-
-
-def test_what_was_submitted_is_returned_for_its_round_and_prompts():
-    ahead, begun, go = LookAhead("rank 1"), threading.Event(), threading.Event()
-
-    def slow():
-        begun.set()
-        assert go.wait(HANG_S)
-        return rows()
-
-    ahead.submit(4, PROMPTS, VERSION, slow)
-    assert begun.wait(HANG_S)  # at work while this thread goes on
-    join = ahead._thread.join
-    ahead._thread.join = lambda: (go.set(), join())  # it ends only when `take` waits for it
-    start = time.monotonic()
-    made = ahead.take(4, PROMPTS)
-    elapsed = time.monotonic() - start
-    assert made.version == VERSION and [len(row.tokens) for row in made.rows] == [3, 1, 2]
-    assert ahead.take(4, PROMPTS) is None  # only once
-    generated, waited = ahead.take_seconds()
-    assert generated > 0 and 0 < waited <= elapsed
-    assert ahead.take_seconds() == (0.0, 0.0)
-
-
-@pytest.mark.parametrize(("number", "prompts"), [(5, PROMPTS), (4, PROMPTS[:2]), (4, [[5, 6], [5, 6], [8]])])
-def test_other_prompts_than_foreseen_are_not_served_and_that_is_said_once(number, prompts, caplog):
-    ahead = LookAhead("Rank 1")
-    for _ in range(2):
-        ahead.submit(4, PROMPTS, VERSION, rows)
-        assert ahead.take(number, prompts) is None
-    assert [record.message.startswith(f"Rank 1: round {number}") for record in caplog.records] == [True]
-
-
-def test_an_engines_failure_reaches_the_rank_that_waits():
-    ahead = LookAhead("rank 1")
-
-    def fail():
-        raise EngineStalledError("engine 0 of node 1 made no token")
-
-    ahead.submit(4, PROMPTS, VERSION, fail)
-    with pytest.raises(EngineStalledError, match="engine 0 of node 1"):
-        ahead.wait()
-    ahead.wait()  # told once
-    ahead.submit(5, PROMPTS, VERSION, rows)
-    assert ahead.take(5, PROMPTS) is not None
-
-
-# ---- batches of an epoch
 
 
 def next_blocks(num_batches: int, accumulation: int, block: int) -> list[tuple[int, int | None, int]]:
