@@ -10,7 +10,7 @@ export DS_ACCELERATOR := cpu
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo versions bench gpu check test test-real test-e2e test-all nightly \
+.PHONY: help setup demo versions bench gpu check docs test test-real test-e2e test-all nightly \
 	nightly-part faults faults-random census trl-tests compatibility lock release clean
 
 help:
@@ -21,19 +21,20 @@ help:
 	@echo "make demo MODE=agent        an agent that must call a tool, in an environment; whole hunts one round ahead"
 	@echo "make demo MODE=real         SmolLM2-135M on sums of reasoning-gym instead of a tiny model; 20 minutes"
 	@echo "make bench     figures of benchmarks/RESULTS.md; an hour, on a machine with nothing else to do"
-	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/gpu.md)"
+	@echo "make gpu       what one GPU shows, in half an hour at most; needs a GPU and its own Python (docs/evidence/gpu.md)"
 	@echo "make test      pure functions, forked ranks, the fake engine: 5 minutes on two cores"
 	@echo "make test-real vLLM engines, DeepSpeed, started processes"
 	@echo "make test-e2e  real launches of two nodes: parity, bytes, every way to end"
 	@echo "make test-all  these three; make nightly: all tests"
-	@echo "make faults    tests of faults, the launches too; writes docs/faults.md"
+	@echo "make faults    tests of faults, the launches too; writes docs/evidence/faults.md"
 	@echo "make faults-random N=40 SEED=0   a random process, signal, node and moment per run; half an hour"
 	@echo "make trl-tests DIR=...   TRL's own tests, from a checkout of TRL, under this library's classes (half an hour)"
-	@echo "make compatibility   docs/compatibility.md from the tests that say what of TRL they prove"
+	@echo "make compatibility   docs/evidence/compatibility.md from the tests that say what of TRL they prove"
 	@echo "make check     ruff, types, pages"
+	@echo "make docs      the site of docs/, in site/; fails on every warning"
 	@echo "make census    what the package weighs: tokens by room, complexity, settings, pages, tests"
 	@echo "make versions  contract and engine tests with the oldest and newest TRL, transformers and vLLM; half an hour"
-	@echo "make lock      resolve requirements/cpu.in again"
+	@echo "make lock      resolve requirements/*.in again"
 	@echo "make release   wheel, notes and tag of the version in trl_multinode/__init__.py; ARGS=--dry-run: no tag"
 
 setup: $(VENV)/.warm
@@ -55,7 +56,7 @@ $(VENV)/.real: requirements/real.txt $(VENV)/.installed
 	python -m pip install --quiet --no-deps --require-hashes --no-build-isolation -r requirements/real.txt
 	@touch $@
 
-# Both ends of the ranges in pyproject.toml against the real TRL, transformers and vLLM; writes docs/versions.md
+# Both ends of the ranges in pyproject.toml against the real TRL, transformers and vLLM; writes docs/evidence/versions.md
 versions: setup
 	python requirements/versions.py
 
@@ -64,7 +65,7 @@ bench: setup
 	python benchmarks/sync.py
 	python benchmarks/few_rows.py
 	python benchmarks/loader_calls.py
-	python benchmarks/projection.py --png docs/projection.png
+	python benchmarks/projection.py --png docs/operate/projection.png
 	python benchmarks/transports.py
 	python benchmarks/lora.py
 	python benchmarks/overlap.py
@@ -88,6 +89,16 @@ check: $(VENV)/.installed
 	ruff format --check .
 	mypy
 	python docs/check_pages.py
+
+# An environment of its own: the site needs nothing of the stack. Not `--quiet`, with which no warning counts
+DOCS_VENV := $(VENV)-docs
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+$(DOCS_VENV)/.installed: requirements/docs.txt
+	$(PYTHON) -m venv --clear $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/docs.txt
+	@touch $@
 
 # The parts of the tests. A file's tests stay in one process, as they share engines; the most expensive files begin.
 PYTEST := python -m pytest --dist loadfile --no-loadscope-reorder
@@ -122,7 +133,7 @@ nightly-part: setup
 faults: setup
 	PYTHONPATH=evidence python -m pytest tests -m fault -p fault_record --durations 15
 
-# RECORD=1 writes the table into docs/faults.md
+# RECORD=1 writes the table into docs/evidence/faults.md
 faults-random: setup
 	python evidence/random_faults.py $(if $(N),--runs $(N)) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record)
 
@@ -135,16 +146,17 @@ census: setup
 	python evidence/census.py
 
 compatibility: setup
-	rm -f docs/compatibility.json
+	rm -f docs/evidence/compatibility.json
 	PYTHONPATH=evidence python -m pytest tests -m feature -p compatibility
 
 lock: setup
 	python requirements/lock.py
 	python requirements/lock.py real
+	python requirements/lock.py docs
 
 # Publishes nothing: it prints the commands that do. ARGS: --dry-run
 release: setup
 	python requirements/release.py $(ARGS)
 
 clean:
-	rm -rf outputs build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf outputs site build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -25,7 +25,7 @@ from statistics import mean
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 RESULTS = Path(__file__).parent / "results"
-PICTURE = ROOT / "docs" / "dynamic-sampling.png"
+PICTURE = ROOT / "docs" / "use" / "dynamic-sampling.png"
 ARMS = ("off", "on")
 NUM_GENERATIONS = 8
 TARGET = 0.9  # expected reward at which runs are compared, and end

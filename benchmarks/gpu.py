@@ -4,11 +4,11 @@
     python benchmarks/gpu.py --stages be        # some stages; results of the others on this machine stay
     python benchmarks/gpu.py --rehearse         # the same code on a CPU with a tiny model; figures mean nothing
     python benchmarks/gpu.py --list             # jobs and stages
-    python benchmarks/gpu.py --table            # write the tables of docs/gpu.md and docs/executed.md from the results
+    python benchmarks/gpu.py --table            # write the tables of docs/evidence/gpu.md and executed.md again
 
-Stages (docs/gpu.md): a log-probs over syncs, b host transport, c CUDA IPC, d swap while requests are frozen, e GRPO
-steps and balanced micro-batches, f TRL's colocation, g LoRA, h FP8, i rows of 32k tokens, j two GPUs. Results are
-written after each job. Exit code: 0 no stage failed, 1 a stage failed, 2 no stage can run on this machine.
+Stages (docs/evidence/gpu.md): a log-probs over syncs, b host transport, c CUDA IPC, d swap while requests are frozen,
+e GRPO steps and balanced micro-batches, f TRL's colocation, g LoRA, h FP8, i rows of 32k tokens, j two GPUs. Results
+are written after each job. Exit code: 0 no stage failed, 1 a stage failed, 2 no stage can run on this machine.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from gpu_kit.running import OUT_OF_TIME, describe, run_job, why_not, without_fig
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results" / "gpu.json"
-DOCS = FOLDER.parent / "docs"
-PAGE, EXECUTED = DOCS / "gpu.md", DOCS / "executed.md"
+PAGES = FOLDER.parent / "docs" / "evidence"
+PAGE, EXECUTED = PAGES / "gpu.md", PAGES / "executed.md"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

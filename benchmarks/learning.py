@@ -28,7 +28,7 @@ from statistics import mean
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 RESULTS = Path(__file__).parent / "results"
-PICTURE = ROOT / "docs" / "staleness-learning.png"
+PICTURE = ROOT / "docs" / "use" / "staleness-learning.png"
 ARMS = ("staleness_0", "staleness_1", "in_flight_3", "control")
 NUM_GENERATIONS, NUM_ROWS = 8, 256
 CHECKPOINTS = (80, 120)  # optimizer steps after which runs are compared

@@ -1,7 +1,8 @@
-"""Picture of the readable log: `docs/log.svg`, printed by rich from the logs of a run.
+"""Picture of the readable log: `docs/operate/log.svg`, printed by rich from the logs of a run.
 
-`python benchmarks/log_picture.py` draws the recorded run in `docs/log.json` again. With the `output_dir` of a run of
-several nodes, whose `trainer_state.json` or `history.jsonl` has the logs, it first records the last steps of that run.
+`python benchmarks/log_picture.py` draws the recorded run in `docs/operate/log.json` again. With the `output_dir` of a
+run of several nodes, whose `trainer_state.json` or `history.jsonl` has the logs, it first records the last steps of
+that run.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from trl_multinode.reporting.lines import node_table, other_line, step_line
 
-DOCS = Path(__file__).parents[1] / "docs"
+PAGES = Path(__file__).parents[1] / "docs" / "operate"
 WIDTH = 112  # of the picture, which a README shows about 830 pixels wide; longer lines are wrapped
 STEPS = 4  # lines before the table, which is that of the last one
 
@@ -51,14 +52,14 @@ def draw(recorded: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", help="output_dir of a run to record; default: docs/log.json")
+    parser.add_argument("folder", type=Path, nargs="?", help="output_dir of a run to record; default: log.json")
     options = parser.parse_args()
-    recording = DOCS / "log.json"
+    recording = PAGES / "log.json"
     if options.folder is not None:
         recorded = record(options.folder)
         lines = ",\n".join(map(json.dumps, recorded["logs"]))
         recording.write_text(f'{{"max_steps": {recorded["max_steps"]}, "logs": [\n{lines}\n]}}\n')
-    draw(json.loads(recording.read_text()), DOCS / "log.svg")
+    draw(json.loads(recording.read_text()), PAGES / "log.svg")
 
 
 if __name__ == "__main__":

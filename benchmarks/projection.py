@@ -3,9 +3,9 @@
     python benchmarks/projection.py                                prints the tables, writes results/projection.json
     python benchmarks/projection.py --nic 200 --gpu-host 20        other hardware: prints only
     python benchmarks/projection.py --unlocked worker --rails 1    other settings: prints only
-    python benchmarks/projection.py --png docs/projection.png      the picture
+    python benchmarks/projection.py --png docs/operate/projection.png      the picture
 
-`trl_multinode/tools/plan/sync_seconds.py` has the formula, which `trl-multinode plan` uses too. docs/projection.md
+`trl_multinode/tools/plan/sync_seconds.py` has the formula, which `trl-multinode plan` uses too. docs/operate/sizing.md
 explains the tables.
 
 The arithmetic has to predict the measured cells of `sync_whole_tensors.json` first: those of a run before large

@@ -1,4 +1,4 @@
-"""What grows with nodes, where no other benchmark has it: the figures of docs/scaling.md.
+"""What grows with nodes, where no other benchmark has it: the figures of docs/operate/sizing.md.
 
 python benchmarks/scaling.py            # two minutes on one core; writes results/scaling.json
 python benchmarks/scaling.py --tables   # only prints the tables of the page again
@@ -149,7 +149,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def tables(found: dict) -> dict[str, str]:
-    """Return the tables of docs/scaling.md by name."""
+    """Return the tables of docs/operate/sizing.md by name."""
     batch = [
         [nodes, str(cell["rows"]), f"{cell['node']:.2f}", f"{cell['world']:.2f}", f"{found['node_tokens'][nodes]:.2f}"]
         for nodes, cell in found["fixed_batch"].items()

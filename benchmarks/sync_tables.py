@@ -21,9 +21,9 @@ def lora(found: dict) -> str:
     figures = [[f"`{key}`", found[key]] for key in [*keys, "generation_slowdown", "base_digest_identical"]]
     return (
         f"## LoRA\n\n{found['model_parameters'] / 1e6:.0f} M parameters, rank {found['lora_rank']} on every linear "
-        f"layer, {found['ranks']} ranks under ZeRO-3, vLLM on the same cores (`benchmarks/lora.py`, docs/lora.md). "
-        f"Weights compared bit by bit over {found['syncs_between_digests']} syncs. Log-probs of engines and trainer: "
-        f"at most {max(found['logprob_difference'].values()):.0e} apart.\n\n"
+        f"layer, {found['ranks']} ranks under ZeRO-3, vLLM on the same cores (`benchmarks/lora.py`, "
+        f"docs/inside/weight-sync.md). Weights compared bit by bit over {found['syncs_between_digests']} syncs. "
+        f"Log-probs of engines and trainer: at most {max(found['logprob_difference'].values()):.0e} apart.\n\n"
         + table(["", *arms], rows) + "\n" + table(["", ""], figures)
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def projection(found: dict) -> str:
     rates = [f"- {each['what']}: <{each['source']}>" for each in found["inputs"].values() if each["source"]]
     return (
         "## Projection of the weight sync\n\n**Not measured on a GPU.** Arithmetic of "
-        "`trl_multinode/tools/plan/sync_seconds.py`, explained in [projection.md](../docs/projection.md); first what "
+        "`trl_multinode/tools/plan/sync_seconds.py`, explained in [sizing.md](../docs/operate/sizing.md); first what "
         f"it says of the cells of {MEASURED} (worst error {found['worst_error']:.0%}, limit {found['limit']:.0%}).\n\n"
         + table(["model", "nodes", "link", "", "measured, s", "arithmetic, s", "error"], checked) + "\n"
         + "\n".join(f"**{title}**\n\n{table(heads, rows)}" for title, heads, rows in projected_tables(found))

@@ -82,7 +82,7 @@ LONG_TAIL = """## Completions of very different lengths
 
 One rank and one vLLM engine, a core each; rows in groups of 8, lengths log-normal (median {median} tokens, at most
 {longest}, sigma {sigmas[0]} common to a group and {sigmas[1]} of each row). Training is a computation of fixed length
-in the place of a trainer's step; `benchmarks/long_tail.py` explains the arms and figures, docs/long-tail.md the
+in the place of a trainer's step; `benchmarks/long_tail.py` explains the arms and figures, docs/use/ahead.md the
 settings. The aim for `in_flight_3` at g/t 1: at least 1.8 times as fast as `drain_1`, at most 1.25 times the ideal.
 It is undecided where two equal arms (`control_ratio`) differ by more than a quarter.
 """
@@ -96,7 +96,7 @@ def balance(found: dict) -> str:
     rows += [[f"`{key}`", *(run["arms"]["balanced"][key] for run in runs)] for key in shares]
     rows += [["`gradient_rel_diff`", *(f"{run['gradient_rel_diff']:.1e}" for run in runs)]]
     columns = [f"{run['ranks']} ranks, {run['rows']} rows" for run in runs]
-    head = "## Balanced micro-batches\n\nSee docs/balance.md (`benchmarks/balance.py`).\n\n"
+    head = "## Balanced micro-batches\n\nSee docs/use/balance.md (`benchmarks/balance.py`).\n\n"
     return head + table(["", *columns], rows)
 
 
@@ -125,7 +125,7 @@ BALANCE_NODES = """## Balance over nodes
 Lock-step efficiency on nodes of 7 ranks by rows of a rank, simulated with the real planner on lengths with a median of
 {lengths[median]} and at most {lengths[longest]} tokens (`benchmarks/balance.py --nodes`): `balance_across="node"`;
 `"world"`, with pools of at most {pool_rows} rows and {pool_ranks} ranks; and one pool of all rows. The last three
-columns are those of `"world"` with 32 and 128 rows. See docs/balance.md.
+columns are those of `"world"` with 32 and 128 rows. See docs/use/balance.md.
 
 """
 

@@ -1,8 +1,8 @@
 """Check the pages without pytest: `python docs/check_pages.py`. Each fault is one line, `file:line: fault`.
 
-Links and anchors resolve; files and names that a page mentions exist; Python blocks parse; the commands of bash and
-console blocks are parsed by their programs; a page that a program writes is what it would write now; a page that
-lists names of the code has all of them.
+Links and anchors resolve, and lead from docs/index.md to every page; files and names that a page mentions exist;
+Python blocks parse; the commands of bash and console blocks are parsed by their programs; a page that a program writes
+is what it would write now; the page of the errors has all of them.
 """
 
 import argparse
@@ -34,10 +34,9 @@ ABSOLUTE = re.compile(re.escape(PROJECT["urls"]["Homepage"]) + r"/(?:blob|tree)/
 SOURCES = ("trl_multinode", "tests", "benchmarks", "docs", "evidence", "examples", "requirements")
 MENTION = re.compile(r"([\w/.-]*\w\.py)\b(?:(?:::|: )([\w.]+))?")  # `file.py: Name`, `file.py::test`
 
-SHELL = {"bash", "cd", "exec", "exit", "export", "set", "source", "trap"}
+SHELL = {"bash", "exec", "exit", "export", "trap"}
 # Programs of others, which are not parsed; a command of ours among their words is
-OTHERS = {"docker", "enroot", "getent", "git", "head", "hf", "hostname", "ip", "kubectl", "sbatch", "scancel",
-          "scontrol", "scp", "sinfo", "sky", "squeue", "srun", "ssh", "trackio"}  # fmt: skip
+OTHERS = {"getent", "git", "ip", "kubectl", "sbatch", "srun"}
 PLACEHOLDERS = {"K": "0", "HOST0": "10.0.0.1"}  # of the pages, for a node's number and for the address of node 0
 FLAGS = "--machine_rank 0 --main_process_ip HOST0"  # what `trl-multinode flags` prints
 
@@ -53,23 +52,50 @@ def prose(text: str) -> str:
 
 
 @cache
-def anchors(path: Path) -> set[str]:
-    """Return the anchors that GitHub gives to the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", prose(path.read_text()), re.MULTILINE)
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub and the site give to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", prose(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def broken_links(page: Path) -> Iterator[Fault]:
+@cache
+def links(page: Path) -> list[tuple[int, str, Path, str]]:
+    """Return line, text, file and anchor of each link of a page into this repository."""
+    found = []
     for number, line in enumerate(prose(page.read_text()).splitlines(), 1):
         for link in re.findall(r"\]\(([^)\s]+)\)", line):
             file, _, anchor = ABSOLUTE.sub("/", link).partition("#")
             if "://" in file or file.startswith("mailto:"):
                 continue
-            target = ROOT / file[1:] if file.startswith("/") else page.parent / file if file else page
-            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target.resolve())):
-                yield number, f"the link {link} leads nowhere"
-            elif page.name == "README.md" and page.parent == ROOT and link == file:
-                yield number, f"the link {link} must be absolute, because PyPI shows this page too"
+            base = ROOT if file.startswith("/") else page.parent
+            target = (base / file.lstrip("/")).resolve() if file else page
+            found.append((number, link, target, anchor))
+    return found
+
+
+def broken_links(page: Path) -> Iterator[Fault]:
+    for number, link, target, anchor in links(page):
+        if not target.exists():
+            yield number, f"the link {link} leads nowhere"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield number, f"the link {link} leads to no heading"
+        elif page == ROOT / "README.md" and "://" not in link:
+            yield number, f"the link {link} must be absolute, because PyPI shows this page too"
+
+
+def unreachable_pages() -> Iterator[str]:
+    """Yield the pages of docs/ to which no chain of links leads from docs/index.md."""
+    seen, waiting = set(), [DOCS / "index.md"]
+    while waiting:
+        page = waiting.pop()
+        if page in seen or page not in PAGES:
+            continue
+        seen.add(page)
+        if page.is_relative_to(DOCS):
+            waiting += [target for _, _, target, _ in links(page)]
+    for page in PAGES:
+        if page.is_relative_to(DOCS) and page not in seen:
+            yield f"{page.relative_to(ROOT)}:1: no link from docs/index.md leads here"
 
 
 @cache
@@ -107,7 +133,7 @@ def blocks(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def commands(block: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line and the words of each command; a quote or a backslash at its end continues a line."""
+    """Yield the line and the words of each command; a backslash at its end continues a line."""
     if assigned := re.search(r'(\w+)="?\$\((trl-multinode flags[^()]*)\)"?', block):
         block = re.sub(rf'"?\$\{{?{assigned[1]}\b\}}?"?', FLAGS, block).replace(assigned[0], assigned[2])
     block = re.sub(r'"?\$\(trl-multinode flags[^()]*\)"?', FLAGS, block)
@@ -115,24 +141,18 @@ def commands(block: str) -> Iterator[tuple[int, list[str]]]:
     pending, first = "", 1
     for number, line in enumerate(block.splitlines(), 1):
         first = first if pending else number
-        pending += line.removesuffix("\\") if line.endswith("\\") else f"{line}\n"
-        lexer = shlex.shlex(pending, posix=True, punctuation_chars=";&|<>")
-        lexer.whitespace_split = True
-        try:
-            words = [] if line.endswith("\\") else list(lexer)
-        except ValueError:  # an open quote
-            continue
+        pending += line.removesuffix("\\")
         if line.endswith("\\"):
             continue
+        lexer = shlex.shlex(pending, posix=True, punctuation_chars=";&|<>")
+        lexer.whitespace_split = True
         pending, command = "", []
-        for word in [*words, ";"]:
+        for word in [*lexer, ";"]:
             if re.fullmatch(r"[;&|<>]+", word):
                 yield from [(first, command)] if command and command[0] != "TARGET" else []
                 command = ["TARGET"] if word[0] in "<>" else []  # the file of a redirection
             elif command or not re.fullmatch(r"\w+=.*", word, re.DOTALL):
                 command.append(PLACEHOLDERS.get(word, re.sub(r"\$\{?\w+\}?", "0", word)))
-    if pending:
-        raise Refused(f"a quote is open at the end of a block: {pending}")
 
 
 def check(words: list[str]) -> None:
@@ -286,15 +306,9 @@ def check_make(words: list[str]) -> None:
             raise Refused(f"the Makefile has no {name}")
 
 
-def check_pip(words: list[str]) -> None:
-    named = {name for word in words for group in re.findall(r"\[([\w,]+)\]", word) for name in group.split(",")}
-    if words[0] != "install" or not named <= PROJECT["optional-dependencies"].keys():
-        raise Refused(f"extras {sorted(named)}, pyproject.toml has {sorted(PROJECT['optional-dependencies'])}")
-
-
 PARSERS: dict[str, Callable[[list[str]], None]] = {
     "accelerate": check_launch, "trl-multinode": check_own, "python": check_python, "python3": check_python,
-    "make": check_make, "pip": check_pip,
+    "make": check_make,
 }  # fmt: skip
 
 
@@ -320,7 +334,7 @@ def bad_blocks(page: Path) -> Iterator[Fault]:
 def refused(block: str) -> Iterator[Fault]:
     try:
         found = list(commands(block))
-    except Refused as error:
+    except ValueError as error:  # an open quote
         yield 1, str(error)
         return
     for line, words in found:
@@ -377,10 +391,10 @@ def generated() -> Iterator[tuple[Path, str, str]]:
 
     for name, text in write_api.render().items():
         yield write_api.PAGES / name, text, "python docs/write_api.py"
-    yield DOCS / "settings.md", write_api.settings_page(), "python docs/write_api.py"
-    yield DOCS / "faults.md", fault_table.page(fault_table.recorded()), "python evidence/fault_table.py"
-    yield DOCS / "compatibility.md", compatibility.page(compatibility.recorded()), "python evidence/compatibility.py"
-    yield DOCS / "versions.md", versions.page(json.loads(versions.RECORD.read_text())), "make versions"
+    yield write_api.SETTINGS, write_api.settings_page(), "python docs/write_api.py"
+    yield fault_table.PAGE, fault_table.page(fault_table.recorded()), "python evidence/fault_table.py"
+    yield compatibility.PAGE, compatibility.page(compatibility.recorded()), "python evidence/compatibility.py"
+    yield versions.PAGE, versions.page(json.loads(versions.RECORD.read_text())), "make versions"
     yield ROOT / "benchmarks" / "RESULTS.md", table.render(), "python benchmarks/table.py"
 
 
@@ -393,30 +407,22 @@ def stale_pages() -> Iterator[str]:
     import scaling
 
     for part in scaling.tables(json.loads(scaling.RESULTS.read_text())).values():
-        if part not in (DOCS / "scaling.md").read_text():
-            yield "docs/scaling.md:1: lacks a table of `python benchmarks/scaling.py --tables`"
+        if part not in (DOCS / "operate" / "sizing.md").read_text():
+            yield "docs/operate/sizing.md:1: lacks a table of `python benchmarks/scaling.py --tables`"
 
 
-def incomplete_lists() -> Iterator[str]:
-    """Yield names of the code that a page should list."""
-    wanted = [("docs/index.md", page.name, f"({page.name}") for page in DOCS.glob("*.md") if page.name != "index.md"]
-    errors = [node.name for node in class_nodes("errors.py")]
-    wanted += [("docs/errors.md", name, f"### `{name}`") for name in errors]
-    for page, name, text in wanted:
-        if text not in (ROOT / page).read_text():
-            yield f"{page}:1: lacks {name}"
-
-
-def class_nodes(file: str) -> list[ast.ClassDef]:
-    tree = ast.parse((ROOT / "trl_multinode" / file).read_text())
-    return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+def missing_errors() -> Iterator[str]:
+    page = DOCS / "operate" / "errors.md"
+    for node in ast.parse((ROOT / "trl_multinode" / "errors.py").read_text()).body:
+        if isinstance(node, ast.ClassDef) and f"`{node.name}`" not in page.read_text():
+            yield f"{page.relative_to(ROOT)}:1: lacks {node.name}"
 
 
 def main() -> int:
     """Print the faults of all pages."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "PET_", "CUDA_"))]:
         del os.environ[name]  # a launch would take this machine's job and GPUs for its own
-    faults = [*stale_pages(), *incomplete_lists()]
+    faults = [*stale_pages(), *missing_errors(), *unreachable_pages()]
     with stand_in_for_math_verify():
         for page in PAGES:
             for line, fault in [*broken_links(page), *lost_paths(page), *bad_blocks(page)]:

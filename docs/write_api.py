@@ -1,11 +1,12 @@
-"""Write docs/api/ from the docstrings of public names, and the table of docs/settings.md: `python docs/write_api.py`.
+"""Write docs/api/ from the docstrings of public names, and the table of docs/use/settings.md.
 
-It imports nothing of the package but `settings.py`, which declares the settings. docs/public-names.md says which names
-are public. docs/check_pages.py reports pages that are not those of the code.
+`python docs/write_api.py` imports nothing of the package but `settings.py`, which declares the settings.
+CONTRIBUTING.md lists the public names. docs/check_pages.py reports pages that are not those of the code.
 """
 
 import ast
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from trl_multinode import settings as declared  # noqa: E402
 
 PACKAGE, PAGES = ROOT / "trl_multinode", ROOT / "docs" / "api"
-SETTINGS = ROOT / "docs" / "settings.md"
+SETTINGS = ROOT / "docs" / "use" / "settings.md"
 TABLE_BEGINS = "<!-- Written by docs/write_api.py from trl_multinode/settings.py. -->"
 TABLE_ENDS = "<!-- End of that table. -->"
 HEADER = "<!-- Written by docs/write_api.py from docstrings. Change those, and run it again. -->\n"
@@ -106,8 +107,8 @@ def pages() -> list[Page]:
     fields = entries(PACKAGE / "config.py", "NodeFields")
     trainers = [one for path in trainer_files() for one in entries(path, r"MultiNode\w+Trainer")]
     of_node = with_methods(entries(PACKAGE / "node_trainer.py", "NodeTrainer"), PUBLIC_METHODS)
-    settings = f"{TWO_NAMES} [settings.md](../settings.md) has them on one screen, with the defaults."
-    messages = "[errors.md](../errors.md) has the causes and the cures."
+    settings = f"{TWO_NAMES} [settings.md](../use/settings.md) has them on one screen, with the defaults."
+    messages = "[errors.md](../operate/errors.md) has the causes and the cures."
     return [
         Page("configs.md", "Configs", settings, {"": [*configs, *fields]}),
         Page("trainers.md", "Trainers", f"{TWO_NAMES} All other methods are TRL's.", {"": trainers + of_node}),
@@ -187,12 +188,21 @@ def bold(item: str) -> str:
 
 
 def linked(text: str, where: dict[str, str]) -> str:
-    """Turn references into links: names of these pages, and pages of docs/."""
+    """Turn references into links: names of the API pages, and pages of docs/."""
     code = re.split(r"(```.*?```)", text, flags=re.DOTALL)
     for at in range(0, len(code), 2):
         part = re.sub(r"\[`~?([\w.]+)`\](?:\(\w+\.py\))?", lambda match: reference(match[1], where), code[at])
-        code[at] = re.sub(r"(?<![/\w(])docs/([\w-]+\.md)", r"[\1](../\1)", part)
+        code[at] = with_page_links(part, PAGES)
     return "".join(code)
+
+
+def with_page_links(text: str, folder: Path) -> str:
+    """Link each page of docs/ that a text names by its path, for a page in `folder`."""
+
+    def link(match: re.Match) -> str:
+        return f"[{Path(match[0]).name}]({os.path.relpath(ROOT / match[0], folder)})"
+
+    return re.sub(r"(?<![/\w(])docs/[\w/-]+\.md", link, text)
 
 
 def reference(name: str, where: dict[str, str]) -> str:
@@ -217,17 +227,17 @@ def index(all_pages: list[Page]) -> str:
     rows = [
         f"| [{page.title}]({page.file}) | {', '.join(f'`{title}`' for title in page.titles)} |" for page in all_pages
     ]
-    about = "Pages from the docstrings of the [public names](../public-names.md). Commands have `--help`."
+    about = "From the docstrings of the [public names](../../CONTRIBUTING.md#public-names). Commands have `--help`."
     return "\n".join([HEADER, "# API\n", f"{about}\n", "| page | names |", "|---|---|", *rows, ""])
 
 
 def settings_page() -> str:
-    """Text of docs/settings.md with the table of the settings as they are declared."""
+    """Text of docs/use/settings.md with the table of the settings as they are declared."""
     before, _, rest = SETTINGS.read_text().partition(TABLE_BEGINS)
     _, _, after = rest.partition(TABLE_ENDS)
     rows = ["| setting | type | default | range | meaning |", "|---|---|---|---|---|"]
     for one in declared.DESCRIBED:
-        meaning = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", one.text).replace("|", "\\|")
+        meaning = with_page_links(one.text, SETTINGS.parent).replace("|", "\\|")
         kind = one.kind.replace("typing.", "")
         rows.append(f"| `{one.name}` | {kind} | {one.default} | {one.range} | {meaning} |")
     return f"{before}{TABLE_BEGINS}\n" + "\n".join(rows) + f"\n{TABLE_ENDS}{after}"

@@ -1,20 +1,20 @@
-"""pytest plugin of `make compatibility`: it writes docs/compatibility.md from the results of the marked tests.
+"""pytest plugin of `make compatibility`: it writes docs/evidence/compatibility.md from the results of marked tests.
 
 `PYTHONPATH=evidence python -m pytest tests -m feature -p compatibility` loads it. A test has a mark of what it proves:
 `feature(group, row, engine="vllm" | "fake" | "none", refused=False)`. Without `engine` it is vLLM's for tests marked
 `engine`, else the fake's. A test of a refusal records its message: `record_property("message", ...)`.
 
-`python evidence/compatibility.py` writes the page from docs/compatibility.json, without tests that are gone.
+`python evidence/compatibility.py` writes the page from docs/evidence/compatibility.json, without tests that are gone.
 """
 
 import json
 from collections import defaultdict
 
 import pytest
-from fault_table import DOCS, TESTS
+from fault_table import PAGES, TESTS
 
-RECORD = DOCS / "compatibility.json"
-PAGE = DOCS / "compatibility.md"
+RECORD = PAGES / "compatibility.json"
+PAGE = PAGES / "compatibility.md"
 ENGINES = {"vllm": "vLLM", "fake": "fake engine", "none": "no engine"}
 HEADER = """\
 # TRL features that work here

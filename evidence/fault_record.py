@@ -1,4 +1,4 @@
-"""pytest plugin of `make faults`: it marks the tests of faults with their rows, and writes docs/faults.md at the end.
+"""pytest plugin of `make faults`: it marks the tests of faults with their rows and writes docs/evidence/faults.md.
 
 `PYTHONPATH=evidence python -m pytest tests -m fault -p fault_record` loads it. A test in `tests/faults` gets the mark
 `fault` with the rows in its name; tests elsewhere have their rows in their name or in a mark of their own. A test that

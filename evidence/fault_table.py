@@ -1,8 +1,8 @@
-"""docs/faults.md: a table of all faults, with the tests that inject them and the seconds that these measured.
+"""docs/evidence/faults.md: a table of all faults, with the tests that inject them and the seconds that these measured.
 
-`tests/faults/rows.toml` has the faults, docs/faults.json what tests recorded (`make faults`), the sources of the tests
-which test belongs to which row. `python evidence/fault_table.py` writes the page from the three, without the recorded
-tests that have another name by now.
+`tests/faults/rows.toml` has the faults, docs/evidence/faults.json what tests recorded (`make faults`), the sources of
+the tests which test belongs to which row. `python evidence/fault_table.py` writes the page from the three, without the
+recorded tests that have another name by now.
 """
 
 import ast
@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS, DOCS = ROOT / "tests", ROOT / "docs"
-RECORD = DOCS / "faults.json"
+TESTS, PAGES = ROOT / "tests", ROOT / "docs" / "evidence"
+RECORD, PAGE = PAGES / "faults.json", PAGES / "faults.md"
 NAMED_TESTS = 2  # of a row; the record has all
 NOT_RUN = " (not run yet)"
 HEADER = """\
@@ -170,7 +170,7 @@ def write(record: dict) -> None:
     """Write the record, without tests that are gone, and the page."""
     record["tests"] = dict(sorted(still_there(record["tests"]).items()))
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    (DOCS / "faults.md").write_text(page(record))
+    PAGE.write_text(page(record))
 
 
 if __name__ == "__main__":

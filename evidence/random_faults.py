@@ -46,7 +46,7 @@ def draw(runs: int, seed: int) -> list[Fault]:
 
 
 def lines_of(faults: list[Fault], outcomes: list[Outcome], seed: int) -> list[str]:
-    """The section of docs/faults.md."""
+    """The section of docs/evidence/faults.md."""
     went_on = sum(outcome.result == "goes on" for outcome in outcomes)
     ended = [outcome for outcome in outcomes if outcome.result == "ends"]
     again = sum(bool(outcome.continued) for outcome in ended)
@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", action="store_true", help="write the table into docs/faults.md")
+    parser.add_argument("--record", action="store_true", help="write the table into docs/evidence/faults.md")
     arguments = parser.parse_args()
     faults, outcomes = draw(arguments.runs, arguments.seed), []
     with tempfile.TemporaryDirectory() as name:

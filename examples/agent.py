@@ -5,9 +5,9 @@
         --max_completion_length 2048 --output_dir outputs/agent
 
 The prompt names a box; a note in it names a second box, whose note says where the treasure is. The answer is the color
-of that third box. Two calls of the tool `open_box` lead there; a guess is right in one case of seven. `docs/agents.md`
-has the rules for tools and environments, and a run of `make demo MODE=agent`: this trainer on two nodes of one
-machine, without a GPU.
+of that third box. Two calls of the tool `open_box` lead there; a guess is right in one case of seven.
+`docs/use/agents.md` has the rules for tools and environments, and a run of `make demo MODE=agent`: this trainer on two
+nodes of one machine, without a GPU.
 """
 
 import itertools

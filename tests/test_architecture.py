@@ -1,7 +1,7 @@
 """The tree is the architecture: who imports whom, who touches which library, who calls a collective.
 
 Everything is read from the sources. A test that fails here after a change asks a question: is the new arrow meant?
-Then change the table in the same commit; the table of the rooms is in docs/architecture.md.
+Then change the table in the same commit; the table of the rooms is in docs/inside/architecture.md.
 """
 
 import ast
@@ -24,13 +24,14 @@ ROOM_ROW = re.compile(r"^\| `([\w.]+?)(?:/|\.py)` \| [^|]* \| [^|]* \| ?([\w ]*)
 
 
 def rooms_of(page: str) -> dict[str, set[str]]:
-    """Return room -> rooms that it imports besides `errors`, from the table of docs/architecture.md."""
+    """Return room -> rooms that it imports besides `errors`, from the table of docs/inside/architecture.md."""
     return {room: set(row.split()) for room, row in ROOM_ROW.findall(page)}
 
 
+PAGE = (ROOT / "docs" / "inside" / "architecture.md").read_text()
 # From top to bottom: a room (a folder of the package, or a file beside them) imports exactly the rooms of its row, and
 # these stand further down
-ARROWS = rooms_of((ROOT / "docs" / "architecture.md").read_text())
+ARROWS = rooms_of(PAGE)
 
 # Rooms that may import a library; "lazily": only inside functions.
 LIBRARIES = {
@@ -141,7 +142,7 @@ def belongs(name: str, library: str) -> bool:
 
 def test_each_room_imports_exactly_its_row():
     """Every room may import `errors`, so the table leaves it out."""
-    assert set(ARROWS) == ROOMS, "docs/architecture.md has one row for each room"
+    assert set(ARROWS) == ROOMS, "docs/inside/architecture.md has one row for each room"
     differing = {}
     for name in ROOMS:
         modules = [module for module in MODULES if room(module) == name]
@@ -244,7 +245,7 @@ def test_what_the_engine_calls_in_every_worker_is_a_method_of_the_extension():
 
 
 def section(title: str) -> str:
-    return (ROOT / "docs" / "architecture.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
 def nodes_of_runs() -> Iterator[tuple[str, ast.AST]]:

@@ -26,7 +26,7 @@ def test_a_trainer_with_a_vllm_of_its_own_is_refused_with_its_place_in_trl(name,
     for kind in ("Trainer", "Config"):
         with pytest.raises(AttributeError, match=rf"{name}{kind} .*trl.experimental.{folder} "):
             getattr(trl_multinode, f"{name}{kind}")
-    with pytest.raises(ImportError, match=r"docs/trainers\.md"):
+    with pytest.raises(ImportError, match=r"docs/use/trainers\.md"):
         __import__("trl_multinode", fromlist=[f"{name}Trainer"])
     assert find_spec(f"trl.experimental.{folder}") is not None
 

@@ -68,7 +68,8 @@ def test_a_name_that_has_moved_is_an_error_with_version_cure_and_page(monkeypatc
     with pytest.raises(AttributeError, match="NoSuchName") as error, replaced(grpo_trainer, "NoSuchName", None):
         pass
     versions = ["trl 1.17.0", trl_multinode.__version__, f"`pip install '{WORKS}'`"]
-    assert all(word in str(error.value) for word in ["trl.trainer.grpo_trainer", *versions, "docs/upgrading.md"])
+    parts = ["trl.trainer.grpo_trainer", *versions, "docs/inside/upgrading.md"]
+    assert all(part in str(error.value) for part in parts)
     assert not hasattr(grpo_trainer, "NoSuchName")
 
 
@@ -108,7 +109,7 @@ def test_an_experimental_trainer_that_trl_lacks_is_a_plain_error(monkeypatch):
     without_gold(monkeypatch)
     with pytest.raises(ImportError, match=r"trl_multinode\.GOLDTrainer") as error:
         trl_multinode.GOLDTrainer  # noqa: B018
-    parts = [f"trl {VERSION}", "trl.experimental.gold", libraries.upgrade_command(), "docs/upgrading.md"]
+    parts = [f"trl {VERSION}", "trl.experimental.gold", libraries.upgrade_command(), "docs/inside/upgrading.md"]
     assert all(part in str(error.value) for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""Every trainer of the installed TRL that uses vLLM is in docs/trainers.md: with a class here, or with the reason."""
+"""Every trainer of the installed TRL that uses vLLM is in docs/use/trainers.md: with a class here, or a reason."""
 
 import ast
 import os
@@ -15,7 +15,7 @@ import trl_multinode
 
 pytestmark = pytest.mark.nightly  # the lock pins TRL
 TRL = Path(trl.__file__).parent
-PAGE = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "use" / "trainers.md").read_text()
 USES = {"VLLMGeneration", "VLLMClient", "vllm"}  # names, and a package, by which a module generates or scores
 
 

@@ -1,4 +1,4 @@
-"""docs/upgrading.md lists every internal name of another library that this package uses, and the installed one has it.
+"""docs/inside/upgrading.md lists every internal name of other libraries that is used, and the installed ones have it.
 
 A scan of our sources finds these names, and the page lists them. A failure after an upgrade gives the name that moved;
 its row on the page says what to do. The scan cannot find a private name on an object other than `self` if a class of
@@ -51,7 +51,7 @@ def is_ours(kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table in docs/upgrading.md."""
+    """One line of a table in docs/inside/upgrading.md."""
 
     library: str
     modules: tuple[str, ...]  # of the library; every one has the names
@@ -70,7 +70,7 @@ def quoted(cell: str) -> tuple[str, ...]:
 
 def rows() -> list[Row]:
     library, found = "", []
-    for line in (ROOT / "docs" / "upgrading.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "inside" / "upgrading.md").read_text().splitlines():
         if line.startswith("## "):
             library = line.removeprefix("## ").lower()
         elif line.startswith("| `"):
@@ -225,7 +225,7 @@ def test_each_internal_name_that_is_used_is_listed_with_the_files_that_use_it():
         listed = set().union(*(row.files for row in ROWS if name in row.words()))
         if files - listed:
             missing[name] = sorted(files - listed)
-    assert len(used()) > 100 and not missing, "docs/upgrading.md has no row, or no file in it, for these"
+    assert len(used()) > 100 and not missing, "docs/inside/upgrading.md has no row, or no file in it, for these"
 
 
 # ---- the installed library has it
@@ -286,7 +286,7 @@ def test_the_installed_libraries_have_the_names():
                 if not any(has(module, name) for name in names.split(" or ")):
                     files = ", ".join(sorted(row.files))
                     lost.append(f"{row.library} {installed(row.library)}: {module} has no {names}, used by {files}")
-    assert not lost, "the rows of docs/upgrading.md say what to do"
+    assert not lost, "the rows of docs/inside/upgrading.md say what to do"
 
 
 def calls_of_super(kind: type) -> set[str]:

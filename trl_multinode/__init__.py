@@ -4,8 +4,8 @@
 from trl_multinode import GRPOConfig, GRPOTrainer   # instead of: from trl import GRPOConfig, GRPOTrainer
 ```
 
-TRL's other trainers that generate with vLLM keep their names here too (docs/trainers.md). Every other public name of
-`trl` is TRL's own, so a script changes only `trl` to `trl_multinode` in `from trl import`.
+TRL's other trainers that generate with vLLM keep their names here too (docs/use/trainers.md). Every other public name
+of `trl` is TRL's own, so a script changes only `trl` to `trl_multinode` in `from trl import`.
 """
 
 import os
@@ -61,7 +61,7 @@ _HOMES = {"GRPOConfig": "config", "GRPOTrainer": "trainer"} | {
     for kind in ("Config", "Trainer")
 }
 
-# TRL's experimental trainers that start or drive vLLM themselves -> their folder; docs/trainers.md has the reasons
+# TRL's experimental trainers that start or drive vLLM themselves -> their folder; docs/use/trainers.md has the reasons
 _OWN_VLLM = {"OnlineDPO": "online_dpo", "AsyncGRPO": "async_grpo", "AsyncDistillation": "async_distillation"}
 
 
@@ -104,7 +104,7 @@ def _raise_missing(name: str, exported: list[str]) -> NoReturn:
     near = get_close_matches(name, [*_HOMES, *exported], n=1)
     text = f"neither {__name__} nor trl has a name {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
     if folder := _OWN_VLLM.get(name.removesuffix("Trainer").removesuffix("Config")):
-        text = f"{name} drives vLLM itself and has no node mode: docs/trainers.md has the reason. Use TRL's own: "
+        text = f"{name} drives vLLM itself and has no node mode: docs/use/trainers.md has the reason. Use TRL's own: "
         text += f"`from trl.experimental.{folder} import {name}`"
     # in `from trl_multinode import name` Python would put a message of its own in the place of an `AttributeError`'s
     if sys._getframe(2).f_code.co_name == "_handle_fromlist":
@@ -123,7 +123,8 @@ def _report_without_node_mode(name: str) -> None:
         from .run.reporter import report
 
         report(
-            f"{name} is TRL's own: it has no node mode, and generates as TRL does. docs/trainers.md has the others."
+            f"{name} is TRL's own: it has no node mode, and generates as TRL does. "
+            "docs/use/trainers.md lists the trainers with node mode."
         )
 
 

@@ -1,6 +1,7 @@
 """Names of other libraries: replace one while a context is open, and explain an import that fails without one.
 
-docs/upgrading.md lists every internal name of another library that this package uses, and what to do when it moves.
+docs/inside/upgrading.md lists every internal name of another library that this package uses, and what to do when it
+moves.
 """
 
 import json
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 LIBRARIES = ("trl", "transformers", "accelerate", "deepspeed", "peft", "torch", "datasets", "huggingface_hub")
-PAGE = "docs/upgrading.md lists where this package uses the library's internals."
+PAGE = "docs/inside/upgrading.md lists where this package uses the library's internals."
 
 
 @contextmanager

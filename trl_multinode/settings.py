@@ -1,7 +1,8 @@
 """Every setting of node mode, declared once: type, unit, range, default and meaning.
 
 [`NodeFields`] adds these fields to TRL's configs, [`NodeSettings`] is what the library reads of any config, and
-`docs/write_api.py` writes docs/settings.md and docs/api/ from them. This module loads neither TRL nor transformers.
+`docs/write_api.py` writes docs/use/settings.md and docs/api/ from them. This module loads neither TRL nor
+transformers.
 """
 
 import numbers
@@ -99,7 +100,7 @@ class Settings:
         30.0,
         "Silence of a rank or a node after which the run ends on all nodes, from the first weight sync on; before "
         "it, `engine_start_timeout` is the limit. A rank that uses the CPU but holds Python's interpreter lock is "
-        "only named, and ends the run after `stuck_timeout`. 0: no limit. See docs/running.md.",
+        "only named, and ends the run after `stuck_timeout`. 0: no limit. See docs/start/running.md.",
     )
     stuck_timeout: Annotated[float, SECONDS_OR_OFF] = setting(
         600.0,
@@ -109,7 +110,7 @@ class Settings:
     engine_restarts: Annotated[int, Number(least=0, most=1e6)] = setting(
         2,
         "How often each engine is started again when its processes die or stall. The ranks then send it the current "
-        "weights, and its rows are generated again. 0: the end of an engine ends the run. See docs/running.md.",
+        "weights, and its rows are generated again. 0: the end of an engine ends the run. See docs/start/running.md.",
     )
     engine_restart_copy: bool = setting(
         False,
@@ -123,20 +124,21 @@ class Settings:
         "sent in ranges. The node reserves two of them in `/dev/shm` before its engines start. Peak extra memory is "
         "three buckets on a local main process, and two, the largest layer and the worker's part of it in each "
         "worker of an engine. Only a tensor into which an adapter is merged is sent in one piece. See "
-        "docs/weight-sync.md.",
+        "docs/inside/weight-sync.md.",
     )
     weight_transport: Annotated[str, OneOf(WEIGHT_TRANSPORTS)] = setting(
         "auto",
         "Memory through which weights reach the engines of a node: 'host' (shared, page-locked with GPUs), 'ipc' "
         "(the local main process's GPU, opened by the engines), 'nccl' (broadcast to the engines' GPUs). 'auto' "
         "selects one that has been executed on such a machine, so far always 'host', and logs the reason. See "
-        "docs/weight-sync.md.",
+        "docs/inside/weight-sync.md.",
     )
     lora_sync: Annotated[str, OneOf(("auto", "adapter", "merged"))] = setting(
         "auto",
         "Weights that a sync sends for a model with LoRA adapters. 'adapter': the frozen weights once, then only the "
         "adapter, which vLLM applies to them. 'merged': all weights every time, with the adapter merged bucket by "
-        "bucket. 'auto': 'adapter' if vLLM can serve it, else 'merged' with the reason logged. See docs/lora.md.",
+        "bucket. 'auto': 'adapter' if vLLM can serve it, else 'merged' with the reason logged. See "
+        "docs/inside/weight-sync.md.",
     )
     rollout_seed: Annotated[int | None, Number(least=0, most=1e18), DefaultIs("none")] = setting(
         None,
@@ -153,7 +155,7 @@ class Settings:
         "pays off when the lengths of completions differ much. Every step then trains on the groups that are "
         "complete, so their order differs from that of the dataset; every group is trained exactly once, and "
         "`max_age` bounds how long it stays open. From 1 on TRL's importance-sampling correction is required, which "
-        "becomes the off-policy correction. See docs/overlap.md and docs/long-tail.md.",
+        "becomes the off-policy correction. See docs/use/ahead.md.",
     )
     max_age: Annotated[int | None, Number("generation rounds", least=1), DefaultIs("3 x `max_staleness`")] = setting(
         None,
@@ -178,7 +180,7 @@ class Settings:
     micro_batch_tokens: Annotated[int | None, Number("slots", least=1), DefaultIs("TRL's micro-batches")] = setting(
         None,
         "Largest rows x padded length of a micro-batch. The rows of every optimizer step are regrouped into "
-        "micro-batches of similar cost. Every row, its prompt included, must fit. See docs/balance.md.",
+        "micro-batches of similar cost. Every row, its prompt included, must fit. See docs/use/balance.md.",
     )
     balance_across: Annotated[str, OneOf(("world", "node"))] = setting(
         "world",
@@ -190,27 +192,27 @@ class Settings:
         False,
         "Before step 1, run the longest rows that the settings allow through forward and backward, and a round of "
         "them through the engines, so that a lack of memory shows in the first minutes. Weights, optimizer, random "
-        "states and later completions are the same with and without. See docs/rehearsal.md.",
+        "states and later completions are the same with and without. See docs/use/checkpoints.md.",
     )
     save_minutes: Annotated[float | None, Number("min", above=0, most=1e6), DefaultIs("none")] = setting(
         None,
         "Save a checkpoint whenever so many minutes have passed since the last one, at the end of an optimizer step, "
-        "in addition to those of `save_strategy`. See docs/rehearsal.md.",
+        "in addition to those of `save_strategy`. See docs/use/checkpoints.md.",
     )
     preemption_grace: Annotated[float, SECONDS] = setting(
         600.0,
         "Longest time for the end of the optimizer step and a checkpoint after a SIGTERM or SIGHUP, or the signal "
         "named in `TRL_MULTINODE_PREEMPT_SIGNAL`. torchrun leaves 30 s after these two, unless "
         "`TORCH_ELASTIC_SHUTDOWN_TIMEOUT` is set before the launch. The default is what the job files of "
-        "`trl-multinode render` leave. See docs/running.md.",
+        "`trl-multinode render` leave. See docs/use/checkpoints.md.",
     )
     call_timeout: Annotated[float | None, SECONDS, DefaultIs("none")] = setting(
         None,
         "Time after which a call of a reward function, of a tool, or of the `reset` of an environment that has not "
         "returned ends the run, with a line that has its name, the rank, the place in its code and the row. It must "
         "let other threads run: a call into C that holds the interpreter's lock is not seen. Set it above the longest "
-        "round of rewards. It also holds for async functions, not for reward models. See docs/scoring.md and "
-        "docs/agents.md.",
+        "round of rewards. It also holds for async functions, not for reward models. See docs/use/rewards.md and "
+        "docs/use/agents.md.",
     )
     tool_errors: Annotated[str, OneOf(("answer", "raise"))] = setting(
         "answer",
@@ -225,7 +227,7 @@ class Settings:
         "and, with rounds ahead, beside training. The number is that of each rank's processes for sync reward "
         "functions that hold the interpreter. With 0 they run in the group's thread, except for TRL's "
         "`accuracy_reward` and `reasoning_accuracy_reward`, which need a main thread. Needs groups that do not "
-        "straddle ranks. See docs/scoring.md.",
+        "straddle ranks. See docs/use/rewards.md.",
     )
     score_with_batch: Annotated[list[str] | None, DefaultIs("none")] = setting(
         None,
@@ -237,12 +239,12 @@ class Settings:
         "Further prompts that a place in the round tries while all completions of its group get the same reward, "
         "which teaches nothing: 8 is a good value, 0 trains such groups. If all fail, the last group is kept, and if "
         "that happens to all groups of all ranks in one round, the run ends. Needs `score_groups`. Steps, epochs "
-        "and rows per rank stay the same. See docs/dynamic-sampling.md.",
+        "and rows per rank stay the same. See docs/use/rewards.md.",
     )
     hub_push_must_succeed: bool = setting(
         False,
         "End the run if a push to the Hub still fails after retries. Otherwise the run reports the failure with the "
-        "command that repeats the push. See docs/hub.md.",
+        "command that repeats the push. See docs/use/checkpoints.md.",
     )
 
 

@@ -19,7 +19,7 @@ def obstacle(num_gpus: int) -> str | None:
     if num_gpus == 0 and "torch" not in missing:
         return "torch sees no GPU here: run this on a machine with one, or rehearse the stages with --rehearse."
     if missing:
-        return f"{', '.join(missing)} not installed: `pip install '.[gpu]'` (docs/gpu.md, also without a network)."
+        return f"{', '.join(missing)} not installed: `pip install '.[gpu]'` (docs/evidence/gpu.md has the versions)."
     return None
 
 

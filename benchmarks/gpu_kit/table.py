@@ -1,10 +1,10 @@
-"""Table of `docs/gpu.md` and GPU column of `docs/executed.md`, from `gpu.json` alone."""
+"""Table of `docs/evidence/gpu.md` and GPU column of `docs/evidence/executed.md`, from `gpu.json` alone."""
 
 from .record import FAILED, PASSED
 
 BEGIN, END = "<!-- table from benchmarks/results/gpu.json: begin -->", "<!-- table: end -->"
 NEVER = "No run on a GPU is recorded. `make gpu` makes one."
-# First cell of a row of docs/executed.md -> the stages, or the beginnings of their keys, that must all have passed
+# First cell of a row of executed.md -> the stages, or the beginnings of their keys, that must all have passed
 EVIDENCE = {
     "engine start, generation, TP 2, several engines": ("a", "j"),
     "weights through host shared memory (`host`)": ("b",),

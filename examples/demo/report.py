@@ -1,7 +1,8 @@
 """Report of a demo run: `summary.json`, `reward.png` and a table per step, from the files in the run's folder.
 
-`docs/demo.md` explains each key of the summary and its measurement. `python report.py FOLDER` repeats the report;
-`python report.py FOLDER RECORD` also writes RECORD.json and RECORD.png, to be kept, and prints the table as Markdown.
+`docs/start/demo.md` explains each key of the summary and its measurement. `python report.py FOLDER` repeats the
+report; `python report.py FOLDER RECORD` also writes RECORD.json and RECORD.png, to be kept, and prints the table as
+Markdown.
 """
 
 import json

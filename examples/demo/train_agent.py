@@ -30,7 +30,7 @@ def make_config(options: argparse.Namespace) -> GRPOConfig:
         max_completion_length=96,  # of a whole hunt, the contents of the boxes included
         max_tool_calling_iterations=3,
         max_staleness=1,  # whole hunts run beside training
-        vllm_importance_sampling_mode="token_truncate",  # docs/overlap.md says why
+        vllm_importance_sampling_mode="token_truncate",  # docs/use/ahead.md says why
         vllm_importance_sampling_clip_max=2.0,
         call_timeout=60.0,
         learning_rate=5e-4,

@@ -91,7 +91,7 @@ def test_the_alarms_limit_is_that_of_the_dtype_to_which_deepspeed_casts_the_mode
 
 @pytest.mark.nightly  # `test_sources.py` has the weights, `weights/` the untied head
 def test_zero_2_and_zero_3_with_and_without_offload_give_the_same_gradients_with_an_untied_head(launched):
-    """TRL 1.16 alone fails here under ZeRO-3: see docs/notes.md."""
+    """TRL 1.16 alone fails here under ZeRO-3: see docs/inside/notes.md."""
     found = [launched("ours", settings) for settings in ("ZERO3", "ZERO2", "OFFLOAD")]
     assert all(run["world"] == 2 and run["difference"] < 1e-3 for run in found)
     for other in found[1:]:

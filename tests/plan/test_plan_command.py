@@ -1,4 +1,4 @@
-"""The command: what it prints of a model, its exit codes and its errors; docs/plan.md holds its output."""
+"""The command: what it prints of a model, its exit codes and its errors; docs/operate/sizing.md holds its output."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from trl_multinode.tools import main
 from trl_multinode.tools.plan.hardware import GIB
 from trl_multinode.tools.plan.training import FREE_SHARE
 
-PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "operate" / "sizing.md").read_text()
 FLAGS = ["--nodes", "4x8", "--completion", "4096", "--rows", "256"]
 
 

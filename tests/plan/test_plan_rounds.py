@@ -8,7 +8,7 @@ from plan_kit import size, task
 from trl_multinode.tools.plan.engine_memory import EngineMemory, cache_blocks, engine_memory, parallel_degrees
 from trl_multinode.tools.plan.rounds import Decoder, Rows, drained, generate, lengths, mixed
 
-# test_plan_command.py compares the numbers of docs/plan.md, which change with each formula
+# test_plan_command.py compares the numbers of docs/operate/sizing.md, which change with each formula
 pytestmark = pytest.mark.nightly
 PLAN = task("7B")
 ROWS = Rows(256, 512, 4791.0, 32768)
@@ -41,7 +41,7 @@ def test_rows_take_their_steps_wait_for_the_cache_and_have_a_tail():
 
 
 def test_a_round_takes_as_long_as_in_the_simulation_of_the_docs():
-    """docs/splits.md: 389 s on one engine of a 7B model on an H100, 214 GPU-seconds with full engines."""
+    """docs/operate/sizing.md: 389 s on one engine of a 7B model on an H100, 214 GPU-seconds with full engines."""
     one = generate(ROWS, on(1), decoder(), open_rounds=4)
     assert one.seconds == pytest.approx(389, rel=0.15) and one.full_s == pytest.approx(214, rel=0.15)
 

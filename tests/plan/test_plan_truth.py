@@ -21,7 +21,7 @@ from trl_multinode.tools.plan.training import (
     state_bytes,
 )
 
-# test_plan_command.py compares the numbers of docs/plan.md, which change with each formula
+# test_plan_command.py compares the numbers of docs/operate/sizing.md, which change with each formula
 pytestmark = pytest.mark.nightly
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DIMENSIONS = {

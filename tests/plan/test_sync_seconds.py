@@ -17,7 +17,7 @@ from trl_multinode.tools.plan.sync_seconds import (
     stage_seconds,
 )
 
-# test_plan_command.py compares the numbers of docs/plan.md, which change with each formula
+# test_plan_command.py compares the numbers of docs/operate/sizing.md, which change with each formula
 pytestmark = pytest.mark.nightly
 GB = 1e9
 RATES = Rates(nic=50 * GB, locked=40 * GB, pageable=10 * GB, nvlink=300 * GB, device=1250 * GB, pack=200 * GB,

@@ -1,4 +1,4 @@
-"""Metrics of an interval: tokens, FLOPs, memory and seconds of all ranks; docs/log.md names each of them."""
+"""Metrics of an interval: tokens, FLOPs, memory and seconds of all ranks; docs/operate/observe.md names each."""
 
 import math
 import sys

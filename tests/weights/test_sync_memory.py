@@ -50,7 +50,7 @@ def test_a_worker_needs_the_tensor_and_at_most_two_buckets(measured):
 
 
 def test_a_worker_of_vllm_needs_a_layer_three_times_on_a_cpu(tmp_path):
-    """Its tensors as they came, the new layer, and the packed copy, which a GPU does not make: docs/weight-sync.md."""
+    """Its tensors as they came, the new layer, and a packed copy, which a GPU does not make: inside/weight-sync.md."""
     model = tiny_qwen2(vocab_size=393_216)  # 96 MiB, also the head; of less, glibc keeps freed blocks
     layer = model.get_input_embeddings().weight.nbytes
     with running_engines(model, tmp_path, TREE) as engines:

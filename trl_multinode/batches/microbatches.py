@@ -2,7 +2,7 @@
 
 The accumulating calls of `training_step` only collect TRL's slices; the last call runs all micro-steps through
 transformers' own `training_step`. TRL's `training_step` calls both, and counts steps and seconds. The gradient equals
-TRL's: `docs/balance.md` has the formula.
+TRL's: `docs/use/balance.md` has the formula.
 """
 
 import contextlib
@@ -232,7 +232,7 @@ class Balance:
             self.metrics, self._slice_rows = before
 
     def scale(self, rows: int) -> float:
-        """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/balance.md."""
+        """Return the factor that makes a micro-batch's loss its part of TRL's loss: see docs/use/balance.md."""
         return rows / self._slice_rows if self._trainer.is_mean_over_rows else 1.0
 
     def train(self, model: torch.nn.Module, micro_step: Callable[[Tensors], torch.Tensor]) -> torch.Tensor:

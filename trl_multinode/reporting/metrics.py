@@ -1,4 +1,4 @@
-"""Metrics of an interval between two logs, computed from the numbers of all ranks. docs/log.md lists the names."""
+"""Metrics of an interval between two logs, from the numbers of all ranks. docs/operate/observe.md lists the names."""
 
 import math
 from dataclasses import dataclass, fields

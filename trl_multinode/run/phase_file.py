@@ -9,7 +9,7 @@ from .reporter import warn
 
 
 class PhaseFile(LineFile):
-    """JSON-lines file of one rank. docs/timeline.md describes the fields.
+    """JSON-lines file of one rank. docs/operate/observe.md describes the fields.
 
     Args:
         folder (`Path`):

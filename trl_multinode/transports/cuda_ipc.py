@@ -36,7 +36,8 @@ class OpenedDeviceSlots(OpenedSlots):
 class DeviceSlots(Slots):
     """Slots on the local main process's GPU. The workers open them through CUDA IPC, so no bytes pass the host.
 
-    The engines run on the same GPU or on others of the node with peer access to it. docs/gpu.md lists where this ran.
+    The engines run on the same GPU or on others of the node with peer access to it. docs/evidence/gpu.md lists
+    where this ran.
 
     Args:
         num_bytes (`int`):

@@ -101,7 +101,7 @@ class Replay:
         self.llm = SimpleNamespace(llm_engine=engine)  # asked for by TRL's tool loop
 
     def sync_weights(self):
-        if self._first:  # TRL 1.16 cannot train an untied head under ZeRO-3 without: docs/notes.md
+        if self._first:  # TRL 1.16 cannot train an untied head under ZeRO-3 without: docs/inside/notes.md
             keep_head_during_backward(self._model)
         self._first = False
 

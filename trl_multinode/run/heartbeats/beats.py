@@ -3,8 +3,8 @@
 A collective waits for a stopped process, a frozen node or a cut link until `ddp_timeout`, and nothing ends: no process
 has died. So the watch thread of every rank writes twice a second what its main thread does and since when. The first
 rank of a node whose own heartbeat is fresh writes one key per node and second, `beat/<node>`, with the states of all
-its ranks; it also reads the CPU time of a rank that is silent. docs/notes.md explains what is judged, and by whom;
-`run/heartbeats/judges.py` does it.
+its ranks; it also reads the CPU time of a rank that is silent. docs/start/running.md explains what is judged, and by
+whom; `run/heartbeats/judges.py` does it.
 """
 
 import json

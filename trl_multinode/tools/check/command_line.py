@@ -32,7 +32,7 @@ def own_parser() -> argparse.ArgumentParser:
         "Report what `accelerate launch` would run on this node, and every problem with its cure. With --wait, on "
         "every node, meet the other nodes at --main_process_ip and --main_process_port; nodes that are missing, have "
         "the rank of another one or other versions are named. Then run COMMAND, which is the usual `accelerate launch "
-        "...`, and end with the exit code of the run (docs/errors.md)."
+        "...`, and end with the exit code of the run (docs/operate/errors.md)."
     )
     parser.epilog = "Any other flag is one of `accelerate launch`, as in --machine_rank 1 --main_process_ip HOST0."
     parser.add_argument("file", help="config file of `accelerate launch`; give it before any flag")

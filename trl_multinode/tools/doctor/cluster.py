@@ -64,7 +64,7 @@ def examine_cluster(case: Case, report: NodeReport, timeout_s: float) -> Cluster
         return ClusterReport([report], findings=[Finding("error", "roll-call", NO_PLACE, "see the errors above")])
     verdict = asyncio.run(call(place, _hello(case, report)))
     if verdict.code:
-        cure = "docs/errors.md explains the lines of the roll-call"
+        cure = "docs/operate/errors.md explains the lines of the roll-call"
         lines = [line.removeprefix("error: ") for line in verdict.lines]
         return ClusterReport([report], findings=[Finding("error", "roll-call", line, cure) for line in lines])
     try:

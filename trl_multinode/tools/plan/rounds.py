@@ -9,7 +9,7 @@ from .engine_memory import WEIGHT_BYTES, EngineMemory
 from .hardware import Gpu
 from .model_size import ModelSize
 
-# Assumed shares of the data sheet's rates, about those of the simulation behind docs/splits.md
+# Assumed shares of the data sheet's rates, about those of the simulation behind docs/operate/sizing.md
 READ_SHARE, CACHE_SHARE, MATRIX_SHARE = 0.9, 0.78, 0.6
 STEP_S = 1.5e-3  # assumed, per token step: launches and sampling
 REDUCE_S = 10e-6  # assumed, per all-reduce between an engine's GPUs; two per layer

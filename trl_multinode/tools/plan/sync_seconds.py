@@ -14,7 +14,7 @@ N nodes of R training ranks each; an engine spreads the weights over T GPUs. Rat
     commit   B / (T pack)                                      the engine's packing of the weights
 
 `copy` is in a thread of the local main process and `load` in each worker, which copies a bucket and then loads it. A
-side whose memory is not page-locked copies at `pageable`. docs/projection.md has the source of each rate.
+side whose memory is not page-locked copies at `pageable`. docs/operate/sizing.md has the source of each rate.
 """
 
 from collections.abc import Iterable

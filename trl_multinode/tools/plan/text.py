@@ -117,7 +117,7 @@ def assumptions(task: Task) -> Iterator[str]:
     )
     if task.model.routed:
         yield "Experts train as fast as dense layers with as many operations, which is optimistic."
-    yield "Syncs go through host memory and take the seconds of docs/projection.md."
+    yield "Syncs go through host memory and take the seconds of docs/operate/sizing.md."
 
 
 def _measured_assumptions(task: Task) -> Iterator[str]:
