@@ -83,6 +83,7 @@ def our_rank(path: Path, rank: int) -> Callable[[], Callable]:
             topology=f"rank {rank}",
             phases=lambda name: nullcontext(),
             start_engines=lambda *_: engines,
+            updates=SimpleNamespace(),  # `NodeGeneration` leaves a hook there
             step=lambda: 0,
         )
         generation = NodeGeneration(

@@ -52,7 +52,7 @@ RUN_LIMIT_S = 1800.0
 
 def lag_weights(trainer, rounds: int) -> None:
     """The engine gets the weights of `rounds` syncs ago, and is none the wiser."""
-    sync, history = trainer.host.sync, deque(maxlen=rounds + 1)
+    sync, history = trainer.host.updates.sync, deque(maxlen=rounds + 1)
 
     def lagged(version):
         parameters = list(trainer.model.parameters())
@@ -62,7 +62,7 @@ def lag_weights(trainer, rounds: int) -> None:
         copy_into(parameters, history[-1])
         return timings
 
-    trainer.host.sync = lagged
+    trainer.host.updates.sync = lagged
 
 
 def copy_into(parameters, values) -> None:

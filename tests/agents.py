@@ -27,7 +27,7 @@ import trl_multinode
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode.engine.client import EngineClient, Rollout
 from trl_multinode.engine.stream import Peeking, Request
-from trl_multinode.host import NodeHost
+from trl_multinode.host.updates import Updates
 from trl_multinode.weights.timings import SyncTimings
 from trl_multinode.wire.messages import WeightVersion
 
@@ -234,19 +234,19 @@ def engines_here(
 ) -> Iterator[None]:
     """Let trainers that are built inside have a [`ScriptedEngine`] of this process."""
 
-    def start_engines(host, model, processing_class, keywords):
-        host._model, host._dtype = model, torch.float32
-        host.engines = host.ahead_engines = kind(model, speak, turn_s)
-        return host.engines
+    def start(updates, model, processing_class, keywords):
+        updates.model, updates.dtype = model, torch.float32
+        updates.engines = updates.ahead_engines = kind(model, speak, turn_s)
+        return updates.engines
 
-    def sync(host, version) -> SyncTimings:
-        host.engines.update(version)
+    def sync(updates, version) -> SyncTimings:
+        updates.engines.update(version)
         return SyncTimings()
 
     with (
-        mock.patch.object(NodeHost, "start_engines", start_engines),
-        mock.patch.object(NodeHost, "sync", sync),
-        mock.patch.object(NodeHost, "_end_engines", lambda host: host.watch.forget_processes()),
+        mock.patch.object(Updates, "start", start),
+        mock.patch.object(Updates, "sync", sync),
+        mock.patch.object(Updates, "end"),
     ):
         yield
 

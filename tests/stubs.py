@@ -53,6 +53,7 @@ class StubEngines:
 class StubHost:
     def __init__(self, settings: NodeSettings):
         self.settings = settings
+        self.updates = self
         self.phases = Phases()
         self.engines = StubEngines()
         self.synced: list[WeightVersion] = []
@@ -95,8 +96,8 @@ def build(
     **keywords,
 ) -> NodeGeneration:
     host = StubHost(NodeSettings(rollout_seed=rollout_seed, max_staleness=max_staleness))
-    host.ahead_engines = ahead_engines
-    host.engines.client = StubClient(truncated_logprobs)
+    host.updates.ahead_engines = ahead_engines
+    host.updates.engines.client = StubClient(truncated_logprobs)
     accelerator = SimpleNamespace(process_index=rank, wait_for_everyone=lambda: None)
     return NodeGeneration(host=host, model=None, accelerator=accelerator, processing_class=None, **keywords)
 

@@ -29,17 +29,18 @@ ROWS = [{"prompt": f"{i} + {i} =", "answer": 2 * i} for i in range(40)]
 
 
 class Host:
-    """The two methods of a `NodeHost`, with a real meeting."""
+    """The agreement of a `NodeHost`, with a real meeting."""
 
     def __init__(self, rank: int, store: StoreHost):
         self.topology = topology_of(rank)
         client = connect_store(self.topology, 0, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
         self._meeting = Meeting(self.topology, client, str)
+        self.agreement = self
 
     def facts(self) -> Facts:
         return Facts(self.topology)
 
-    def agree(self, facts: Facts) -> list[Disagreement]:
+    def compare(self, facts: Facts) -> list[Disagreement]:
         return disagreements(self._meeting, self.topology, facts)
 
 
@@ -291,12 +292,12 @@ def test_arguments_and_checkpoint_are_compared_again_when_training_begins(tmp_pa
 def test_a_fact_that_one_rank_of_a_node_lacks_is_named_by_all(tmp_path, store):
     def body(rank: int) -> list[str]:
         host = Host(rank, store)
-        facts = host.facts()
+        facts = host.agreement.facts()
         for number in range(300):
             facts.add(f"fact {number}", number, by_node=number % 2 == 0)
         if rank == 2:
             del facts.texts["node1", "fact 8"]
-        return [str(one) for one in host.agree(facts)]
+        return [str(one) for one in host.agreement.compare(facts)]
 
     with forked(body, RANKS, tmp_path) as ranks:
         assert [rank.result for rank in ranks] == [

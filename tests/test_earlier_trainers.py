@@ -10,12 +10,13 @@ from datasets import Dataset
 from forks import forked
 from waiting import HANG_S
 
-import trl_multinode.host.ending as host_module
+import trl_multinode.host.closing as host_module
 from multinode_kit.engines import FAKE
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from multinode_kit.waiting import wait_until
 from trl_multinode import GRPOConfig, GRPOTrainer
-from trl_multinode.host import NodeHost
+from trl_multinode.host.closing import Closing
+from trl_multinode.host.rank import RankContext
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.topology import EngineDevices
 from trl_multinode.run.watch.watchdog import Watchdog
@@ -57,7 +58,7 @@ def test_the_engines_of_a_collected_trainer_end(tmp_path, monkeypatch):
         found["ended_before_the_next"] = has_ended(engine, 0.0) and len(host_module._with_engines) == 1
         second.train()
         found["limit_without_a_limit"] = second.max_completion_length
-        engine, dropped, folder = engine_of(second), weakref.ref(second), second.host._fleet.folder
+        engine, dropped, folder = engine_of(second), weakref.ref(second), second.host.updates._fleet.folder
         del second
         gc.collect()
         found["collected_after_training"] = dropped() is None
@@ -74,16 +75,22 @@ def test_the_engines_of_a_collected_trainer_end(tmp_path, monkeypatch):
     }, one.text  # fmt: skip
 
 
+class Hosts(list):
+    add = list.append
+
+
 def host(gpus: str = "7", share: float | None = None, launched: bool = False, **engine_kwargs) -> SimpleNamespace:
     """A host with one engine per letter of `gpus`, that notes what is done to it."""
     done: list[str] = []
-    made = SimpleNamespace(
+    rank = SimpleNamespace(
         settings=NodeSettings(vllm_gpu_memory_utilization=share, engine_kwargs=engine_kwargs),
         devices=EngineDevices(tuple((gpu,) for gpu in gpus) or ((),), shared_with_training=False),
-        topology=SimpleNamespace(launched=launched, is_local_main=True), _trainer=lambda: made, done=done,
-        close=lambda: done.append("close"), _end_engines=lambda: done.append("end"), _report=done.append,
+        topology=SimpleNamespace(launched=launched, is_local_main=True), is_collected=False, report=done.append,
     )  # fmt: skip
-    made._leaves_room_for = lambda other: NodeHost._leaves_room_for(made, other)
+    made = SimpleNamespace(
+        _rank=rank, done=done, close=lambda: done.append("close"), end_engines=lambda: done.append("end")
+    )
+    made._takes_gpus_of = lambda other: Closing._takes_gpus_of(made, other)
     return made
 
 
@@ -100,17 +107,17 @@ def host(gpus: str = "7", share: float | None = None, launched: bool = False, **
 )
 def test_a_cell_that_is_run_again_gets_the_gpus_of_the_trainer_that_it_replaces(monkeypatch, earlier, new, ends):
     """A name is bound again only when the new trainer is built, so the earlier one is not collected yet."""
-    monkeypatch.setattr(host_module, "_with_engines", [earlier, new])
-    NodeHost._make_room(new)
+    monkeypatch.setattr(host_module, "_with_engines", Hosts([earlier, new]))
+    Closing.make_room(new)
     assert earlier.done == (["close"] if ends else [])
     assert len(new.done) == ends and all("need the GPUs of an earlier trainer's" in line for line in new.done)
 
 
 def test_ranks_of_a_launch_wait_for_each_other_only_at_their_end(monkeypatch):
     earlier, collected, new = host(launched=True), host("1", launched=True), host(launched=True)
-    collected._trainer = lambda: None
-    monkeypatch.setattr(host_module, "_with_engines", [earlier, collected, new])
-    NodeHost._make_room(new)
+    collected._rank.is_collected = True
+    monkeypatch.setattr(host_module, "_with_engines", Hosts([earlier, collected, new]))
+    Closing.make_room(new)
     assert earlier.done == collected.done == ["end"] and len(new.done) == 1
 
 
@@ -119,18 +126,20 @@ def test_the_step_outlives_the_trainer_and_does_not_keep_it():
         state = SimpleNamespace(global_step=3)
 
     ended: list[object] = []
-    made, trainer = NodeHost.__new__(NodeHost), Trainer()
-    made.watch, made.topology = SimpleNamespace(end_with=ended.append), SimpleNamespace(launched=False)
-    made.follow(trainer)
-    assert made.step() == 3 and not ended
+    rank, trainer = RankContext.__new__(RankContext), Trainer()
+    rank.watch, rank.topology = SimpleNamespace(end_with=ended.append), SimpleNamespace(launched=False)
+    closing = Closing.__new__(Closing)
+    closing._rank = rank
+    closing.follow(trainer)
+    assert rank.step() == 3 and not ended and not rank.is_collected
     del trainer
-    assert made.step() == 3 and ended == [made._close_unattended]
+    assert rank.step() == 3 and ended == [closing._unattended] and rank.is_collected
 
 
 def test_the_watch_thread_ends_with_what_it_was_given_even_if_that_fails(capsys):
-    made = NodeHost.__new__(NodeHost)
+    made = Closing.__new__(Closing)
     made.close = lambda: (watch.close(), 1 / 0)
     watch = Watchdog(SimpleNamespace(launched=False, world_size=1, rank=0, node=0, local_ranks=[0]))
-    watch.end_with(made._close_unattended)
+    watch.end_with(made._unattended)
     watch._thread.join(LIMIT_S)
     assert not watch._thread.is_alive() and "ZeroDivisionError" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine.environment import engine_environment
 from trl_multinode.engine.settings import CPU_ENVIRONMENT
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.host import NodeHost
+from trl_multinode.host.rank import RankContext
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.gpu_variables import check_gpu_variables, gpu_variable, only_visible, visible_devices
 from trl_multinode.run.topology import EngineDevices, Topology, assign_engines, idle_gpus
@@ -116,10 +116,10 @@ def test_variables_that_vllm_refuses_or_that_hide_everything_are_refused_before_
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("later than the check"))
     args = MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     args.use_cpu = False
-    host = NodeHost.__new__(NodeHost)
-    host.args, host.topology = args, NODE
+    rank = RankContext.__new__(RankContext)
+    rank.args, rank.topology = args, NODE
     with pytest.raises(ConfigurationError) as error:
-        host._check()
+        rank._check()
     assert what in str(error.value) and cure in str(error.value)
 
 
@@ -145,12 +145,12 @@ def test_devices_of_other_makers_are_refused_instead_of_engines_on_the_cpu(monke
     device = SimpleNamespace(type=kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
     args = MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
-    host = NodeHost.__new__(NodeHost)
-    host.args, host.topology, host.settings = args, NODE, NodeSettings.of(args)
-    assert host._check().per_engine == ((),)  # the control: the user has asked for the CPU
+    rank = RankContext.__new__(RankContext)
+    rank.args, rank.topology, rank.settings = args, NODE, NodeSettings.of(args)
+    assert rank._check().per_engine == ((),)  # the control: the user has asked for the CPU
     args.use_cpu = False
     with refused("vllm_mode", "vllm_mode='server'", got=kind, node=1):
-        host._check()
+        rank._check()
 
 
 # ---- idle GPUs
@@ -174,9 +174,9 @@ def test_gpus_without_a_rank_and_without_an_engine_are_idle(ranks, chosen, count
 def test_idle_gpus_are_reported_once_per_node_with_the_cure(amd, monkeypatch, tmp_path, caplog):
     """A node of eight GPUs, whose engine shares the first one; only the checks before an engine starts run."""
     devices = EngineDevices((("0",),), shared_with_training=True, sender="0", idle=("7",))
-    monkeypatch.setattr(NodeHost, "_check", lambda self: devices)
-    monkeypatch.setattr("trl_multinode.host.node_host.machine_of", lambda devices: pytest.fail("stop"))
+    monkeypatch.setattr(RankContext, "_check", lambda self: devices)
+    monkeypatch.setattr("trl_multinode.host.rank.machine_of", lambda devices: pytest.fail("stop"))
     with caplog.at_level(logging.WARNING), pytest.raises(pytest.fail.Exception, match="stop"):
-        NodeHost(MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+        RankContext(MultiNodeGRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
     (line,) = [record.message for record in caplog.records if "idle" in record.message]
     assert line == f"node 0: {idle_gpus(devices)}" and "GPU 7 would be idle" in line and "(got 1 idle" in line

@@ -14,7 +14,7 @@ import pytest
 import torch
 from refusals import refused
 
-from trl_multinode.call_checks import check_dataset
+from trl_multinode.call_checks import check_context, check_dataset
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine import settings as engine_settings
 from trl_multinode.engine.environment import engine_environment
@@ -22,6 +22,9 @@ from trl_multinode.engine.settings import EngineSettings, check_vllm, engine_dty
 from trl_multinode.engine_process.vllm_backend import batch_tokens
 from trl_multinode.errors import EngineError
 from trl_multinode.host import NodeHost
+from trl_multinode.host.closing import Closing
+from trl_multinode.host.presence import Presence
+from trl_multinode.host.updates import Updates
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.endings.exit_codes import CONFIGURATION
 from trl_multinode.run.topology import EngineDevices, Topology
@@ -64,38 +67,35 @@ def test_another_engine_such_as_the_fake_one_needs_no_vllm(monkeypatch):
 
 
 def test_with_tools_the_engines_context_may_not_be_below_the_models(tmp_path):
-    host = SimpleNamespace(args=config(tmp_path, vllm_max_model_length=1024))
+    args = config(tmp_path, vllm_max_model_length=1024)
     with refused("vllm_max_model_length", got=1024, expected=4096):
-        NodeHost.check_context(host, 4096)
-    NodeHost.check_context(host, 1024)
+        check_context(args, 4096)
+    check_context(args, 1024)
 
 
-def test_after_close_nothing_large_is_held_and_the_step_is_still_known():
+def test_after_close_nothing_large_is_held():
     """`atexit` would hold it, and the next trainer of a script needs the memory."""
 
     closed: list[str] = []
 
     class Large:
-        step = 3
-
         def close(self) -> None:
             closed.append("sync")
 
-    host, large = NodeHost.__new__(NodeHost), Large()
-    host.watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
-    host._closing = threading.Lock()
-    host._progress_lines, host._warn_once = SimpleNamespace(close=lambda: None), SimpleNamespace(restore=lambda: None)
-    host._fleet, host.ahead_engines = SimpleNamespace(close=lambda engines: None), None
-    host.engines = SimpleNamespace(close=lambda: closed.append("engines"))
-    host._model = host._base = host._sync = large
-    host.step = lambda large=large: large.step
+    watch = SimpleNamespace(close=lambda: None, forget_processes=lambda: None)
+    rank = SimpleNamespace(watch=watch, topology="node 0, rank 0")
+    updates, large = Updates.__new__(Updates), Large()
+    updates._rank, updates._fleet = rank, SimpleNamespace(close=lambda engines: None)
+    updates.engines = SimpleNamespace(close=lambda: closed.append("engines"))
+    updates.ahead_engines, updates.model, updates._base, updates._sync = None, large, large, large
+    closing = Closing(rank, SimpleNamespace(end=lambda: None), updates)
     held = weakref.ref(large)
     for _ in range(2):  # file numbers belong to somebody else by the second time
-        host.close()
+        closing.close()
     del large
-    assert held() is None and host.step() == 3 and closed == ["engines", "sync"]
+    assert held() is None and closed == ["engines", "sync"]
     with pytest.raises(EngineError, match="node 0, rank 0"):
-        NodeHost.sync(SimpleNamespace(_sync=None, engines=None, topology="node 0, rank 0"), None)
+        updates.sync(None)
 
 
 @pytest.mark.fault("21")
@@ -226,17 +226,11 @@ def test_a_failed_check_in_a_single_process_ends_its_watch_and_frees_its_folder(
 
 
 def test_a_ranks_state_for_those_that_wait_for_it():
-    host = NodeHost.__new__(NodeHost)
-    host.phases, host._ends, host.ahead_engines = (
-        SimpleNamespace(current="reward", since=time.monotonic()),
-        False,
-        None,
-    )
-    host.engines, host.user_calls = SimpleNamespace(rows_left=12), []
-    assert re.fullmatch(r"in phase reward since \d\d:\d\d:\d\d", host._state())
-    host.phases.current = "generate"
-    assert host._state() == "generating, 12 rows left"
-    host.engines, host.ahead_engines = SimpleNamespace(rows_left=0), SimpleNamespace(rows_left=5)
-    assert host._state() == "generating, 5 rows left"
-    host._ends = True
-    assert host._state() == "which has closed its trainer or ended its script"
+    phases = SimpleNamespace(current="reward", since=time.monotonic())
+    presence = Presence(SimpleNamespace(phases=phases))
+    presence.work["generate"] = lambda: "12 rows left"
+    assert re.fullmatch(r"in phase reward since \d\d:\d\d:\d\d", presence.state())
+    phases.current = "generate"
+    assert presence.state() == "generating, 12 rows left"
+    presence._ends = True
+    assert presence.state() == "which has closed its trainer or ended its script"

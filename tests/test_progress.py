@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 from waiting import HANG_S, until
 
-from trl_multinode.host import NodeHost
+from trl_multinode.host.presence import Presence
+from trl_multinode.host.updates import Updates
 from trl_multinode.run import progress, reporter
 from trl_multinode.run.phases import Phases
 from trl_multinode.run.progress import ProgressLines
@@ -118,18 +119,18 @@ def test_an_error_in_a_line_does_not_end_the_thread(monkeypatch, capsys):
 
 
 def test_a_host_knows_what_is_left_in_its_phases(tmp_path):
-    host = SimpleNamespace(
-        engines=SimpleNamespace(rows_left=3), ahead_engines=SimpleNamespace(rows_left=2), step=lambda: 8,
-        _sync=SimpleNamespace(num_gathered=3, buckets=range(5)), args=SimpleNamespace(output_dir=tmp_path),
-        user_calls=[],
-    )  # fmt: skip
+    presence = Presence(SimpleNamespace(step=lambda: 8, args=SimpleNamespace(output_dir=tmp_path)))
+    updates = Updates.__new__(Updates)
+    updates.engines, updates.ahead_engines = SimpleNamespace(rows_left=3), SimpleNamespace(rows_left=2)
+    updates._sync = SimpleNamespace(num_gathered=3, buckets=range(5))
+    presence.work |= {"generate": updates._rows_left, "sync": updates._buckets_gathered}
     (tmp_path / "checkpoint-8" / "global_step8").mkdir(parents=True)
     (tmp_path / "checkpoint-8" / "global_step8" / "states.pt").write_bytes(b"")
     with open(tmp_path / "checkpoint-8" / "model.safetensors", "wb") as file:
         file.truncate(1_500_000_000)  # no disk space: a hole
-    assert NodeHost._left(host, "generate") == "5 rows left"
-    host.user_calls = [lambda: "", lambda: "the tool `f` runs for 20 s"]
-    assert NodeHost._left(host, "generate") == "5 rows left, the tool `f` runs for 20 s"
-    assert NodeHost._left(host, "sync") == "3 of 5 buckets gathered"
-    assert NodeHost._left(host, "checkpoint") == "1.5 GB written"
-    assert NodeHost._left(host, "train") == ""
+    assert presence.left("generate") == "5 rows left"
+    presence.user_calls = [lambda: "", lambda: "the tool `f` runs for 20 s"]
+    assert presence.left("generate") == "5 rows left, the tool `f` runs for 20 s"
+    assert presence.left("sync") == "3 of 5 buckets gathered"
+    assert presence.left("checkpoint") == "1.5 GB written"
+    assert presence.left("train") == ""

@@ -58,7 +58,7 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_model(call["model"], args, call)
     if call.get("tools") or call.get("environment_factory"):
         context = getattr(config_of(call["model"], args).get_text_config(), "max_position_embeddings", 0)
-        host.check_context(context)
+        check_context(args, context)
     dropouts = dropouts_of(config_of(call["model"], args), call.get("peft_config"))
     if dropouts and not getattr(args, "disable_dropout", False) and host.topology.rank == 0:
         warn(
@@ -71,6 +71,24 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     if ignored := ignored_settings(args):
         reason = "engines belong to their node's local main process, and any rank may send a request at any time"
         warn(f"{', '.join(ignored)}: no effect in node mode, because {reason}.")
+
+
+def check_context(args: Any, max_positions: int) -> None:
+    """Check that the engine's context is not smaller than the model's, to which TRL lets tool loops grow.
+
+    Raises:
+        `ConfigurationError`: if it is smaller; the message names both.
+    """
+    limit = args.vllm_max_model_length
+    if limit is not None and limit < max_positions:
+        raise ConfigurationError(
+            f"With tools, `vllm_max_model_length` ({limit}) must be at least the model's own context "
+            f"({max_positions}): TRL lets conversations grow to it.",
+            setting="vllm_max_model_length",
+            got=limit,
+            expected=max_positions,
+            cure="Leave it unset, or raise it.",
+        )
 
 
 def dropouts_of(config: PreTrainedConfig, adapter: Any) -> list[str]:

@@ -102,7 +102,7 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     Raises:
         `ConfigurationError`: on every rank, with the first things that differ, their values and the ranks.
     """
-    facts = host.facts()
+    facts = host.agreement.facts()
     add_arguments(facts, args)
     add_launch(facts, args)
     add_model(facts, args, call)
@@ -113,7 +113,7 @@ def check_agreement(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
         if library in MUST_AGREE:
             facts.add(f"version of {library}", ".".join(major_minor(version)))
     facts.add("`dtype` in `engine_kwargs`", NodeSettings.of(args).engine_kwargs.get("dtype", "auto"))
-    refuse(host.agree(facts))
+    refuse(host.agreement.compare(facts))
     warn_of(host, args)
     check_rows(host, args, call)
 
@@ -124,10 +124,10 @@ def check_training(host: NodeHost, args: Any, resume_from_checkpoint: str | bool
     Raises:
         `ConfigurationError`: as [`check_agreement`].
     """
-    facts = host.facts()
+    facts = host.agreement.facts()
     add_arguments(facts, args)
     facts.add("`resume_from_checkpoint` of `train`", resume_from_checkpoint, by_node=args.save_on_each_node)
-    refuse(host.agree(facts))
+    refuse(host.agreement.compare(facts))
 
 
 def refuse(found: Sequence[Disagreement]) -> None:
@@ -143,10 +143,10 @@ def refuse(found: Sequence[Disagreement]) -> None:
 
 def warn_of(host: NodeHost, args: Any) -> None:
     """Warn, on rank 0, of what may differ but rarely should: versions of libraries, fields of the user's own class."""
-    facts = host.facts()
+    facts = host.agreement.facts()
     facts.add_all({f"version of {library}": version for library, version in local_versions().items()})
     facts.add_all({f"`{one.name}`": getattr(args, one.name) for one in fields(args) if not is_ours(args, one.name)})
-    found = host.agree(facts)
+    found = host.agreement.compare(facts)
     if found and host.topology.rank == 0:
         warn(f"the ranks differ in {'; '.join(map(str, found))}. The run goes on.")
 
@@ -272,17 +272,17 @@ def sizes_of(dataset: Any) -> dict[str, Any]:
 
 def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     """Compare rows of the datasets whose fingerprints differ, as they are stored: without transforms, undecoded."""
-    facts = host.facts()
+    facts = host.agreement.facts()
     datasets = {f"`{name}`": dataset for name, dataset in named_datasets(call)}
     facts.add_all({name: getattr(dataset, "_fingerprint", None) for name, dataset in datasets.items()})
-    differing = {one.name for one in host.agree(facts)}
-    rows = host.facts()
+    differing = {one.name for one in host.agreement.compare(facts)}
+    rows = host.agreement.facts()
     for name, dataset in datasets.items():
         # a list has no fingerprint
         if name in differing or isinstance(dataset, list):
             rows.add_all({f"row {row} of {name}": text for row, text in stored_rows(dataset, args.seed)})
     if differing or any(isinstance(dataset, list) for dataset in datasets.values()):
-        refuse(host.agree(rows))
+        refuse(host.agreement.compare(rows))
 
 
 def stored_rows(dataset: Any, seed: int) -> Iterator[tuple[int, str]]:

@@ -139,8 +139,8 @@ class NodeTrainer(HubTrainer):
         self._resume = Resume(self)
         host.watch.ending.checkpoint = partial(newest_whole, Path(self.args.output_dir))
         if (minutes := host.settings.save_minutes) is not None:
-            self.add_callback(SaveByTime(minutes, host.save_decision, decides=host.topology.rank == 0))
-        self.add_callback(SaveAtPreemption(host.preemption, self.args.output_dir))
+            self.add_callback(SaveByTime(minutes, host.agreement.save, decides=host.topology.rank == 0))
+        self.add_callback(SaveAtPreemption(host.agreement.preemption, self.args.output_dir))
 
     @property
     def steps_per_round(self) -> int:
@@ -224,10 +224,10 @@ class NodeTrainer(HubTrainer):
     def _aligned(self, host: NodeHost) -> Iterator[None]:
         """Let all ranks wait for the slowest one's completions before TRL's first collective of the round."""
         if not self._generates_once:
-            with aligned_before_gather(self.accelerator, host.align):
+            with aligned_before_gather(self.accelerator, host.updates.align):
                 yield
             return
-        self.vllm_generation.on_generated = host.align
+        self.vllm_generation.on_generated = host.updates.align
         try:
             yield
         finally:
@@ -267,7 +267,7 @@ class NodeTrainer(HubTrainer):
         if self.host is None:
             yield
         else:
-            with self.host.watch.guard(), self.host.activity.inside():
+            with self.host.watch.guard(), self.host.presence.activity.inside():
                 yield
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -290,14 +290,14 @@ class NodeTrainer(HubTrainer):
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         if self.host is not None:  # the script, `push_to_hub` and every checkpoint call this method on all ranks
-            self.host.check_before_save(self.model)
+            self.host.updates.check_before_save(self.model)
         super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         if self.host is None:
             super()._save_checkpoint(model, trial)
             return
-        self.host.check_before_save(self.model)  # before the checkpoint has a folder
+        self.host.updates.check_before_save(self.model)  # before the checkpoint has a folder
         saving = self.host.phases("checkpoint")
         with self._resume.rotating(), self._pushing_afterwards(), saving, self._resume.saving():
             super()._save_checkpoint(model, trial)
@@ -356,7 +356,7 @@ class RewardedNodeTrainer(NodeTrainer):
         if self.host is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._texts.remember(prompts, completions)
-        aligned = aligned_before_gather(self._code(), self.host.align)
+        aligned = aligned_before_gather(self._code(), self.host.updates.align)
         with self.host.phases("reward"), aligned, self._reward_calls.limited(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._reward_calls.log_all_nan(self, rewards)

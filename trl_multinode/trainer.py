@@ -74,7 +74,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         self._upcoming: UpcomingBatches | None = None
         self._tool_calls = ToolCalls.of(host)
         self._tool_failures: list[RolloutError] = []
-        host.user_calls = [self._tool_calls.state, self._reward_calls.state]
+        host.presence.user_calls = [self._tool_calls.state, self._reward_calls.state]
         if self.environment_factories is not None:
             self._tool_calls.watch_environments(self)
         owner = owner_of(type(self), *LOSSES)

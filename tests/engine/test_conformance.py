@@ -425,7 +425,8 @@ def compare_like_a_round(trainer, groups) -> None:
         "sampling_per_token_logps": torch.stack([torch.from_numpy(row.logprobs.copy()) for _, row in rows]),
         "completion_mask": torch.ones(len(rows), 12),
     }
-    host = SimpleNamespace(topology="node 0, rank 0", settings=NodeSettings(), divergence_limit=0.02)
+    updates = SimpleNamespace(divergence_limit=0.02)
+    host = SimpleNamespace(topology="node 0, rank 0", settings=NodeSettings(), updates=updates)
     args = SimpleNamespace(temperature=1.0, repetition_penalty=1.0, generation_kwargs=None)
     used = SimpleNamespace(version=trainer.version)
     generation = SimpleNamespace(version=trainer.version, used=used, **vars(args))

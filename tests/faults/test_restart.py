@@ -26,7 +26,8 @@ from trl_multinode.engine.restarts import lost_engine, lost_engines
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineDiedError
-from trl_multinode.host.syncing import SyncingHost
+from trl_multinode.host.clocks import EngineClocks
+from trl_multinode.host.updates import Updates
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.run.meeting import Meeting
@@ -44,7 +45,7 @@ ROUNDS = 3
 STALL_S = 5.0  # of an engine that is stopped; the tested limit
 
 
-class OneNode(SyncingHost):
+class OneNode(Updates):
     """A node of one rank and its engines. `story` is a run of a few rounds on them."""
 
     wait_for_rows_s = 0.04  # in a generation, before an engine is killed
@@ -62,9 +63,11 @@ class OneNode(SyncingHost):
         self.ends: list[str] = []
         # otherwise it ends this process
         self.watch._watch._leave = lambda fatal: self.ends.append(fatal.line)  # type: ignore[method-assign]
-        self._meeting, self._measure_clock = Meeting(self.topology, None, lambda: ""), None
+        self._rank = self.updates = self
+        self._agreement = SimpleNamespace(meet=Meeting(self.topology, None, lambda: "").wait)
+        self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(self.topology, self.watch, None, self.settings, folder, self.lines.append)
-        self.model = self._model = self._base = tiny_qwen2()
+        self.model = self._base = tiny_qwen2()
         environment = CPU_ENVIRONMENT | cores_per_worker(self.settings.vllm_tensor_parallel_size or 1)
         arguments = {"arguments": self._arguments, "environment": lambda index: environment}
         self._fleet.start(SimpleNamespace(**arguments), num_engines, self.model, tiny_tokenizer())
@@ -73,8 +76,7 @@ class OneNode(SyncingHost):
         self._sync = WeightSync(ModuleSource(self.model, torch.float32), self.engines, 40_000, Transport())
         if self.keeps_copy:
             self._sync.copy = HostCopy(self.lines.append)
-        self.engine_clocks, self._clock_starts, self._clock_offsets, self._kv_use = [], {}, {}, 0.0
-        self._renewed, self.activity = [], SimpleNamespace(synced=False)
+        self.clocks, self._renewed = EngineClocks(), []
         self.done = 0
         self.step = lambda: self.done
         accelerator = SimpleNamespace(process_index=0, wait_for_everyone=lambda: None)
@@ -90,7 +92,7 @@ class OneNode(SyncingHost):
         workers = self.settings.vllm_tensor_parallel_size or 1
         return ENGINE_ARGS | {"model": str(folder), "seed": index, "tensor_parallel_size": workers}
 
-    def _report(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self.lines.append(text)
 
     def start_engines(self, *_):
@@ -238,7 +240,7 @@ def test_row_1_the_clocks_of_an_engine_go_on_after_a_restart(node):
         if (moment, number) == ("idle", 1):
             one.kill()
         if moment == "generate":
-            clocks.append(one.engine_clocks)
+            clocks.append(one.clocks.seconds)
 
     one.story(act)
     seconds = [clock for ((_, clock, _, _),) in clocks]

@@ -205,7 +205,8 @@ class Host:
     def __init__(self):
         self.notes: list[str] = []
         self.aligned = 0
-        self.watch, self.phases = self, lambda name: nullcontext()
+        self.watch = self.updates = self
+        self.phases = lambda name: nullcontext()
 
     def noting(self, note: str):
         self.notes.append(note)

@@ -11,7 +11,7 @@ from trl_multinode.reporting.history import KEPT_LOGS, LogHistory
 from trl_multinode.reporting.record import HIDDEN, RunRecord, chosen, shown
 
 HOST = SimpleNamespace(
-    attempt=3,
+    rank=SimpleNamespace(phase_file=SimpleNamespace(attempt=3)),
     topology=SimpleNamespace(num_nodes=2, ranks_per_node=7),
     devices=SimpleNamespace(per_engine=(("7",),)),
 )

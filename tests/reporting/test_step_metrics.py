@@ -186,10 +186,11 @@ class OneRank:
 def report(accelerator: OneRank, per_engine=((), ()), **settings) -> StepReport:
     topology = SimpleNamespace(ranks_per_node=2, num_nodes=2, rank=1)
     devices = SimpleNamespace(per_engine=per_engine, shared_with_training=False)
+    seconds = [(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)]
+    clocks = SimpleNamespace(seconds=seconds, take_kv_use=lambda: 0.7)
     host = SimpleNamespace(
         topology=topology, devices=devices, settings=NodeSettings(**settings), phases=Phases(), step=lambda: host.at,
-        engine_clocks=[(3.0, 4.0, 3.0, 2.0), (1.0, 4.0, 1.0, 0.0)], take_kv_use=lambda: 0.7, at=1, num_restarts=2,
-        transport=("host", ""),
+        updates=SimpleNamespace(clocks=clocks, num_restarts=2), at=1, rank=SimpleNamespace(transport=("host", "")),
     )  # fmt: skip
     generation = SimpleNamespace(take_seconds_ahead=lambda: (0.0, 0.0))
     found = StepReport(host, accelerator, StalenessMeter(None), generation, Qwen2ForCausalLM(config(True)))
@@ -203,9 +204,10 @@ def test_a_log_is_one_gather_and_has_all_of_it(monkeypatch):
     accelerator = OneRank()
     monkeypatch.setattr(steps, "peak_flops", lambda settings, device: 1e6)  # a CPU has none
     one = report(accelerator)
-    clocks, one.host.engine_clocks = one.host.engine_clocks, []  # the first sync is part of the first step
+    clocks = one.host.updates.clocks
+    seconds, clocks.seconds = clocks.seconds, []  # the first sync is part of the first step
     one.begin_step(0)
-    one.host.engine_clocks = clocks
+    clocks.seconds = seconds
     ones = torch.ones(2, 5)
     with one.host.phases("train"):
         now.seconds += 10.0
@@ -230,7 +232,7 @@ def test_the_advice_has_the_tail_that_the_engines_measured(capsys, in_flight):
     one = report(OneRank(), max_staleness=3 if in_flight else 1)
     one.host.topology.rank, one.host.devices.per_engine = 0, (("6",), ("7",))
     for step in (4, 5):
-        one.host.engine_clocks = [(20.0 * step, 30.0 * step, 9.0, 10.0 * step)] * 2
+        one.host.updates.clocks.seconds = [(20.0 * step, 30.0 * step, 9.0, 10.0 * step)] * 2
         one.host.at = step
         one.metrics(SyncTimings(), 0)
     said = capsys.readouterr().out
@@ -247,7 +249,7 @@ def test_a_sync_through_host_memory_crosses_the_bus_once_out_and_once_into_every
     found = report(OneRank(), per_engine=(("6",), ("7",))).metrics(sync, 0)
     assert found["sync/host_device_mib"] == 3.0
     on_cpu, direct = report(OneRank()), report(OneRank(), per_engine=(("6",), ("7",)))
-    direct.host.transport = ("ipc", "")
+    direct.host.rank.transport = ("ipc", "")
     assert all("sync/host_device_mib" not in one.metrics(sync, 0) for one in (on_cpu, direct))
 
 
@@ -270,8 +272,8 @@ def test_the_first_log_counts_nothing_of_the_set_up(monkeypatch):
     with one._meter.paused():  # an evaluation, whose waits are not counted
         now.seconds += 90.0
     one.count({"prompt_mask": ones, "completion_mask": ones})
-    clocks = one.host.engine_clocks
-    one.host.engine_clocks = [tuple(seconds + 5.0 for seconds in clock) for clock in clocks]
+    clocks = one.host.updates.clocks.seconds
+    one.host.updates.clocks.seconds = [tuple(seconds + 5.0 for seconds in clock) for clock in clocks]
     found = one.metrics(SyncTimings(), steps_left=9)
     assert found["perf/rank_busy_share"] == 0.6
     assert found["perf/tokens_per_s"] == 4 * 20 / 100

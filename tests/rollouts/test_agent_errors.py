@@ -189,7 +189,7 @@ def test_a_template_with_the_date_does_not_end_a_run_at_midnight(tmp_path, monke
 
     class AtMidnight(Seen):
         def __call__(self, *args, **kwargs):
-            groups, stream = trainer.vllm_generation.rounds.groups, trainer.host.ahead_engines.stream
+            groups, stream = trainer.vllm_generation.rounds.groups, trainer.host.updates.ahead_engines.stream
             until(
                 lambda: {request.group for request, _ in list(stream.turns)} >= set(groups.ids), "turns of all groups"
             )

@@ -21,7 +21,7 @@ def trainer_of(name: str, events: list) -> tuple[NodeTrainer, SimpleNamespace]:
     trainer = kind.__new__(kind)
     trainer.vllm_generation = build()
     trainer.accelerator = SimpleNamespace(gather=lambda value: events.append(f"gather {value}"))
-    return trainer, SimpleNamespace(align=lambda: events.append("meet"))
+    return trainer, SimpleNamespace(updates=SimpleNamespace(align=lambda: events.append("meet")))
 
 
 def test_the_first_gather_is_preceded_by_a_meeting_and_the_others_are_not(events):
@@ -58,7 +58,7 @@ def test_trainers_that_run_the_model_after_their_only_generation_meet_straight_a
 
 def test_the_ranks_meet_before_a_sync_and_not_if_the_engines_have_the_weights(events):
     generation = build()
-    generation._host.align = lambda: events.append("meet")
+    generation._host.updates.align = lambda: events.append("meet")
     generation.accelerator.wait_for_everyone = lambda: events.append("barrier")
     generation.sync_weights()
     generation.sync_weights()

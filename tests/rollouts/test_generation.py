@@ -225,11 +225,11 @@ def test_the_weights_of_a_step_are_sent_once_and_again_only_if_they_changed_or_t
         assert generation.must_sync == must_sync
         generation.sync_weights()
     assert collectives == ["barrier"] and generation._host.synced == [WeightVersion(1, 17)]
-    sync, generation._host.step = generation._host.sync, lambda: 18
-    generation._host.sync = lambda version: 1 / 0
+    sync, generation._host.step = generation._host.updates.sync, lambda: 18
+    generation._host.updates.sync = lambda version: 1 / 0
     with pytest.raises(ZeroDivisionError):
         generation.sync_weights()
-    generation._host.sync = sync
+    generation._host.updates.sync = sync
     generation.sync_weights()
     assert generation._host.synced[1:] == [WeightVersion(3, 18)]
     generation.weights_changed()

@@ -72,7 +72,7 @@ class Ahead:
     @property
     def fresh(self) -> list[list[int]]:
         """Prompts of each request made while the rank waited."""
-        return [[r.prompt for r in call.requests] for call in self.host.engines.calls]
+        return [[r.prompt for r in call.requests] for call in self.host.updates.engines.calls]
 
     @property
     def made_ahead(self) -> list[list[int]]:
@@ -97,8 +97,8 @@ def test_the_next_rounds_prompts_are_generated_ahead_and_returned_when_they_are_
 
 def test_a_sync_waits_for_the_open_round_before_its_barrier_and_only_then_changes_weights():
     ahead = Ahead()
-    sync = ahead.host.sync
-    ahead.host.sync = lambda version: (ahead.events.append("sync"), sync(version))[1]
+    sync = ahead.host.updates.sync
+    ahead.host.updates.sync = lambda version: (ahead.events.append("sync"), sync(version))[1]
     ahead.round(0, [A], following=[B])
     ahead.engines.go.clear()
     ahead.generation.begin_round("eval", 0)
@@ -125,7 +125,7 @@ def test_what_was_not_foreseen_is_generated_afresh(prompt, images, caplog):
     ahead.round(0, [A], following=[B])
     ahead.round(1, [prompt], images=images)
     assert ahead.fresh == [[prompt]] and ahead.generation.lag == (0, 0)
-    call = ahead.host.engines.calls[-1]
+    call = ahead.host.updates.engines.calls[-1]
     assert call.min_update == 2 and bool(call.requests[0].images) == bool(images)
     assert images or "round 1" in caplog.text
 
@@ -175,7 +175,7 @@ def test_a_tool_loops_first_turn_is_ahead_and_its_later_turns_are_fresh_beside_t
     for turn in ([[*B, 9]], [[*B, 9, 9]]):
         _, completions, _, _ = ahead.generation.generate(turn, None, 1)  # returns although the next round is under way
         assert len(completions) == 1
-        assert ahead.host.engines.calls[-1].min_update == ahead.generation.version.update == 2
+        assert ahead.host.updates.engines.calls[-1].min_update == ahead.generation.version.update == 2
     assert ahead.fresh == [[[*B, 9]], [[*B, 9, 9]]] and ahead.engines.rows_left == 2
     assert ahead.generation.lag == (1, 0)  # the first turn's
     ahead.engines.go.set()

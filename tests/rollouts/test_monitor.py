@@ -13,7 +13,7 @@ from trl import GRPOConfig
 from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.engine.client import Rollout
 from trl_multinode.errors import LogprobDivergenceError
-from trl_multinode.host import NodeHost
+from trl_multinode.host.updates import Updates
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.rollouts.monitor import DivergenceMonitor, settings_not_scored
@@ -32,13 +32,14 @@ def config(tmp_path):
 
 
 class Host:
-    """The parts of a `NodeHost` that have to do with the limit; its model and engines are of `dtype`."""
+    """The parts of a host that have to do with the limit; its model and engines are of `dtype`."""
 
     topology = "node 1, rank 3"
-    divergence_limit = NodeHost.divergence_limit
+    divergence_limit = Updates.divergence_limit
 
     def __init__(self, args, dtype: torch.dtype):
-        self.settings, self.dtype, self._model = NodeSettings.of(args), dtype, SimpleNamespace(dtype=dtype)
+        self._rank = self.updates = self
+        self.settings, self.dtype, self.model = NodeSettings.of(args), dtype, SimpleNamespace(dtype=dtype)
 
 
 def monitor(args, dtype=torch.float32) -> DivergenceMonitor:
@@ -69,7 +70,7 @@ def test_the_limit_fits_the_types_of_both_sides_and_the_users_own_wins(config):
 def test_the_limit_is_that_of_the_dtype_in_which_the_model_is_trained_in_the_end(config):
     """DeepSpeed casts the model after the trainer's `__init__`; autocast never does."""
     watcher = monitor(config(engine_kwargs={"dtype": "float32"}))
-    watcher._host._model.dtype = torch.bfloat16
+    watcher._host.updates.model.dtype = torch.bfloat16
     watcher.check(batch([[-1.0]], [[-1.1]]))
     assert watcher.limit == 0.3
     for precision in ({"bf16": True}, {"fp16": True}, {"mixed_precision": "bf16"}):
@@ -160,7 +161,7 @@ class Unscored(NodeTrainer):
     """A trainer that never scores its completions, in the middle of a run; `make` is TRL's method."""
 
     def __init__(self, logprobs: list[float]):
-        self.host = SimpleNamespace(topology="node 1, rank 3", align=lambda: None)
+        self.host = SimpleNamespace(topology="node 1, rank 3", updates=SimpleNamespace(align=lambda: None))
         self.accelerator = SimpleNamespace(gather=None)
         self.model = SimpleNamespace(training=True)
         self._meter = StalenessMeter(SimpleNamespace())
@@ -363,8 +364,8 @@ def test_a_score_belongs_to_one_round(config):
 def test_the_alarm_names_dropout_of_the_trainers_forward(config, rate, trains):
     """An adapter with a dropout of 0.3 differs by 0.128 per token with equal weights."""
     found = monitor(config())
-    found._host._model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(rate)).train(trains)
-    found._host._model.dtype = torch.float32
+    found._host.updates.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(rate)).train(trains)
+    found._host.updates.model.dtype = torch.float32
     with pytest.raises(LogprobDivergenceError) as error:
         found.check(batch([[-1.0, -2.0]], [[-1.5, -2.5]]))
     assert ("`disable_dropout=True`" in str(error.value)) == (rate > 0 and trains)

@@ -130,9 +130,9 @@ class Run:
     def __init__(self, rounds: int, **settings):
         fields = {"max_staleness": OPEN, "rollout_seed": 3} | settings
         self.host = StubHost(NodeSettings(**fields))
-        self.host.ahead_engines = self.engines = Engines()
-        sync = self.host.sync
-        self.host.sync = lambda version: (self.engines.swap(version), sync(version))[1]
+        self.host.updates.ahead_engines = self.engines = Engines()
+        sync = self.host.updates.sync
+        self.host.updates.sync = lambda version: (self.engines.swap(version), sync(version))[1]
         self.host.step = lambda: self.step
         self.events, self.step, self.num_rounds = [], 0, rounds
         accelerator = SimpleNamespace(process_index=1, wait_for_everyone=lambda: self.events.append("barrier"))
@@ -255,7 +255,7 @@ def test_evaluation_takes_none_of_the_open_rows_and_its_sync_counts_for_the_next
     run.generation.begin_round("eval", 0)
     run.generation.sync_weights()
     run.generation.generate([[5, 1, 0]], None, 1)
-    assert run.rounds.groups.ids == open_before and len(run.host.engines.calls) == 1
+    assert run.rounds.groups.ids == open_before and len(run.host.updates.engines.calls) == 1
     run.engines.end()
     run.train(1)
     assert run.generation.version.update == 2 and run.generation.lag == (1.0, 1.0)
@@ -267,7 +267,7 @@ def test_later_turns_of_tools_are_fresh_and_leave_the_open_groups_alone():
     open_before = run.rounds.groups.ids
     _, completions, _, _ = run.generation.generate([[5, 0, 0, 9]], None, 1)
     assert len(completions) == 1 and run.rounds.groups.ids == open_before
-    assert run.host.engines.calls[-1].min_update == run.generation.version.update
+    assert run.host.updates.engines.calls[-1].min_update == run.generation.version.update
     assert [row.tokens[0] for row in run.generation.used.rows] == [0, 0, 1, 1]  # still the first turn's
 
 
@@ -277,7 +277,7 @@ def test_prompts_that_change_are_generated_afresh_and_the_ids_are_trained_all_th
     with ending(run, run.engines.end):
         run.generation.take_groups(4, SIZE, lambda rounds: run.ahead(0, rounds))
     _, completions, _, _ = run.generation.generate([[9, 9]] * 4, None, SIZE)
-    assert len(completions) == 4 and len(run.host.engines.calls) == 1 and "round 0 " in caplog.text
+    assert len(completions) == 4 and len(run.host.updates.engines.calls) == 1 and "round 0 " in caplog.text
     assert run.generation.lag == (0.0, 0.0) and not run.generation.stale
     assert run.rounds.groups.ids == [(1, 0), (1, 1), (2, 0), (2, 1)]
 

@@ -46,8 +46,8 @@ def build(folder: Path, must_succeed: bool = False, node_mode: bool = True, **se
 def host() -> SimpleNamespace:
     topology = Topology(0, 1, 0, 1, 0, 1, launched=False)
     devices = EngineDevices(((),), shared_with_training=False)
-    preemption = SimpleNamespace(leaves=False)
-    return SimpleNamespace(topology=topology, devices=devices, phases=Phases(), preemption=preemption)
+    agreement = SimpleNamespace(preemption=SimpleNamespace(leaves=False))
+    return SimpleNamespace(topology=topology, devices=devices, phases=Phases(), agreement=agreement)
 
 
 def push_checkpoint(trainer: HubTrainer) -> None:
@@ -78,7 +78,7 @@ def test_whole_checkpoints_are_checked_and_pushed_too(hub, tmp_path):
 
 def test_a_checkpoint_before_a_preemption_is_not_pushed(hub, tmp_path, capsys):
     trainer = build(tmp_path)
-    trainer.host.preemption.leaves = True
+    trainer.host.agreement.preemption.leaves = True
     push_checkpoint(trainer)
     assert "checkpoint-1" in capsys.readouterr().out
     assert hub.commits == []

@@ -139,7 +139,7 @@ def trainer_at(step: int, output_dir, accelerator=None, loader=None, num_iterati
         args=args,
         host=SimpleNamespace(
             phases=phases,
-            preemption=SimpleNamespace(leaves=False),
+            agreement=SimpleNamespace(preemption=SimpleNamespace(leaves=False)),
             topology="node 0, rank 0",
             settings=NodeSettings(max_staleness=getattr(args, "max_staleness", 0)),
         ),
@@ -231,9 +231,9 @@ def test_a_checkpoint_waits_for_rows_in_the_phase_of_generation_and_a_preemption
 
     generation.wait_for_open = wait_for_slow
     with trainer.host.phases("checkpoint"):
-        trainer.host.preemption.leaves = True
+        trainer.host.agreement.preemption.leaves = True
         assert "open" not in Resume(trainer)._collect().notes
-        trainer.host.preemption.leaves = False
+        trainer.host.agreement.preemption.leaves = False
         assert len(Resume(trainer)._collect().tensors["open/lengths"]) == 2
     assert seen == ["generate"]  # which may take any time, while a checkpoint that writes nothing counts as stuck
     assert generation.take() is not None  # the run itself goes on with it

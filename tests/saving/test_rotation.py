@@ -48,9 +48,9 @@ class Saving(NodeTrainer):
         Trainer.__init__(self, model or Model(), args)
         self.create_optimizer_and_scheduler(10)
         self.host = SimpleNamespace(
-            preemption=SimpleNamespace(leaves=False),
+            agreement=SimpleNamespace(preemption=SimpleNamespace(leaves=False)),
             topology=Topology(0, 1, 0, 1, 0, 1, launched=False),
-            check_before_save=lambda model: None,
+            updates=SimpleNamespace(check_before_save=lambda model: None),
             phases=Phases(),
         )
         self.vllm_generation = SimpleNamespace(rounds=None)

@@ -11,11 +11,11 @@ from served import Keeper, serving
 from test_weight_sync import Sharded
 from torch import nn
 
-import trl_multinode.host.syncing as host_module
+import trl_multinode.host.updates as host_module
 from multinode_kit.models import tiny_qwen2
 from multinode_kit.sources import prepare
 from trl_multinode.errors import WeightsNotFiniteError
-from trl_multinode.host import NodeHost
+from trl_multinode.host.updates import Updates
 from trl_multinode.node_trainer import NodeTrainer
 from trl_multinode.run.topology import Topology
 from trl_multinode.weights.finite import unchecked
@@ -148,13 +148,14 @@ def test_the_rank_that_holds_the_nan_finds_it_before_a_sync_and_before_a_save(ki
         _, step = prepare(kind, model)
         step(torch.randint(2, 300, (1, 32)))
         topology = Topology(rank, 2, local_rank=rank, ranks_per_node=2, node=0, num_nodes=1, launched=True)
-        host = SimpleNamespace(topology=topology, step=lambda: 1)
-        before = [outcome(lambda: check(source)), outcome(lambda: NodeHost.check_before_save(host, model))]
+        updates = Updates.__new__(Updates)
+        updates._rank = SimpleNamespace(topology=topology, step=lambda: 1)
+        before = [outcome(lambda: check(source)), outcome(lambda: updates.check_before_save(model))]
         weight = model.get_parameter(DOWN)
         poisoned = 0 if kind == "ddp" else 1  # the other copy of DDP goes nowhere
         if rank == poisoned:
             own_part(weight, sends_whole=True).view(-1)[-1] = NAN
-        after = [outcome(lambda: check(source)), outcome(lambda: NodeHost.check_before_save(host, model))]
+        after = [outcome(lambda: check(source)), outcome(lambda: updates.check_before_save(model))]
         return [*before, *after]
 
     def outcome(call) -> str:
@@ -191,17 +192,22 @@ def test_shards_that_cannot_be_checked_are_counted_in_one_line(monkeypatch):
     shard(model[5].weight, elements=8)  # frozen, so nothing changes it
     assert (line := unchecked(model)) and line.startswith("2 of 5 ")
 
+    class Engines(list):
+        def post_all(self, request) -> list:
+            return []
+
     told = []
     monkeypatch.setattr(host_module, "probe_engines", lambda *_: None)
     for rank in (0, 1):
-        host = SimpleNamespace(
-            _sync=SimpleNamespace(run=lambda version: "timings"),
-            engines=SimpleNamespace(post_all=lambda request: [], expect=lambda version: None), ahead_engines=None,
-            _base=model, _model=model, _report=told.append, divergence_limit=1.0,
-            topology=SimpleNamespace(rank=rank, is_local_main=False), _read_clocks=list, activity=SimpleNamespace(),
+        topology = SimpleNamespace(rank=rank, is_local_main=False)
+        updates = SimpleNamespace(
+            _rank=SimpleNamespace(topology=topology, report=told.append),
+            _sync=SimpleNamespace(run=lambda version: "timings"), engines=Engines(), _base=model, model=model,
+            divergence_limit=1.0, clocks=SimpleNamespace(read=lambda *_: None),
+            _presence=SimpleNamespace(activity=SimpleNamespace()),
         )  # fmt: skip
         for update in (1, 2):
-            assert NodeHost.sync(host, WeightVersion(update)) == "timings"
+            assert Updates.sync(updates, WeightVersion(update)) == "timings"
     assert told == [line]
 
 
@@ -210,8 +216,9 @@ def test_save_model_writes_nothing_and_so_no_push_has_a_file(monkeypatch):
     written = []
     monkeypatch.setattr(transformers.Trainer, "save_model", lambda self, *_, **__: written.append(self))
     trainer = NodeTrainer.__new__(NodeTrainer)
-    trainer.host = NodeHost.__new__(NodeHost)
-    trainer.host.topology, trainer.host.step = Topology.from_environment({}), lambda: 5
+    updates = Updates.__new__(Updates)
+    updates._rank = SimpleNamespace(topology=Topology.from_environment({}), step=lambda: 5)
+    trainer.host = SimpleNamespace(updates=updates)
     trainer.model = tiny_qwen2()
     trainer.save_model("folder")
     with torch.no_grad():

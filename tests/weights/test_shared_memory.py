@@ -91,7 +91,7 @@ def test_a_run_finds_a_full_memory_before_it_starts_an_engine(four_mib, tmp_path
     )
     with pytest.raises(WeightSyncError, match=r"1 MiB free of 4 MiB.*`sync_bucket_mb`"):
         host.start_engines(tiny_qwen2(), tiny_tokenizer(), {"max_num_seqs": 8})
-    assert host._fleet._processes == []
+    assert host.updates._fleet._processes == []
     host.close()
     held.close()
 

@@ -34,7 +34,7 @@ class MultiNodeSDPOTrainer(SelfDistillationNodeTrainer, SDPOTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.host is None:
             return super()._calculate_rewards(*args, **kwargs)
-        aligned = aligned_before_gather(self.accelerator, self.host.align)
+        aligned = aligned_before_gather(self.accelerator, self.host.updates.align)
         with self.host.phases("reward"), aligned, self._reward_calls.limited(self):
             rewards = super()._calculate_rewards(*args, **kwargs)
         self._reward_calls.log_all_nan(self, rewards)

@@ -86,7 +86,7 @@ class Rehearsal(TrainerCallback):
             raise RehearsalError(
                 f"{trainer.host.topology}: an engine did not survive its rehearsal: {error}. {note}"
             ) from error
-        trainer.host.align()
+        trainer.host.updates.align()
 
     # ---- training ---------------------------------------------------------------------------------------------------
 

@@ -35,11 +35,11 @@ class RunRecord:
     def __init__(self, host: Any, args: Any, model: Any):
         folder = Path(args.output_dir).absolute() / "_multinode"
         self._log = LineFile(folder / "log.jsonl", self._warn)
-        self._attempt = host.attempt
+        self._attempt = host.rank.phase_file.attempt
         settings = LineFile(folder / "settings.jsonl", self._warn)
         settings.add(
             {
-                "attempt": host.attempt,
+                "attempt": host.rank.phase_file.attempt,
                 "time": time.time(),
                 "model": getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__,
                 "nodes": host.topology.num_nodes,

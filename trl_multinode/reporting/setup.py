@@ -54,7 +54,7 @@ def report_start(args: Any, host: Any) -> None:
         f"vllm_gpu_memory_utilization={share if share is not None else by_kind}",
         f"rollout_seed={seed}" + ("" if seed is not None else " (rollouts depend on the layout of the run)"),
     ]
-    lines.append(f"weight_transport={host.transport[0]!r}: {host.transport[1]}")
+    lines.append(f"weight_transport={host.rank.transport[0]!r}: {host.rank.transport[1]}")
     if share == GPU_SHARE_OF_TRAINING and not host.devices.shared_with_training and host.devices.per_engine[0]:
         lines.append(
             f"warning: vllm_gpu_memory_utilization={share} leaves most of a reserved GPU idle; unset, it is "

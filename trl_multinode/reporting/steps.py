@@ -76,9 +76,9 @@ class StepReport:
         """
         if self._since is None:
             self._since, self._logged_step, self._counts = time.perf_counter(), step, None
-            self._meter.restart(self._host.engine_clocks)
+            self._meter.restart(self._host.updates.clocks.seconds)
             self._host.phases.take_sums()
-            self._host.take_kv_use()
+            self._host.updates.clocks.take_kv_use()
             self._generation.take_seconds_ahead()
 
     def count(self, inputs: dict[str, Any]) -> None:
@@ -97,8 +97,8 @@ class StepReport:
         """
         steps = max(1, self._host.step() - self._logged_step)
         mine = self._host.phases.take_sums() + sync.stages()
-        ahead, kv_use = self._generation.take_seconds_ahead(), self._host.take_kv_use()
-        mine += self._meter.take(ahead, self._host.engine_clocks, kv_use, self._host.num_restarts)
+        ahead, kv_use = self._generation.take_seconds_ahead(), self._host.updates.clocks.take_kv_use()
+        mine += self._meter.take(ahead, self._host.updates.clocks.seconds, kv_use, self._host.updates.num_restarts)
         mine += astuple(self._take_step())
         rows = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
         ranks = [RankNumbers.of(row) for row in rows]
@@ -127,7 +127,7 @@ class StepReport:
         """
         per_engine = self._host.devices.per_engine
         workers = sum(map(len, per_engine))
-        if self._host.transport[0] != "host" or not workers:
+        if self._host.rank.transport[0] != "host" or not workers:
             return {}
         return {"sync/host_device_mib": sync.num_bytes * (1 + workers) / 2**20}
 

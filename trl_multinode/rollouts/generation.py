@@ -96,8 +96,8 @@ class NodeGeneration:
         self.max_completion_length: int = self.engines.max_model_len if max_tokens is None else max_tokens
         self.last_sync = SyncTimings()
         # one stream, which from then on is the only user of these connections
-        self._stream = cache(lambda: host.ahead_engines.open_stream(self.max_completion_length, self.sampling))
-        host.on_lost = self._restore
+        self._stream = cache(lambda: host.updates.ahead_engines.open_stream(self.max_completion_length, self.sampling))
+        host.updates.on_lost = self._restore
         self.rounds = rounds_of(self, host.settings, self._stream()) if host.settings.max_staleness else None
         self._returns_logprobs = logprobs is not None
         if self._returns_logprobs:
@@ -237,7 +237,7 @@ class NodeGeneration:
         """Make the next sync send all weights, frozen ones too, because they changed without an optimizer step. All
         training ranks call it, before a sync."""
         self._weights_changed = True
-        self._host.send_everything()
+        self._host.updates.send_everything()
 
     def sync_weights(self) -> None:
         """Send the trainer's weights to this node's engines, unless they already have those of this optimizer step.
@@ -252,9 +252,9 @@ class NodeGeneration:
         if not self._host.settings.in_flight:
             with self._phases("generate"):
                 self.wait_for_open()  # before the barrier: an engine loads no weights while it generates
-        self._host.expect_after(self.version)
+        self._host.updates.expect_after(self.version)
         # the barrier's limit is `ddp_timeout`, and completions may take longer
-        while self._host.meet(self._host.engines_to_restore()):
+        while self._host.updates.meet(self._host.updates.engines_to_restore()):
             self._restore()
             if self._engines_are_current:
                 return
@@ -278,11 +278,11 @@ class NodeGeneration:
         If the others have the weights of an earlier optimizer step, all engines get the present ones, or with a copy
         on each node those that were started again get the earlier ones.
         """
-        if self._engines_are_current or self._host.keeps_copy:
+        if self._engines_are_current or self._host.updates.keeps_copy:
             with self._phases("sync"):
-                self._host.restore(self.version)
+                self._host.updates.restore(self.version)
         else:
-            self._host.restore_all()
+            self._host.updates.restore_all()
             self._send_weights()
 
     @contextmanager
@@ -302,13 +302,13 @@ class NodeGeneration:
             `EngineError`: the end of the first engine, if the weights of these rows are gone: a trainer with
                 `vllm_sync_frequency` has taken optimizer steps since then, and no node keeps a copy.
         """
-        if self.rounds is None and not (self._engines_are_current or self._host.keeps_copy):
+        if self.rounds is None and not (self._engines_are_current or self._host.updates.keeps_copy):
             raise next(client.lost for client in self.engines if client.lost is not None)
-        self._host.expect_after(self.version)
-        if not (lost := self._host.lost_engines()):  # only the connections of the rows in flight have ended
-            self._host.ahead_engines.renew_later(range(len(self.engines)))
+        self._host.updates.expect_after(self.version)
+        if not (lost := self._host.updates.lost_engines()):  # only the connections of the rows in flight have ended
+            self._host.updates.ahead_engines.renew_later(range(len(self.engines)))
             time.sleep(0.1)
-        elif self._host.meet(lost):
+        elif self._host.updates.meet(lost):
             self._restore()
 
     def _send_weights(self) -> None:
@@ -317,7 +317,7 @@ class NodeGeneration:
             self.version = WeightVersion(self.version.update + 1, self._host.step())
             if self.rounds is not None:
                 self.rounds.add_update(self.version, self._trains)
-            self.last_sync = self._host.sync(self.version)
+            self.last_sync = self._host.updates.sync(self.version)
         self._weights_changed = False
 
     def generate(

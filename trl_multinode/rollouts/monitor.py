@@ -65,7 +65,7 @@ class DivergenceMonitor:
     @cached_property
     def limit(self) -> float:
         """Limit for the mean difference per token; 0 if the check is off. Its first use is in the first round."""
-        return self._host.divergence_limit
+        return self._host.updates.divergence_limit
 
     def check(self, output: dict, stale: bool = False) -> tuple[int, int]:
         """Raise if the log-probs of engine and trainer differ too much on this rank, or if too many are NaN.
@@ -110,7 +110,7 @@ class DivergenceMonitor:
             kwargs = ", ".join(self._host.settings.engine_kwargs) or "none set"
             raise LogprobDivergenceError(
                 f"{self._where}: engine and trainer differ by {self.last:.3f} per token (limit {self.limit:g}) with "
-                f"the weights of {self._generation.version}: {noise_of(self._host._model)}some of the engine's "
+                f"the weights of {self._generation.version}: {noise_of(self._host.updates.model)}some of the engine's "
                 f"weights are stale or wrong, its `engine_kwargs` ({kwargs}) make it compute something else, or the "
                 "completions are not the engine's (a `rollout_func`, an environment, edited rows). Check that vLLM "
                 "supports reloading this architecture; `logprob_divergence_limit` sets the limit, 0 turns it off."

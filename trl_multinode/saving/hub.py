@@ -93,7 +93,7 @@ class HubTrainer(Trainer):
             return None
         if self.host is None or self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
             return super()._push_from_checkpoint(checkpoint_folder)
-        if self.host.preemption.leaves:
+        if self.host.agreement.preemption.leaves:
             report(f"{checkpoint_folder} is not pushed to the Hub, because the run is pre-empted")
             return None
         self._raise_failed_pushes()

@@ -210,7 +210,7 @@ class Resume:
         saved.notes["layout"] = self._layout()
         if self._in_flight:
             OpenGroupsFile(trainer, True).add_to(saved)
-        elif self._keeps_a_round and not host.preemption.leaves:
+        elif self._keeps_a_round and not host.agreement.preemption.leaves:
             # completions may take longer than a pre-emption leaves; `resume` then makes others
             with host.phases("generate"):  # which may take any time, unlike a checkpoint that writes nothing
                 trainer.vllm_generation.wait_for_open()

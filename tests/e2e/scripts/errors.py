@@ -43,7 +43,7 @@ HANG_S = 600.0
 def generate_slowly_on_rank_2(trainer) -> None:
     """A round in which rank 2 generates until the others wait for it, which they may not do in a collective."""
     engines, accelerator, host = trainer.vllm_generation.engines, trainer.accelerator, trainer.host
-    generate, gather, align = engines.generate, accelerator.gather, host.align
+    generate, gather, align = engines.generate, accelerator.gather, host.updates.align
     others = [Path(folder, f"waits{rank}") for rank in range(WORLD) if rank != 2]
     generated = Path(folder, "generated")
 

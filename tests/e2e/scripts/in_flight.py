@@ -127,7 +127,7 @@ class Record(TrainerCallback):
             log=state.log_history,
             compared=trainer.found,
             spot_check=trainer._monitor.last,
-            rows_left=trainer.host.ahead_engines.rows_left if trainer.host.ahead_engines else 0,
+            rows_left=trainer.host.updates.ahead_engines.rows_left if trainer.host.updates.ahead_engines else 0,
         )
 
 

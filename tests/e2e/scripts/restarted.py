@@ -65,7 +65,7 @@ class Rows:
 
 
 def kill(host: NodeHost, death: dict) -> None:
-    process = host._fleet._processes[0]
+    process = host.updates._fleet._processes[0]
     print(f"KILL {death} pid {process.pid}", flush=True)
     os.kill(process.pid, signal.SIGKILL)
     while process.is_alive():
@@ -74,8 +74,8 @@ def kill(host: NodeHost, death: dict) -> None:
 
 def watch_rows(rows: Rows) -> None:
     """Make `generate` kill engines while it waits for rows, in training and in evaluation."""
-    generation, engines = rows.trainer.vllm_generation, rows.trainer.host.engines
-    generate, ahead = engines.generate, rows.trainer.host.ahead_engines
+    generation, engines = rows.trainer.vllm_generation, rows.trainer.host.updates.engines
+    generate, ahead = engines.generate, rows.trainer.host.updates.ahead_engines
 
     calls: dict = {}
 
@@ -126,7 +126,7 @@ def kill_later(rows: Rows, moment: str, number: int, engines) -> None:
 
 
 def watch_buckets(rows: Rows) -> None:
-    sync = rows.trainer.host._sync
+    sync = rows.trainer.host.updates._sync
     begin = sync._begin
 
     def begun(bucket, everything):

@@ -112,7 +112,7 @@ def on_our_engines(name: str) -> tuple[dict, list]:
         result["evaluations"] = [evaluated(trainer), evaluated(trainer)]
     result |= parity(trainer)
     trainer.close()
-    result["engines_left"] = len(trainer.host._fleet._processes)
+    result["engines_left"] = len(trainer.host.updates._fleet._processes)
     return result, calls
 
 

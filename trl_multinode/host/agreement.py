@@ -1,0 +1,49 @@
+"""What all ranks decide together: facts that must be equal, and whether a step ends with a checkpoint or the run."""
+
+from collections.abc import Callable
+
+from ..run.agreement import Disagreement, Facts, disagreements
+from ..run.clock import clock_offset
+from ..run.decision import StepDecision
+from ..run.meeting import Meeting
+from ..run.preemption import Preemption
+from .rank import RankContext
+
+
+class Agreement:
+    """The meetings and decisions of all ranks, as one of them takes part in them, on the run's store.
+
+    Args:
+        rank ([`RankContext`]):
+            The rank.
+        state (`Callable[[], str]`):
+            Function that returns what this rank does, for ranks that wait for it.
+    """
+
+    def __init__(self, rank: RankContext, state: Callable[[], str]):
+        self._rank = rank
+        self._has_measured_clock = False
+        self.meeting = Meeting(rank.topology, rank.store, state)
+        self.save = StepDecision(rank.topology, rank.store, "save")
+        self.preemption = Preemption(rank.topology, rank.store, rank.settings.preemption_grace, rank.watch)
+        rank.watch.add_chore(self.meeting.report_progress)
+
+    def facts(self) -> Facts:
+        """Return an empty collection for facts of this rank."""
+        return Facts(self._rank.topology)
+
+    def compare(self, facts: Facts) -> list[Disagreement]:
+        """Compare facts of all ranks; every rank calls it and gets the same answer. A single process has none."""
+        topology = self._rank.topology
+        return [] if topology.world_size == 1 else disagreements(self.meeting, topology, facts)
+
+    def meet(self, request: str = "") -> list[str]:
+        """Wait for all ranks in a meeting, and return the words that any of them brought; see [`Meeting.wait`].
+
+        The first one also measures the clock of this node: all ranks have just met, so each finds the others ready.
+        """
+        words = self.meeting.wait(request)
+        if not self._has_measured_clock:
+            self._has_measured_clock = True
+            self._rank.phase_file.clock_offset = clock_offset(self._rank.topology, self._rank.store)
+        return words

@@ -1,0 +1,49 @@
+"""Clocks of a node's engines, as one of its ranks reads them after each weight sync."""
+
+from ..engine.group import PendingReplies
+from ..wire.messages import Done
+
+# busy seconds, total seconds, row-seconds over slots, and seconds of the last rows of each round
+EngineClock = tuple[float, float, float, float]
+ZERO: EngineClock = (0.0, 0.0, 0.0, 0.0)
+
+
+class EngineClocks:
+    """Clocks of the engines of one node.
+
+    They begin at the first sync, because engines wait for the trainer's set-up before it. The clock of an engine that
+    was started again goes on where it was.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[EngineClock] = []  # per engine, at the last sync
+        self._starts: dict[int, int] = {}  # by engine: number of the process whose clock was read last
+        self._offsets: dict[int, EngineClock] = {}  # by engine: clocks of the processes before it
+        self._kv_use = 0.0
+
+    def read(self, pending: PendingReplies, num_engines: int) -> None:
+        """Read the clocks from the replies of the engines."""
+        is_first = not self.seconds
+        clocks = list(self.seconds) or [ZERO] * num_engines
+        for client, reply in pending.answers():
+            assert isinstance(reply, Done)
+            index = client.index
+            if client.ready.start != self._starts.get(index, 0):
+                self._starts[index] = client.ready.start
+                self._offsets[index] = clocks[index]
+            read = (reply.busy_s, reply.clock_s, reply.slot_s, reply.tail_s)
+            if is_first:
+                self._offsets[index] = _sum(ZERO, read, sign=-1.0)
+            clocks[index] = _sum(read, self._offsets.get(index, ZERO))
+            self._kv_use = max(self._kv_use, reply.kv_use)
+        self.seconds = clocks  # a new list: the meter keeps the one before
+
+    def take_kv_use(self) -> float:
+        """Return the greatest share of an engine's key-value cache that was in use, up to the last sync."""
+        use, self._kv_use = self._kv_use, 0.0
+        return use
+
+
+def _sum(one: EngineClock, other: EngineClock, sign: float = 1.0) -> EngineClock:
+    busy_s, clock_s, slot_s, tail_s = (a + sign * b for a, b in zip(one, other, strict=True))
+    return busy_s, clock_s, slot_s, tail_s

@@ -1,0 +1,99 @@
+"""What one rank of a run is: its place, settings and devices, its phases, and its watch."""
+
+import os
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.settings import check_vllm
+from ..node_settings import NodeSettings
+from ..run.begin import begin_run
+from ..run.disk import as_disk_error, written_folders
+from ..run.gpu_variables import check_accelerator, check_gpu_variables
+from ..run.phase_file import PhaseFile
+from ..run.phases import Phases
+from ..run.reporter import report, warn
+from ..run.store import connect_store
+from ..run.topology import EngineDevices, Topology, assign_engines, idle_gpus
+from ..run.watch.watchdog import Watchdog
+from ..weights.transport import choose, machine_of
+from ..wire.stop_signals import check_preempt_signal
+
+
+class RankContext:
+    """One rank, as the parts of its [`NodeHost`] see it.
+
+    Args:
+        args ([`~trl.GRPOConfig`]):
+            Config with the settings of [`NodeFields`], or a plain TRL config.
+
+    Raises:
+        `ConfigurationError`: before any weights file is opened, if the launch, the GPUs or a setting cannot work.
+    """
+
+    def __init__(self, args: Any):
+        self.args = args
+        self.settings = NodeSettings.of(args)
+        self.topology = Topology.from_environment()
+        self.folder = Path(args.output_dir) / "_multinode"  # the underscore keeps it out of pushes to the Hub
+        self.phase_file = PhaseFile(self.folder / "phases", self.topology.rank, self.topology.node)
+        self.phases = Phases(self.phase_file)
+        self.watch = Watchdog(self.topology, lambda: self.phases.current)
+        self.watch.explain = partial(as_disk_error, folders=written_folders(args.output_dir))
+        self._trainer: Callable[[], Any] = lambda: None
+        self._last_step = 0
+        with self.watch.guard(self.watch.close):
+            begin_run(self.watch, self.folder, self.step, self.settings.engine_start_timeout)
+            self.store = connect_store(self.topology, self.watch.run)
+            self.devices = self._check()
+            if self.topology.is_local_main and (idle := idle_gpus(self.devices)):
+                warn(f"node {self.topology.node}: {idle}")
+            self.transport = choose(self.settings.weight_transport, machine_of(self.devices))
+            if self.store is not None:
+                self.watch.watch_local_ranks(self.store)
+
+    def _check(self) -> EngineDevices:
+        self.topology.check()
+        check_preempt_signal()
+        check_vllm()
+        num_gpus = 0
+        if not self.args.use_cpu:
+            check_gpu_variables(os.environ, f"node {self.topology.node}")
+            num_gpus = torch.cuda.device_count()
+            check_accelerator(num_gpus, self.topology.node)
+        return assign_engines(
+            self.topology,
+            num_gpus,
+            self.settings.vllm_devices,
+            self.settings.num_engines,
+            self.settings.vllm_tensor_parallel_size,
+        )
+
+    def report(self, text: str) -> None:
+        """Print a line with this rank's node."""
+        report(f"node {self.topology.node}: {text}")
+
+    # ---- the trainer ------------------------------------------------------------------------------------------------
+
+    def follow(self, trainer: Any, on_collected: Callable[[], None]) -> None:
+        """Read the optimizer steps of `trainer`, and call `on_collected` when it is garbage-collected.
+
+        No reference to the trainer is kept: `atexit` and the watchdog keep this object, and thus would keep it too.
+        The garbage collector makes the call in any thread.
+        """
+        self._trainer = weakref.ref(trainer, lambda _: on_collected())
+
+    def step(self) -> int:
+        """Return the optimizer steps that the trainer has done, or had done before it was collected."""
+        if (trainer := self._trainer()) is not None:
+            self._last_step = trainer.state.global_step
+        return self._last_step
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether there was a trainer, which is gone."""
+        return isinstance(self._trainer, weakref.ref) and self._trainer() is None

@@ -1,0 +1,277 @@
+"""Weights of a rank's engines: all ranks meet, then every rank takes part in sending the weights.
+
+An engine that dies is started again by its local main process (`engine/restarts.py`), and needs the weights of all
+ranks. So a rank without an engine brings a request to the next meeting of all ranks, after which all ranks send the
+weights. The others are in a meeting because they wait there for the slowest rank, before TRL's first collective.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ..engine.fleet import EngineFleet
+from ..engine.node_engines import NodeEngines
+from ..engine.restarts import lost_engine, lost_engines
+from ..engine.settings import EngineSettings, engine_dtype, training_dtype
+from ..errors import EngineError
+from ..transports.opening import TRANSPORTS
+from ..weights.building import build_sync, checked_with_engines, plan_sync, reserve_slots
+from ..weights.finite import check_finite, unchecked
+from ..weights.gathering import ShardGather
+from ..weights.host_copy import HostCopy
+from ..weights.probe import divergence_limit, probe_engines
+from ..weights.source import keep_head_during_backward
+from ..weights.sync import WeightSync
+from ..weights.timings import SyncTimings
+from ..weights.transport import Transport
+from ..wire.messages import Await, WeightVersion
+from .agreement import Agreement
+from .clocks import EngineClocks
+from .presence import Presence
+from .rank import RankContext
+
+
+class Updates:
+    """The engines of a node and their weights, as one of its ranks uses them.
+
+    Args:
+        rank ([`RankContext`]), agreement ([`Agreement`]), presence ([`Presence`]):
+            The rank, its meetings with the others, and what it tells them.
+    """
+
+    def __init__(self, rank: RankContext, agreement: Agreement, presence: Presence):
+        self._rank = rank
+        self._agreement = agreement
+        self._presence = presence
+        logs = rank.folder / "logs" / f"node{rank.topology.node}"
+        self._fleet = EngineFleet(
+            rank.topology, rank.watch, rank.store, rank.settings, logs, rank.report, rank.phase_file
+        )
+        self.engines: NodeEngines | None = None
+        self.ahead_engines: NodeEngines | None = None  # connections of the thread that generates ahead, if any
+        self.clocks = EngineClocks()
+        self.on_lost: Callable[[], None] = lambda: None  # sends the weights, after a meeting that asked for them
+        self._sync: WeightSync | None = None
+        self._renewed: list[tuple[int, int]] = []  # engines of this node for which the last meeting asked
+        presence.work |= {"generate": self._rows_left, "restart": self._restarting, "sync": self._buckets_gathered}
+
+    # ---- what is left of a phase; any thread asks -------------------------------------------------------------------
+
+    def _rows_left(self) -> str:
+        connections = filter(None, (self.engines, self.ahead_engines))  # a rank also waits for rounds ahead
+        return f"{sum(engines.rows_left for engines in connections)} rows left"
+
+    def _restarting(self) -> str:
+        return self._fleet.restarts.state() if self._fleet.restarts is not None else ""
+
+    def _buckets_gathered(self) -> str:
+        sync = self._sync
+        return f"{sync.num_gathered} of {len(sync.buckets)} buckets gathered" if sync is not None else ""
+
+    # ---- start and end ----------------------------------------------------------------------------------------------
+
+    def start(self, model: Any, processing_class: Any, keywords: dict[str, Any]) -> NodeEngines:
+        """Start this node's engines (local main process) and connect to them (every rank of the node)."""
+        rank, settings = self._rank, self._rank.settings
+        self.model = model  # including its adapter: FSDP2 shards this module, and its forward gathers the shards
+        has_adapters = hasattr(model, "peft_config")
+        self._base = model.get_base_model() if has_adapters else model
+        self.dtype = engine_dtype(settings, self._base)
+        per_engine, sees_sender = rank.devices.per_engine, TRANSPORTS[rank.transport[0]].engines_see_sender
+        plan = plan_sync(self._base, has_adapters, settings.lora_sync, self.dtype, on_gpu=bool(per_engine[0]))
+        engine_settings = EngineSettings(
+            settings, rank.topology, rank.devices, self.dtype, keywords, plan.lora_rank, sees_sender
+        )
+        bucket_bytes, transport = int(settings.sync_bucket_mb * 2**20), self._transport(sees_sender)
+        gather = ShardGather(rank.topology.ranks_per_node, rank.args.device)
+        if rank.topology.is_local_main:
+            reserve_slots(plan, self._base, self.dtype, gather, bucket_bytes, transport)
+            self._fleet.start(engine_settings, len(per_engine), self._base, processing_class)
+            transport.folder = self._fleet.folder
+        self.engines = self._fleet.connect(len(per_engine), engine_settings.window)
+        if settings.max_staleness or settings.scores_groups:
+            window = engine_settings.open_window if settings.in_flight else engine_settings.window
+            self.ahead_engines = self._fleet.connect(len(per_engine), window)
+        plan = checked_with_engines(plan, self._base, self.engines, settings.lora_sync, gather)
+        if plan.reason and rank.topology.rank == 0:
+            rank.report(plan.reason)
+        self._sync = build_sync(
+            plan, self._base, self.dtype, gather, self.engines, bucket_bytes, transport, rank.topology
+        )
+        self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
+        if self.keeps_copy and rank.topology.is_local_main:
+            self._sync.copy = HostCopy(rank.report)
+        return self.engines
+
+    def _transport(self, sees_sender: bool) -> Transport:
+        rank = self._rank
+        seen = [rank.devices.seen_by(index, sees_sender) for index in range(len(rank.devices.per_engine))]
+        return Transport(
+            rank.transport[0],
+            rank.args.device,
+            pin=rank.devices.sender is not None,
+            timeout_s=rank.settings.engine_stall_timeout,
+            seen_as=[gpus.index(rank.devices.sender) for gpus in seen] if sees_sender else [],
+            workers=[rank.settings.vllm_tensor_parallel_size] * len(seen),
+            report=rank.report,
+        )
+
+    def end(self) -> None:
+        """End the engines of this rank, close its connections, and drop all large objects."""
+        self._fleet.close(self.engines)
+        for engines in filter(None, (self.engines, self.ahead_engines)):
+            engines.close()
+        self.engines = self.ahead_engines = None  # otherwise a second close could close reused file descriptors
+        if self._sync is not None:
+            self._sync.close()
+        self.model = self._base = self._sync = None
+
+    @property
+    def divergence_limit(self) -> float:
+        """Limit for the mean |engine - trainer| log-prob per token; 0: none. Read it only once training has begun,
+        because DeepSpeed casts the model after the trainer's `__init__`."""
+        settings = self._rank.settings
+        return divergence_limit(settings.logprob_divergence_limit, training_dtype(settings, self.model), self.dtype)
+
+    # ---- meetings ---------------------------------------------------------------------------------------------------
+
+    def align(self) -> None:
+        """Wait until all ranks call this; unlike a collective, the wait has no limit. The log counts it as `wait`.
+
+        Meanwhile this rank takes part in sending the weights to engines that other ranks have lost.
+        """
+        while self.meet():
+            self.on_lost()
+        if self.engines is not None:
+            self.engines.recover = None  # the other ranks are in collectives from now on, and come to no meeting
+
+    def meet(self, lost: Iterable[tuple[int, int]] = ()) -> bool:
+        """Wait until all ranks call this or `align`. Then wait for the engines that any rank has lost to be ready.
+
+        Args:
+            lost (`Iterable[tuple[int, int]]`, *optional*):
+                Index and number of the process of each engine of this node that needs the weights.
+
+        Returns:
+            `bool`: the same on every rank: whether all ranks must send the weights to engines that were lost.
+        """
+        node = self._rank.topology.node
+        with self._rank.phases("wait"):
+            words = self._agreement.meet(" ".join(lost_engine(node, index, start) for index, start in lost))
+        if not words:
+            return False
+        with self._rank.phases("restart"):
+            self._renewed = lost_engines(words, node)
+            if self._fleet.restarts is not None:
+                for index, start in self._renewed:
+                    self._fleet.restarts.wait_for(index, start)
+            self._agreement.meet()  # no rank waits in a collective while an engine starts
+        indices = [index for index, _ in self._renewed]
+        if indices and self.engines is not None:
+            self.engines.renew(indices)
+            if self.ahead_engines is not None:  # whose thread connects by itself
+                self.ahead_engines.renew_later(indices)
+        return True
+
+    def lost_engines(self) -> list[tuple[int, int]]:
+        """Return index and number of the process of each engine that this rank has lost, in any of its threads."""
+        assert self.engines is not None
+        ahead = [client for client in self.ahead_engines or () if client.lost is not None]
+        lost = {(client.index, client.ready.start) for client in (*self.engines.lost, *ahead)}
+        return sorted(lost & {(client.index, client.ready.start) for client in self.engines})
+
+    def engines_to_restore(self) -> list[tuple[int, int]]:
+        """Return the engines for which this rank asks before a sync: those that were started again.
+
+        If no other engine of the node serves, also those that still start.
+        """
+        restarts = self._fleet.restarts
+        if restarts is None or self.engines is None or not self.engines.tolerant:
+            return []
+        lost = self.lost_engines()
+        all_lost = len(lost) == len(self.engines)
+        return [(index, start) for index, start in lost if all_lost or restarts.is_ready(index)]
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of restarts of the engines that this rank owns."""
+        return 0 if self._fleet.restarts is None else self._fleet.restarts.count
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Return whether nodes keep a copy of the weights, so that `restore` is no collective. Equal on every rank."""
+        return self._rank.settings.engine_restart_copy
+
+    def restore(self, version: WeightVersion) -> None:
+        """Send the weights of `version` to the engines that were started again. All ranks call it.
+
+        It is a collective, unless each node keeps a copy of the weights.
+        """
+        assert self._sync is not None and self.engines is not None
+        renewed = [index for index, _ in self._renewed]
+        group = self.engines.serving(renewed) if self._rank.topology.is_local_main else None
+        self._renewed = []
+        if not self.keeps_copy:
+            timings = self._sync.send_again(version, group)
+        elif group:
+            timings = self._sync.send_copy(version, group)
+        if group and timings.num_buckets:
+            names = ", ".join(f"engine {engine.index}" for engine in group)
+            source = ", from the copy" if self.keeps_copy else ""
+            self._rank.report(f"{names} got the weights of {version} again in {timings.total_s:.1f} s{source}")
+
+    def restore_all(self) -> None:
+        """Make the next `sync` send everything to all engines, because some were started again. All ranks call it."""
+        self.send_everything()
+        if self._renewed and self._sync is not None:
+            self._sync.forget_slots()
+        self._renewed = []
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def expect_after(self, version: WeightVersion) -> None:
+        """Accept completions of the update after `version` too. Every rank calls it before the barrier of that update.
+
+        Without sharded weights a sync has no collective, so after that barrier the local main process may be a whole
+        update ahead of the other ranks, whose open rows then have tokens of it.
+        """
+        for connections in filter(None, (self.engines, self.ahead_engines)):
+            connections.expect(WeightVersion(version.update + 1, self._rank.step()))
+
+    def sync(self, version: WeightVersion) -> SyncTimings:
+        """Send the weights; after the first update, verify that no dummy weight remains. A collective of all ranks."""
+        if self._sync is None or self.engines is None:
+            raise EngineError(
+                f"{self._rank.topology}: `trainer.close()`, or a later trainer that needs their GPUs, ended this "
+                "trainer's engines. Build another trainer."
+            )
+        if version.update == 1:
+            keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
+            if self._rank.topology.rank == 0 and (line := unchecked(self.model)):
+                self._rank.report(line)
+        timings = self._sync.run(version)
+        # the wait for the replies counts as sync
+        self.clocks.read(self.engines.post_all(Await(min_update=version.update)), len(self.engines))
+        if version.update == 1:
+            engines = self.engines.serving(range(len(self.engines))) if self._rank.topology.is_local_main else None
+            probe_engines(self.model, engines, self.divergence_limit, self._rank.topology)
+        self._presence.activity.synced = True
+        return timings
+
+    def send_everything(self) -> None:
+        """Make the next sync send the frozen weights too."""
+        if self._sync is not None:
+            self._sync.send_everything()
+
+    def check_before_save(self, model: torch.nn.Module) -> None:
+        """Check this rank's own part of the trained weights for NaN and infinity. Not a collective.
+
+        Frozen weights are left out, because a sync has checked them.
+
+        Raises:
+            `WeightsNotFiniteError`: if there is one. The other ranks wait in the save until the watchdog ends them.
+        """
+        trained = [(name, p, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
+        topology = self._rank.topology
+        check_finite(trained, str(topology), self._rank.step(), sends_whole=topology.is_local_main)
