@@ -131,9 +131,9 @@ def write_run(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
 
 def train_and_record(trainer: GRPOTrainer, folder: Path, best_constant: float) -> None:
     trainer.add_callback(Recorder(folder, trainer.accelerator.process_index))
-    if (continuous := trainer.vllm_generation.continuous) is not None:
+    if (rounds := trainer.vllm_generation.rounds) is not None:
         path = folder / "rows" / f"rank{trainer.accelerator.process_index}.jsonl"
-        continuous.groups._stream = RecordedStream(continuous.groups._stream, path)
+        rounds.groups._stream = RecordedStream(rounds.groups._stream, path)
     trainer.train()
     if trainer.accelerator.is_main_process:
         write_run(trainer, folder, best_constant)  # first: a run that ends in the evaluation still has a report
