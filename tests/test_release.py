@@ -128,7 +128,7 @@ def test_an_uncommitted_change_and_a_tag_that_exists_are_named(released):
 
 def test_the_wheel_has_the_files_that_a_run_needs(wheel):
     names = set(wheel.namelist())
-    for folder in ("accelerate_configs", "trl_multinode/tools/render/templates"):
+    for folder in ("accelerate_configs", "trl_multinode/tools/templates"):
         for path in (ROOT / folder).iterdir():
             name = f"trl_multinode/{path.relative_to(ROOT)}".replace("trl_multinode/trl_multinode", "trl_multinode")
             assert wheel.read(name) == path.read_bytes()

@@ -9,12 +9,13 @@ from pathlib import Path
 import check_kit
 import pytest
 from check_kit import CONFIGS
+from jinja2 import UndefinedError
 
 from trl_multinode.run.preemption import grace_after
 from trl_multinode.tools import main
+from trl_multinode.tools.render.command import KINDS
 from trl_multinode.tools.render.job import read_job
-from trl_multinode.tools.render.kinds import KINDS
-from trl_multinode.tools.render.template import fill
+from trl_multinode.tools.text import environment
 
 quiet_machine = check_kit.quiet_machine
 FILE = str(CONFIGS / "4node.yaml")
@@ -30,12 +31,14 @@ def in_a_folder(tmp_path, monkeypatch):
 # ---- templates
 
 
-def test_a_template_leaves_the_shell_alone_and_indents_values():
-    text = '  @{setup}\n  echo "$X ${Y[@]} $(z) @b" @{name}  # @{name}\n@{setup}\n'
-    assert fill(text, {"setup": "a\nb", "name": "n"}) == '  a\n  b\n  echo "$X ${Y[@]} $(z) @b" n  # n\na\nb\n'
-    assert fill(text, {"setup": "", "name": "n"}) == '  echo "$X ${Y[@]} $(z) @b" n  # n\n'
-    with pytest.raises(KeyError, match="name"):
-        fill(text, {"setup": ""})
+def test_a_template_leaves_the_shell_alone_and_a_value_that_is_missing_is_an_error():
+    text = '@@ if setup\n  @{setup|indent(2)}\n@@ endif\n  echo "$X ${Y[@]} ${#Y[@]} $(z) {{ @b" @{name}  # @{name}\n'
+    template = environment().from_string(text)
+    shell = '  echo "$X ${Y[@]} ${#Y[@]} $(z) {{ @b" n  # n\n'
+    assert template.render(setup="a\nb", name="n") == "  a\n  b\n" + shell
+    assert template.render(setup="", name="n") == shell
+    with pytest.raises(UndefinedError, match="name"):
+        template.render(setup="")
 
 
 def test_the_limits_leave_the_grace_of_the_package():

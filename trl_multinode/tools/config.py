@@ -1,19 +1,24 @@
 """`trl-multinode config 4x8`: write a config file of `accelerate launch`, and print the line that starts a node.
 
-The files of `accelerate_configs/` are this command's output. It imports no library, so it runs on any login node.
+The files of `accelerate_configs/` are this command's output. It imports no library of a run, so it works on any login
+node.
 """
 
 import argparse
 import re
-import sys
 
-from .config_file import render
 from .layout import Layout
+from .text import fill, write_new
 
 PROG = "trl-multinode config"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(argv: list[str]) -> tuple[Layout, argparse.Namespace]:
+    """Parse the command line.
+
+    Raises:
+        `SystemExit`: with status 2, for a layout that cannot run.
+    """
     parser = argparse.ArgumentParser(PROG, allow_abbrev=False)
     parser.description = "Write a config file of `accelerate launch`, and print the line that starts a node."
     parser.add_argument("layout", help="nodes x GPUs of a node, as in 4x8; with --cpu nodes x training ranks")
@@ -23,43 +28,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="stage of ZeRO (default: 3)")
     parser.add_argument("--cpu", action="store_true", help="nodes without GPUs, all of them on this machine")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: named as in accelerate_configs/)")
-    return parser
-
-
-def parse(argv: list[str]) -> tuple[Layout, argparse.Namespace]:
-    """Parse the command line.
-
-    Raises:
-        `SystemExit`: with status 2, for a layout that cannot run.
-    """
-    parser = _parser()
     options = parser.parse_args(argv)
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", options.layout)
     if match is None:
         parser.error(f"a layout is nodes x GPUs of a node (got {options.layout!r}, expected for example 4x8)")
-    layout = Layout(int(match[1]), int(match[2]), options.engine_gpus or 1, options.zero, options.cpu)
-    if options.engine_gpus and (layout.cpu or layout.shared):
-        why = "the engine of a CPU node has no device" if layout.cpu else "the only GPU trains and generates"
-        parser.error(f"{why} (got --engine_gpus {options.engine_gpus}, expected none): leave it out")
-    if layout.ranks < 1:
-        what = f"no GPU is left to train (got --engine_gpus {layout.engine_gpus} of {layout.devices}"
-        parser.error(f"{what}, expected fewer): pass a smaller number")
-    return layout, options
+    nodes, devices = map(int, match.groups())
+    engine_gpus = options.engine_gpus or 1
+    if options.cpu or devices == 1:
+        if options.engine_gpus:
+            why = "the engine of a CPU node has no device" if options.cpu else "the only GPU trains and generates"
+            parser.error(f"{why} (got --engine_gpus {engine_gpus}, expected none): leave it out")
+        engine_gpus = 0
+    if engine_gpus >= devices:
+        what = f"no GPU is left to train (got --engine_gpus {engine_gpus} of {devices}, expected fewer)"
+        parser.error(f"{what}: pass a smaller number")
+    return Layout(nodes, devices - engine_gpus, 0 if options.cpu else devices), options
 
 
-def main(argv: list[str] | None = None) -> int:
+def name_of(layout: Layout) -> str:
+    """Return the name of a config file. 8 GPUs a node, split 7+1, are the case that the name does not mention."""
+    suffix = {0: "_cpu", 1: "_1gpu"}.get(layout.gpus, f"_{layout.ranks}+{layout.spare}")
+    return f"{layout.nodes}node{suffix.replace('_7+1', '')}.yaml"
+
+
+def main(argv: list[str]) -> int:
     """Write the file and print the launch line; return 1 if the file exists or cannot be written."""
-    layout, options = parse(sys.argv[1:] if argv is None else argv)
-    path = options.out or layout.file_name
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(render(layout, path))
-    except OSError as error:
-        reason = "it exists" if isinstance(error, FileExistsError) else error.strerror
-        print(f"{PROG}: {path} is not written ({reason}): name another file with --out", file=sys.stderr)
+    layout, options = parse(argv)
+    path = options.out or name_of(layout)
+    filled = fill("accelerate.yaml", layout=layout, zero=options.zero, path=path)
+    if not write_new(path, str(filled), PROG):
         return 1
-    print(f"Wrote {path}: {layout.summary()}.\n\n{layout.where()}\n  {layout.launch_line(path)}\n")
-    print(f"Check it first; this starts nothing:\n  {layout.check_line(path)}")
-    if layout.nodes > 1 and not layout.cpu:
-        print(f"A job file: {layout.render_line(path)}")
+    print(f"Wrote {path}: {filled.summary}.\n\n{filled.where}\n  {filled.launch}\n")
+    print(f"Check it first; this starts nothing:\n  {filled.check}")
+    if layout.nodes > 1 and layout.gpus:
+        script = f'--script "train.py{filled.script_flags}"'
+        print(f"A job file: trl-multinode render slurm|k8s|ssh|skypilot {path}{layout.gpus_flag} {script}")
     return 0

@@ -1,18 +1,174 @@
 """`trl-multinode render slurm 4node.yaml --script "train.py"`: write a job file. It submits and starts nothing.
 
-It loads neither torch nor accelerate, so it runs on any login node.
+It loads neither torch nor accelerate, so it runs on any login node. The texts and their conditions are in the files of
+`templates/`; each sets `then`, the command that submits the file.
 """
 
 import argparse
+import re
 import shlex
 import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
+from ...wire.secret_names import has_secret_form, is_secret_name
+from ..text import fill, write_new
 from .job import Job, JobError, read_job
-from .kinds import KINDS, Kind
-from .options import add_options, common_values
-from .template import TEMPLATES, fill
 
 PROG = "trl-multinode render"
+BASE = "nvidia/cuda:13.0.2-devel-ubuntu24.04"
+PACKAGE = "trl-multinode[gpu]"
+IN_PRIVATE = (
+    "Keep it in a file on the nodes that only you may read, as in `export HF_TOKEN=...`, and use "
+    "`--setup 'source ~/secrets.env'`."
+)
+# Kind -> its template, and what it is
+KINDS = {
+    "slurm": ("slurm.sbatch", "a batch script for SLURM"),
+    "k8s": ("k8s-trainjob.yaml", "a TrainJob for Kubernetes"),
+    "ssh": ("ssh.sh", "a script that starts every node through ssh"),
+    "skypilot": ("skypilot.yaml", "a task for SkyPilot"),
+    "docker": ("Dockerfile", "a Dockerfile for the nodes' image"),
+}
+
+
+def _pattern(pattern: str, expected: str) -> Any:
+    """Return the type of an argument that must match a pattern: its groups, or the text if the pattern has none."""
+
+    def parse(text: str) -> Any:
+        match = re.fullmatch(pattern, text)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+        return match.groups() or text
+
+    return parse
+
+
+def _seconds(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number")
+    return int(text)
+
+
+def _script(text: str) -> str:
+    """Refuse arguments with a secret: the file has them for all who may read it, and so has `ps` on every node."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return text  # which the check of the launch refuses
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        has_value = value if equals else not following.startswith("-")
+        if flag.startswith("--") and is_secret_name(flag) and has_value:
+            raise argparse.ArgumentTypeError(f"`{flag}` would put a secret into the file. {IN_PRIVATE}")
+        if has_secret_form(word):
+            raise argparse.ArgumentTypeError(f"an argument has the form of a token. {IN_PRIVATE}")
+    return text
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, value = _pattern(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", "NAME=VALUE in one line")(text)
+    if value and (is_secret_name(name) or has_secret_form(value)):
+        raise argparse.ArgumentTypeError(f"`{name}` would put a secret into the file. {IN_PRIVATE}")
+    return name, value
+
+
+def _shell_words(text: str) -> str:
+    return shlex.join(shlex.split(text))
+
+
+COMMON: dict[str, dict[str, Any]] = {
+    "file": {"help": "config file of `accelerate launch`, as `trl-multinode config 4x8` writes it"},
+    "--script": {
+        "required": True,
+        "type": _script,
+        "help": "training script and its arguments, as in --script 'train.py --max_steps 100'",
+    },
+    "--out": {"metavar": "FILE", "help": "file to write; it must not exist (default: standard output)"},
+    "--name": {
+        "default": "grpo",
+        "type": _pattern("[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?", "up to 40 of a-z, 0-9 and '-', a letter first"),
+        "help": "name of the job (default: grpo)",
+    },
+    "--gpus_per_node": {"type": _seconds, "help": "GPUs of a node (default: 8, none with use_cpu)"},
+    "--grace": {
+        "type": _seconds,
+        "metavar": "S",
+        "help": "seconds for the end of the step and a checkpoint after a signal (default: the script's "
+        "--preemption_grace, else 600)",
+    },
+    "--timeout": {
+        "type": _seconds, "default": 600, "metavar": "S", "help": "longest wait of the roll-call (default: 600)"
+    },
+    "--env": {
+        "action": "append", "default": [], "type": _variable, "metavar": "NAME=VALUE", "help": "variable of every node"
+    },
+    "--setup": {
+        "default": "",
+        "metavar": "COMMAND",
+        "help": "shell command that every node runs first, as in --setup 'source .venv/bin/activate'",
+    },
+}  # fmt: skip
+OWN: dict[str, dict[str, dict[str, Any]]] = {
+    "slurm": {
+        "--sbatch": {
+            "action": "append",
+            "default": [],
+            "metavar": "FLAG",
+            "help": "line of your cluster for #SBATCH, as in --sbatch=--partition=h100; may be given several times",
+        },
+        "--srun": {
+            "default": "",
+            "type": _shell_words,
+            "metavar": "FLAGS",
+            "help": "flags for srun, such as those of a container: --srun='--container-image=image.sqsh'",
+        },
+    },
+    "k8s": {
+        "--image": {"required": True, "help": "image with this package and the script; see `render docker`"},
+        "--volume": {
+            "action": "append",
+            "default": [],
+            "type": _pattern("([^:]+):(/.*)", "a claim and an absolute path, as in runs:/runs"),
+            "metavar": "CLAIM:PATH",
+            "help": "volume claim that every pod mounts; a checkpoint must be on one to outlive its pod",
+        },
+        "--resource": {
+            "action": "append",
+            "default": [],
+            "type": _pattern(
+                "([a-zA-Z0-9][a-zA-Z0-9./_-]*)=([0-9.]+[a-zA-Z]*)", "a name and an amount, as in rdma/ib=8"
+            ),
+            "metavar": "NAME=N",
+            "help": "resource of every pod, as in --resource rdma/ib=8 or memory=1Ti; nvidia.com/gpu is there already",
+        },
+        "--restarts": {
+            "type": int, "default": 0, "help": "restarts after a failure that is no pre-emption (default: 0)"
+        },
+    },
+    "ssh": {
+        "--hosts": {"default": "", "help": "hosts of the nodes, node 0 first, as in --hosts gpu1,gpu2"},
+        "--folder": {"help": "folder with config file and script, the same on every host (default: the present one)"},
+    },
+    "skypilot": {
+        "--gpu": {"metavar": "NAME", "help": "kind of GPU in SkyPilot's words, as in --gpu H100"},
+        "--image": {"help": "container image with this package, which is installed otherwise"},
+        "--spot": {"action": "store_true", "help": "spot instances"},
+        "--bucket": {
+            "type": _pattern("(.*://.*):(/[^:]*)", "a URL and a path, as in s3://runs:/runs"),
+            "metavar": "URL:PATH",
+            "help": "bucket that every node mounts, as in s3://runs:/runs; a checkpoint must be there to outlive its "
+            "node",
+        },
+    },
+    "docker": {
+        "--base": {"default": BASE, "help": f"image to start from, with Debian's packages (default: {BASE})"},
+        "--package": {
+            "default": PACKAGE, "help": f"what pip installs, as in --package './[gpu]' (default: {PACKAGE})"
+        },
+    },
+}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -20,11 +176,27 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(PROG, allow_abbrev=False)
     parser.description = "Write the job file of a launch for a scheduler. It is only written, never submitted."
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    for name, kind in KINDS.items():
-        one = kinds.add_parser(name, help=kind.what, description=f"Write {kind.what}.", allow_abbrev=False)
-        add_options(one)
-        kind.add_options(one)
+    for name, (_, what) in KINDS.items():
+        kind = kinds.add_parser(name, help=what, description=f"Write {what}.", allow_abbrev=False)
+        for flag, settings in (COMMON | OWN[name]).items():
+            kind.add_argument(*dict.fromkeys((flag, flag.replace("_", "-"))), **settings)
     return parser
+
+
+def check_options(job: Job, options: argparse.Namespace) -> None:
+    """Refuse values for which a kind of job file has no place.
+
+    Raises:
+        [`JobError`]: with the option and what it should be.
+    """
+    if options.kind == "docker" and (job.config.is_absolute() or ".." in job.config.parts):
+        raise JobError(f"the image gets the present folder (got {job.config}, expected a relative path in it)")
+    if options.kind == "skypilot" and job.gpus and not options.gpu:
+        raise JobError("SkyPilot chooses machines by their GPU (got no --gpu, expected for example --gpu H100)")
+    if options.kind == "ssh" and options.hosts:
+        given = options.hosts.count(",") + 1
+        if given != job.nodes:
+            raise JobError(f"--hosts names a host per node (got {given}, expected {job.nodes}: `num_machines`)")
 
 
 def main(argv: list[str]) -> int:
@@ -34,51 +206,28 @@ def main(argv: list[str]) -> int:
         `int`: 0; 1 if the file exists or cannot be written, 2 for a config file or a script that cannot be launched.
     """
     options = make_parser().parse_args(argv)
-    kind = KINDS[options.kind]
     try:
         job = read_job(options.file, options.script, options.gpus_per_node, options.grace, options.timeout)
-        text = render(kind, job, options, shlex.join([*PROG.split(), *argv]))
+        check_options(job, options)
     except JobError as error:
         print(f"{PROG}: {error}", file=sys.stderr)
         return 2
-    if options.out is None:
-        print(text, end="")
-    elif not _write(options.out, text):
-        return 1
-    print(_next(kind, job, options), file=sys.stderr)
-    return 0
-
-
-def render(kind: Kind, job: Job, options: argparse.Namespace, command: str) -> str:
-    """Return the text of a job file.
-
-    Raises:
-        [`JobError`]: if the kind has no place for an option's value.
-    """
-    template = (TEMPLATES / kind.template).read_text(encoding="utf-8")
-    return fill(template, {**common_values(job, options, command), **kind.values(job, options)})
-
-
-def _write(path: str, text: str) -> bool:
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        reason = "it exists" if isinstance(error, FileExistsError) else error.strerror
-        print(f"{PROG}: {path} is not written ({reason}): name another file with --out", file=sys.stderr)
-        return False
-    return True
-
-
-def _next(kind: Kind, job: Job, options: argparse.Namespace) -> str:
-    path = shlex.quote(options.out or "FILE")
-    check = f"trl-multinode check {shlex.quote(str(job.config))}"
-    if job.nodes > 1:
-        check += " --machine_rank 0 --main_process_ip HOST0"
-    if job.gpus not in (0, 8):
-        check += f" --gpus_per_node {job.gpus}"
-    return (
-        f"{job.summary()}; after a signal {job.grace_s} s for a checkpoint.\n"
-        f"Check it first, which starts nothing:\n  {check} {job.script}\n"
-        f"Then:\n  {kind.then(job, options, path)}"
+    filled = fill(
+        KINDS[options.kind][0],
+        **vars(options),
+        job=job,
+        command=shlex.join([*PROG.split(), *argv]).replace("\n", " "),
+        exports={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.launcher_s), **dict(options.env)}.items(),
+        present=Path.cwd(),
+        path=shlex.quote(options.out or "FILE"),
     )
+    if options.out is None:
+        print(filled, end="")
+    elif not write_new(options.out, str(filled), PROG):
+        return 1
+    nodes = " --machine_rank 0 --main_process_ip HOST0" if job.nodes > 1 else ""
+    print(f"{job.summary()}; after a signal {job.grace_s} s for a checkpoint.", file=sys.stderr)
+    print("Check it first, which starts nothing:", file=sys.stderr)
+    print(f"  trl-multinode check {job.quoted}{nodes}{job.gpus_flag} {job.script}", file=sys.stderr)
+    print(f"Then:\n  {filled.then}", file=sys.stderr)
+    return 0

@@ -1,16 +1,19 @@
 """`Job`: nodes, devices and times of a launch, read from a config file of `accelerate launch` without accelerate."""
 
+import argparse
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ...node_settings import NodeSettings
+from ..layout import Layout
 
 DEFAULT_PORT = 29500  # of torchrun
 LAUNCHER_MARGIN_S = 5  # torchrun's limit that the ranks keep for their own end (`run/preemption.py: MARGIN_S`)
+MOUNTED = Path("/etc/trl-multinode/accelerate.yaml")
 END_S = 30  # from the deadline of the checkpoint to the end of engines, launcher and roll-call
 
 
@@ -19,14 +22,10 @@ class JobError(ValueError):
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Layout):
     """Launch of a script on several nodes."""
 
     config: Path
-    nodes: int
-    ranks: int  # training processes of a node
-    gpus: int  # of a node, 0 without
-    port: int
     script: str  # shell text: the script and its arguments
     grace_s: int  # for the end of the step and a checkpoint, after a signal
     timeout_s: int  # of the roll-call
@@ -42,25 +41,22 @@ class Job:
         return self.grace_s + END_S
 
     @property
+    def mounted(self) -> "Job":
+        """Return this job with the config file of a ConfigMap."""
+        return replace(self, config=MOUNTED)
+
+    @property
+    def quoted(self) -> str:
+        """Config file as a word of a shell."""
+        return shlex.quote(str(self.config))
+
+    @property
     def launch(self) -> str:
         """Shell text that meets the other nodes and runs this node's share; `$flags` holds its rank and address."""
-        config = shlex.quote(str(self.config))
-        wait = f"--wait --timeout {self.timeout_s}" + (
-            f" --gpus_per_node {self.gpus}" if self.gpus not in (0, 8) else ""
-        )
         return (
-            f"trl-multinode check {config} {wait} $flags -- \\\n"
-            f"    accelerate launch --config_file {config} $flags {self.script}"
+            f"trl-multinode check {self.quoted} --wait --timeout {self.timeout_s}{self.gpus_flag} $flags -- \\\n"
+            f"    accelerate launch --config_file {self.quoted} $flags {self.script}"
         )
-
-    def summary(self) -> str:
-        """Return what the nodes do, in one line."""
-        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
-        if not self.gpus:
-            return f"{nodes} with {self.ranks} training process{'es' if self.ranks > 1 else ''} on the CPU of each"
-        trains, left = f"{self.ranks} {'trains' if self.ranks == 1 else 'train'}", self.gpus - self.ranks
-        rest = f"{left} {'generates' if left == 1 else 'generate'}" if left else "none is left for engines alone"
-        return f"{nodes} of {self.gpus} GPU{'s' if self.gpus > 1 else ''}: on each {trains}, {rest}"
 
 
 def read_job(path: str, script: str, gpus: int | None = None, grace_s: int | None = None, timeout_s: int = 600) -> Job:
@@ -88,16 +84,19 @@ def read_job(path: str, script: str, gpus: int | None = None, grace_s: int | Non
             f"{path}: `num_processes` is the total (got {total} for {nodes} nodes, expected a multiple of {nodes}); "
             f"write {max(1, total // nodes) * nodes}"
         )
-    gpus = gpus if gpus is not None else 0 if file.get("use_cpu") else 8
-    if gpus and total // nodes > gpus and not file.get("use_cpu"):
+    on_cpu = file.get("use_cpu")
+    if gpus is None:
+        gpus = 0 if on_cpu else 8
+    if gpus and total > gpus * nodes and not on_cpu:
         raise JobError(
             f"{path}: a node has {gpus} GPUs (got `num_processes` {total}, expected at most {gpus * nodes}, the "
             "total); correct it, or pass --gpus_per_node"
         )
-    words = _words(script)
-    grace = grace_s if grace_s is not None else _grace_of(words)
-    port = _count(file, path, "main_process_port", DEFAULT_PORT)
-    return Job(Path(path), nodes, total // nodes, gpus, port, script.strip(), grace, timeout_s)
+    _count(file, path, "main_process_port", DEFAULT_PORT)
+    grace = _grace_of(_words(script))
+    return Job(
+        nodes, total // nodes, gpus, Path(path), script.strip(), grace if grace_s is None else grace_s, timeout_s
+    )
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -131,19 +130,19 @@ def _words(script: str) -> list[str]:
         raise JobError(f"{what} (got {script!r}: {error})") from None
     if not words:
         raise JobError(f"{what} (got nothing)")
-    if "accelerate" in words[:1]:
+    if words[0] == "accelerate":
         raise JobError(f"{what} (got {words[0]}): leave `accelerate launch` and its flags out")
     return words
 
 
 def _grace_of(words: list[str]) -> int:
     """Return the value of `--preemption_grace` in the script's arguments, else its default."""
-    for index, word in enumerate(words):
-        name, _, value = word.partition("=")
-        if name.lstrip("-").replace("-", "_") == "preemption_grace" and name.startswith("--"):
-            value = value or "".join(words[index + 1 : index + 2])
-            try:
-                return int(float(value))
-            except ValueError:
-                raise JobError(f"`--preemption_grace` takes seconds (got {value!r})") from None
-    return int(NodeSettings.preemption_grace)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(
+        "--preemption_grace", "--preemption-grace", type=float, default=float(NodeSettings.preemption_grace)
+    )
+    try:
+        found, _ = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise JobError(f"`--preemption_grace` takes seconds ({error})") from None
+    return int(found.preemption_grace)

@@ -1,14 +1,15 @@
+@@ set then = "bash " ~ path ~ ("" if hosts else " HOST0 HOST1 HOST2 HOST3"[:6 * [job.nodes, 4]|min])
 #!/usr/bin/env bash
-# @{summary}. One ssh connection to each node, from any host that reaches them without a password:
+# @{job.summary()}. One ssh connection to each node, from any host that reaches them without a password:
 #   bash FILE [HOST0 HOST1 ...]
 # Ctrl-C, SIGTERM and a lost connection save a checkpoint and end the run. Each node has a log in @{name}-logs.
 # SSH_OPTIONS may hold options of ssh; MAIN_PROCESS_IP is the address of the first host, if the others need another one.
 # Written by: @{command}
 set -uo pipefail
 
-HOSTS=(@{hosts})
+HOSTS=(@{hosts.split(",")|map("quote")|join(" ") if hosts else ""})
 (($#)) && HOSTS=("$@")
-FOLDER=@{folder}
+FOLDER=@{(folder or present|string)|quote}
 LOGS=@{name}-logs
 OPTIONS="-T -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=15 -o ServerAliveCountMax=4 ${SSH_OPTIONS:-}"
 read -ra OPTIONS <<< "$OPTIONS"
@@ -17,12 +18,16 @@ read -ra OPTIONS <<< "$OPTIONS"
 node() {
     set -eo pipefail
     cd "$3"
-    @{setup}
-    @{exports}
+@@ if setup
+    @{setup|indent(4)}
+@@ endif
+@@ for name, value in exports
+    export @{name}=@{value|quote}
+@@ endfor
     flags="--machine_rank $1 --main_process_ip $2"
     exec 3<&0
     {
-        exec @{launch}
+        exec @{job.launch|indent(8)}
     } < /dev/null 3<&- &
     launch=$! code=0
     (read -r -u 3 || kill -TERM "$launch") > /dev/null 2>&1 &
@@ -39,8 +44,8 @@ complain() {
     echo "$0: $*" >&2
 }
 
-if ((${#HOSTS[@]} != @{nodes})); then
-    complain "got ${#HOSTS[@]} hosts, expected @{nodes}, one for each node of "@{config}
+if ((${#HOSTS[@]} != @{job.nodes})); then
+    complain "got ${#HOSTS[@]} hosts, expected @{job.nodes}, one for each node of "@{job.quoted}
     exit 2
 fi
 
