@@ -125,7 +125,7 @@ def test_a_lost_engine_does_nothing_until_its_next_process_starts():
 def test_a_part_keeps_whole_phases_of_its_steps_and_cuts_the_states_of_engines(tmp_path):
     folder = tmp_path / "_multinode" / "phases"
     folder.mkdir(parents=True)
-    lines = [{"phase": "set-up", "start": 0.0, "seconds": 9.0, "step": 0, "node": 0, "attempt": 1}]
+    lines = [{"phase": "set-up", "start": 0.0, "seconds": 9.0, "total": 9.0, "step": 0, "node": 0, "attempt": 1}]
     for step in range(4):
         at = 10.0 * (step + 1)
         lines += [

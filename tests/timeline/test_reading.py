@@ -103,14 +103,6 @@ def test_a_rotated_file_comes_before_the_current_one(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_run_of_an_earlier_version_has_no_engines_and_its_nodes_and_totals_are_guessed(tmp_path):
-    old = [{name: line[name] for name in ("phase", "start", "seconds", "step")} for line in rank_lines(0)]
-    write_lines(tmp_path / "_multinode" / "phases" / "rank0.jsonl", [line for line in old if line["phase"] == "sync"])
-    run = read_run([tmp_path])
-    assert run.lanes[0].seconds() == {"sync": 4.0} and "engine" in run.notes[0]
-
-
-@pytest.mark.nightly
 def test_logs_come_from_the_trainers_state_if_the_run_has_no_file_of_its_own(tmp_path):
     write_run(tmp_path)
     (tmp_path / "_multinode" / "log.jsonl").unlink()

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from .page import write_page
+from .perfetto import trace
 from .reading import Run, TimelineError, read_run
 from .table import print_table
 
@@ -50,15 +52,16 @@ def chosen_steps(text: str | None, steps: Sequence[int]) -> range:
         `TimelineError`: if the text is no range, or if the run has none of these steps.
     """
     first, last = steps[0], steps[-1]
-    if text is None:
-        return range(first, last + 1)
-    found = re.fullmatch(r"(-?\d+)?(:)?(-?\d+)?", text)
-    if not text or found is None or (found[3] and not found[2]):
+    match = re.fullmatch(r"(-?\d+)|(-?\d+)?:(-?\d+)?", ":" if text is None else text)
+    if match is None:
         raise TimelineError(f"--steps is not a range (got {text!r}, expected for example 10:12, 10, 10: or -3:)")
-    begin, end = (int(number) if number else None for number in (found[1], found[3]))
-    begin, end = (last + 1 + number if number is not None and number < 0 else number for number in (begin, end))
-    begin = first if begin is None else begin
-    end = last if end is None and found[2] else begin if end is None else end
+
+    def number(group: str | None, default: int) -> int:
+        found = int(group or default)
+        return last + 1 + found if found < 0 else found
+
+    begin = number(match[1] or match[2], first)
+    end = number(match[1] or match[3], last)
     if not any(begin <= step <= end for step in steps):
         raise TimelineError(f"the run has no such steps (got --steps {text}, expected numbers from {first} to {last})")
     return range(max(begin, first), min(end, last) + 1)
@@ -72,22 +75,25 @@ def of_nodes(run: Run, text: str | None) -> Run:
     """
     if text is None:
         return run
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
-        raise TimelineError(f"--nodes is not a list (got {text!r}, expected for example 0,4-7)")
-    bounds = [(part.partition("-")[0], part.partition("-")[2] or part) for part in text.split(",")]
-    lanes = [lane for lane in run.lanes if any(int(low) <= lane.node <= int(high) for low, high in bounds)]
+    chosen: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None:
+            raise TimelineError(f"--nodes is not a list (got {text!r}, expected for example 0,4-7)")
+        chosen |= {*range(int(match[1]), int(match[2] or match[1]) + 1)}
+    lanes = [lane for lane in run.lanes if lane.node in chosen]
     if not lanes:
         raise TimelineError(f"the run has no such nodes (got --nodes {text}, expected some of {run.nodes})")
     return replace(run, lanes=lanes)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Print the table and write the files.
 
     Returns:
         `int`: 0, or 1 if the folder has no run, or no such part of it.
     """
-    options = _parser().parse_args(with_negative_steps(sys.argv[1:] if argv is None else argv))
+    options = _parser().parse_args(with_negative_steps(argv))
     try:
         run = of_nodes(read_run(options.run_dir, options.attempt), options.nodes)
         for line in write(run, options):
@@ -108,13 +114,9 @@ def write(run: Run, options: argparse.Namespace) -> list[str]:
     folder = options.out or options.run_dir[0] / "_multinode" / "timeline"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "timeline.json"
-    from .perfetto import trace
-
     path.write_text(json.dumps(trace(shown)))
     size = f"{path.stat().st_size / 1e6:.1f} MB"
     lines = [*run.notes, f"wrote {path} ({size}): open it in https://ui.perfetto.dev"]
     if options.html:
-        from .page import write_page
-
         lines += write_page(run, steps, folder / "run.html")
     return lines

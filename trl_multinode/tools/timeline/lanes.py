@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 # In the order of the legends. The colors can be told apart with every kind of color blindness (after Okabe and Ito).
 COLORS = {
     "train": "#0072b2", "generate": "#e69f00", "sync": "#cc79a7", "reward": "#009e73", "wait": "#c9ccd1",
@@ -61,89 +63,95 @@ class Lane:
             found[piece.phase] = found.get(piece.phase, 0.0) + piece.end - piece.start
         return found
 
-    def within(self, start: float, end: float, steps: range | None = None) -> "Lane":
-        """Return the part of a lane between two times. Spans of a rank are kept whole, if they are of `steps`."""
-        if steps is not None and self.kind == "rank":
-            spans = [span for span in self.spans if span.step in steps]
-            kept = [replace(span, depth=depth) for span, depth in zip(spans, depths(spans), strict=True)]
-        else:
-            inside = [span for span in self.spans if span.end > start and span.start < end]
-            kept = [replace(span, start=max(start, span.start), end=min(end, span.end)) for span in inside]
+    def of_steps(self, steps: range) -> "Lane":
+        """Return the whole spans of some steps."""
+        return replace(self, spans=[span for span in self.spans if span.step in steps])
+
+    def within(self, start: float, end: float) -> "Lane":
+        """Return the part of a lane between two times."""
+        inside = [span for span in self.spans if span.end > start and span.start < end]
+        spans = [replace(span, start=max(start, span.start), end=min(end, span.end)) for span in inside]
         marks = [mark for mark in self.marks if start <= mark.at <= end]
-        before = [rows for at, rows in self.rows if at <= start][-1:]
-        rows = [(start, number) for number in before] + [each for each in self.rows if start < each[0] < end]
-        return replace(self, spans=kept, marks=marks, rows=rows)
+        before = [(start, rows) for at, rows in self.rows if at <= start]
+        rows = before[-1:] + [(at, rows) for at, rows in self.rows if start < at < end]
+        return replace(self, spans=spans, marks=marks, rows=rows)
 
 
-@dataclass(frozen=True)
-class Timed:
-    """A phase as its line in a file has it: the lines of inner phases come before those around them."""
+class PhaseLine(msgspec.Struct):
+    """A line of `rank<r>.jsonl`: the lines of inner phases come before those around them."""
 
     phase: str
     start: float
-    total: float  # seconds from begin to end
-    own: float  # seconds without the phases inside it
-    step: int = 0
+    seconds: float  # without the phases inside it
+    total: float
+    step: int  # number of steps done before the phase
+    node: int
+    attempt: int = 1
+    clock_offset: float | None = None
     evaluation: bool = False
 
 
+class State(msgspec.Struct):
+    """A line of `node<k>_engine<i>.jsonl`: a state that begins, or the loss of its process."""
+
+    phase: str
+    start: float
+    rows: int = 0
+    update: int = 0
+    process: int = 0
+    cause: str = ""
+    node: int = 0
+    attempt: int = 1
+
+
 class _Tree:
-    def __init__(self, timed: Timed, inner: "list[_Tree]"):
-        self.timed = timed
+    def __init__(self, line: PhaseLine, inner: "list[_Tree]"):
+        self.line = line
         self.inner = inner
-        self.total: float = timed.own + sum(each.total for each in inner)  # not that of the line, which is rounded
+        # Not the total of the line, which is rounded
+        self.total: float = line.seconds + sum(each.total for each in inner)
 
 
-def nested(lines: Iterable[Timed]) -> list[Span]:
+def nested(lines: Iterable[PhaseLine]) -> list[Span]:
     """Return the spans of a rank's lines, given in the order of the file.
 
     The clock of a node may be set while a run goes on, so the order and the durations of the lines decide what is
     inside what; starts only decide where inside the outer phase. The spans never overlap, and the time of each one
-    without those inside it is the `own` of its line.
+    without those inside it is the `seconds` of its line.
     """
     open_: list[_Tree] = []  # those that no phase around them has taken yet
     for line in lines:
-        rest, inner = line.total - line.own, list[_Tree]()
-        while open_ and (timed := open_[-1].timed).total <= rest + ROUNDING_S * (1 + len(inner)):
-            if rest <= ROUNDING_S and timed.start < line.start:  # too short to be told from a phase before this one
+        rest, inner = line.total - line.seconds, list[_Tree]()
+        while open_ and (last := open_[-1].line).total <= rest + ROUNDING_S * (1 + len(inner)):
+            if rest <= ROUNDING_S and last.start < line.start:  # too short to be told from a phase before this one
                 break
-            rest -= timed.total
+            rest -= last.total
             inner.insert(0, open_.pop())
         open_.append(_Tree(line, inner))
     found: list[Span] = []
     end = float("-inf")
     for tree in open_:
-        end = _place(tree, max(tree.timed.start, end), 0, found)
+        end = _place(tree, max(tree.line.start, end), 0, found)
     return found
 
 
 def _place(tree: _Tree, start: float, depth: int, found: list[Span]) -> float:
     """Append the spans of a tree that begins at `start`, and return its end."""
-    timed = tree.timed
-    inside, end = tree.total - timed.own, start + tree.total
-    found.append(Span(timed.phase, start, end, depth, timed.step, timed.evaluation))
+    line = tree.line
+    inside, end = tree.total - line.seconds, start + tree.total
+    step = 0 if line.phase == "set-up" else line.step + 1
+    found.append(Span(line.phase, start, end, depth, step, line.evaluation))
     for each in tree.inner:
         latest = end - inside  # later ones still need this much
-        start = _place(each, min(max(start, each.timed.start), latest), depth + 1, found)
+        start = _place(each, min(max(start, each.line.start), latest), depth + 1, found)
         inside -= each.total
     return end
-
-
-def depths(spans: Sequence[Span]) -> list[int]:
-    """Return the depth of each span among the given ones."""
-    found, open_ = list[int](), list[Span]()
-    for span in spans:
-        while open_ and open_[-1].depth >= span.depth:
-            open_.pop()
-        found.append(len(open_))
-        open_.append(span)
-    return found
 
 
 def _pieces(spans: Sequence[Span]) -> Iterator[Span]:
     open_: list[Span] = []
     at = float("-inf")  # up to here, everything has been returned
-    for span in spans:
+    for span in [*spans, Span("", float("inf"), float("inf"))]:  # the last one closes all
         while open_ and open_[-1].depth >= span.depth:
             last = open_.pop()
             if last.end > at:
@@ -153,37 +161,30 @@ def _pieces(spans: Sequence[Span]) -> Iterator[Span]:
             yield replace(open_[-1], start=at, end=span.start)
         open_.append(span)
         at = max(at, span.start)
-    while open_:
-        last = open_.pop()
-        if last.end > at:
-            yield replace(last, start=at)
-            at = last.end
 
 
-@dataclass(frozen=True)
-class State:
-    """A line of an engine's file: a state that begins, or the loss of its process."""
-
-    phase: str
-    at: float
-    rows: int = 0
-    update: int = 0
-    process: int = 0
-    cause: str = ""
-
-
-def engine_lane(node: int, number: int, states: Iterable[State], end: float) -> Lane:
-    """Return the lane of an engine. A state ends where the next one begins, and the last one at `end`."""
-    lane, ordered = Lane(node, "engine", number), list(states)
+def engine_lane(node: int, number: int, states: Sequence[State], end: float) -> Lane:
+    """Return the lane of an engine. A state ends where the next one begins, and the last one at `end` or later."""
+    lane = Lane(node, "engine", number)
     at = float("-inf")
-    for state, following in zip(ordered, [*ordered[1:], None], strict=True):
-        at = max(at, state.at)  # the clock may have been set back
-        until = max(at, end if following is None else following.at)
+    ends = [*(state.start for state in states[1:]), end]
+    for state, until in zip(states, ends, strict=True):
+        at = max(at, state.start)  # the clock may have been set back
         lane.rows.append((at, state.rows))
-        if mark := _mark(state, at):
-            lane.marks.append(mark)
+        span = Span(state.phase, at, max(at, until))
+        weights = f"weights {state.update}"
+        if state.phase == "generate":
+            span = replace(span, note=weights)
+        elif state.phase == "sync":
+            span = replace(span, note=weights + (f", {state.rows} rows frozen" if state.rows else ""))
+            if state.rows:
+                lane.marks.append(Mark("swap", at, f"{weights} replace those of {state.rows} rows in flight"))
+        elif state.phase == "lost":
+            lane.marks.append(Mark("lost", at, state.cause))
+        elif state.phase == "start" and state.process:
+            lane.marks.append(Mark("restart", at, f"restart {state.process}"))
         if state.phase not in ("idle", "end", "lost"):
-            _extend(lane.spans, Span(state.phase, at, until, note=_note(state)))
+            _extend(lane.spans, span)
     return lane
 
 
@@ -194,19 +195,3 @@ def _extend(spans: list[Span], span: Span) -> None:
         spans[-1] = replace(last, end=span.end)
     elif span.end > span.start:
         spans.append(span)
-
-
-def _note(state: State) -> str:
-    if state.phase == "sync":
-        return f"weights {state.update}" + (f", {state.rows} rows frozen" if state.rows else "")
-    return f"weights {state.update}" if state.phase == "generate" else ""
-
-
-def _mark(state: State, at: float) -> Mark | None:
-    if state.phase == "sync" and state.rows:
-        return Mark("swap", at, f"weights {state.update} replace those of {state.rows} rows in flight")
-    if state.phase == "lost":
-        return Mark("lost", at, state.cause)
-    if state.phase == "start" and state.process:
-        return Mark("restart", at, f"restart {state.process}")
-    return None

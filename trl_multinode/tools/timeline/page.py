@@ -2,12 +2,13 @@
 
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from .lanes import COLORS, STEP_PHASES, Lane
 from .reading import Run
-from .table import title
+from .table import step_seconds, title
 
 FILES = Path(__file__).parent / "page_files"
 MOST_PIECES = 40_000  # of the timeline: 1 MB of the page, and drawn in below 0.1 s
@@ -92,45 +93,37 @@ def _fitting(run: Run, steps: range) -> range:
 
 
 def _lane(lane: Lane, begin: float) -> dict[str, Any]:
-    pieces = [
-        [round(piece.start - begin, 4), round(piece.end - piece.start, 4), _index(piece.phase), piece.step, piece.note]
-        for piece in lane.pieces()
-    ]
+    pieces = []
+    for piece in lane.pieces():
+        phase = PHASES.index(piece.phase if piece.phase in COLORS else "other")
+        found = [round(piece.start - begin, 4), round(piece.end - piece.start, 4), phase, piece.step]
+        pieces.append([*found, piece.note] if piece.note else found)
     return {
         "node": lane.node,
         "name": lane.name,
-        "pieces": [piece[:4] if not piece[4] else piece for piece in pieces],
+        "pieces": pieces,
         "rows": [[round(at - begin, 4), rows] for at, rows in lane.rows],
         "marks": [[mark.kind, round(mark.at - begin, 4), mark.text] for mark in lane.marks],
     }
 
 
-def _index(phase: str) -> int:
-    return PHASES.index(phase if phase in COLORS else "other")
-
-
 def bars(run: Run, steps: range) -> dict[str, Any]:
     """Return the seconds of each phase by node and step, as means over the node's ranks, without evaluations."""
-    numbers = [step for step in run.steps() if step in steps][-max(1, MOST_BARS // max(1, len(run.nodes))) :]
-    places = {step: place for place, step in enumerate(numbers)}
-    found = {node: [[0.0] * len(STEP_PHASES) for _ in numbers] for node in run.nodes}
+    most = max(1, MOST_BARS // max(1, len(run.nodes)))
+    numbers = [step for step in run.steps() if step in steps][-most:]
+    nodes = {}
     for node in run.nodes:
-        ranks = [lane for lane in run.lanes if lane.node == node and lane.kind == "rank"]
-        for lane in ranks:
-            for piece in lane.pieces():
-                if piece.phase in STEP_PHASES and piece.step in places and not piece.evaluation:
-                    seconds = (piece.end - piece.start) / len(ranks)
-                    found[node][places[piece.step]][STEP_PHASES.index(piece.phase)] += seconds
-    rounded = {str(node): [[round(each, 3) for each in step] for step in rows] for node, rows in found.items()}
-    return {"steps": numbers, "phases": [_index(phase) for phase in STEP_PHASES], "nodes": rounded}
+        seconds = step_seconds(run.of(node, "rank"))
+        nodes[str(node)] = [[round(seconds[step, phase], 3) for phase in STEP_PHASES] for step in numbers]
+    return {"steps": numbers, "phases": [PHASES.index(phase) for phase in STEP_PHASES], "nodes": nodes}
 
 
 def metrics(logs: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     """Return steps and values of each logged number; of a step that was logged twice the later value."""
-    found: dict[str, dict[float, float]] = {}
+    found: dict[str, dict[float, float]] = defaultdict(dict)
     for line in logs:
-        for name, value in line.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if is_number and name not in ("step", "attempt", "time") and "step" in line:
-                found.setdefault(name, {})[line["step"]] = float(f"{value:.5g}")
+        for name in line.keys() - {"step", "attempt", "time"}:
+            value = line[name]
+            if type(value) in (int, float) and math.isfinite(value) and "step" in line:
+                found[name][line["step"]] = float(f"{value:.5g}")
     return {name: [[step, value] for step, value in sorted(values.items())] for name, values in sorted(found.items())}

@@ -10,56 +10,47 @@ ENGINES = 100_000  # thread ids of engines; those of ranks are their numbers
 STEPS = 1_000_000  # process id of the lane of the steps
 MICRO = 1e6
 
+Event = dict[str, Any]
+
 
 def trace(run: Run) -> dict[str, Any]:
     """Return the trace: a process per node, a thread per rank and engine, a counter of each engine's rows."""
     begin = run.begin
-    events = list(_steps(run, begin))
+    events = [_event("M", "process_name", STEPS, 0, name="optimizer steps")]
+    events.append(_event("M", "process_sort_index", STEPS, 0, sort_index=-1))
+    ends = [*list(run.starts.values())[1:], run.end]
+    for (step, start), end in zip(run.starts.items(), ends, strict=True):
+        events.append(_event("X", f"step {step}", STEPS, 0) | _times(start - begin, end - begin))
     for lane in run.lanes:
         events += _lane(lane, begin)
-    other = {"attempt": run.attempt, "start": begin, "notes": run.notes}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other | {"settings": run.settings}}
+    other = {"attempt": run.attempt, "start": begin, "notes": run.notes, "settings": run.settings}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _steps(run: Run, begin: float) -> Iterator[dict[str, Any]]:
-    yield _name("process_name", STEPS, 0, "optimizer steps")
-    yield {"ph": "M", "name": "process_sort_index", "pid": STEPS, "args": {"sort_index": -1}}
-    starts = list(run.starts.items())
-    for (step, start), (_, end) in zip(starts, [*starts[1:], (0, run.end)], strict=True):
-        yield _complete(f"step {step}", STEPS, 0, start - begin, end - start, {})
-
-
-def _lane(lane: Lane, begin: float) -> Iterator[dict[str, Any]]:
-    pid, tid = lane.node, lane.number + ENGINES * (lane.kind == "engine")
-    yield _name("process_name", pid, tid, f"node {lane.node}")
-    yield _name("thread_name", pid, tid, lane.name)
-    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+def _lane(lane: Lane, begin: float) -> Iterator[Event]:
+    is_rank = lane.kind == "rank"
+    place = lane.node, lane.number if is_rank else lane.number + ENGINES
+    yield _event("M", "process_name", *place, name=f"node {lane.node}")
+    yield _event("M", "thread_name", *place, name=lane.name)
+    yield _event("M", "thread_sort_index", *place, sort_index=place[1])
     for span in lane.spans:
-        args: dict[str, Any] = {"step": span.step} if lane.kind == "rank" else {"weights": span.note}
+        args: Event = {"step": span.step} if is_rank else {"weights": span.note}
         if span.evaluation:
             args["evaluation"] = True
-        yield _complete(span.phase, pid, tid, span.start - begin, span.end - span.start, args)
+        yield _event("X", span.phase, *place, **args) | _times(span.start - begin, span.end - begin)
     for mark in lane.marks:
-        yield {
-            "ph": "i", "s": "t", "name": mark.kind, "pid": pid, "tid": tid, "ts": _micro(mark.at - begin),
-            "args": {"what": mark.text},
-        }  # fmt: skip
+        yield _event("i", mark.kind, *place, what=mark.text) | {"s": "t", "ts": _micro(mark.at - begin)}
     for at, rows in lane.rows:
-        yield {
-            "ph": "C", "name": f"rows of {lane.name}", "pid": pid, "tid": tid, "ts": _micro(at - begin),
-            "args": {"rows": rows},
-        }  # fmt: skip
+        yield _event("C", f"rows of {lane.name}", *place, rows=rows) | {"ts": _micro(at - begin)}
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+def _event(kind: str, title: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": kind, "name": title, "pid": pid, "tid": tid, "args": args}
 
 
-def _complete(name: str, pid: int, tid: int, start: float, seconds: float, args: dict) -> dict[str, Any]:
-    """Return a span. Both ends are rounded, so that spans that touch do not overlap."""
-    at = _micro(start)
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": at, "dur": _micro(start + seconds) - at,
-            "args": args}  # fmt: skip
+def _times(start: float, end: float) -> Event:
+    """Return begin and duration. Both ends are rounded, so that spans that touch do not overlap."""
+    return {"ts": _micro(start), "dur": _micro(end) - _micro(start)}
 
 
 def _micro(seconds: float) -> int:
