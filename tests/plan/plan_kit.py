@@ -4,8 +4,9 @@ from functools import cache
 from pathlib import Path
 
 from trl_multinode.tools.plan.command_line import own_parser, task_of
-from trl_multinode.tools.plan.layouts import Layout, Task, colocated_layouts, split_layouts
+from trl_multinode.tools.plan.layouts import Layout, colocated_layouts, split_layouts
 from trl_multinode.tools.plan.model_size import ModelSize, model_size
+from trl_multinode.tools.plan.task import Task
 
 CONFIGS = Path(__file__).parent / "configs"
 # Billions of parameters of the public models with these configs (Qwen2.5, Qwen3, Llama 3)

@@ -44,7 +44,8 @@ def write_run(folder: Path, generate: float, train: float, tail: float | None = 
 
 
 def _line(phase: str, seconds: float, step: int, rank: int, attempt: int = 2) -> str:
-    return json.dumps({"phase": phase, "seconds": seconds, "step": step, "node": rank // 7, "attempt": attempt})
+    times = {"start": 0.0, "seconds": seconds, "total": seconds}
+    return json.dumps({"phase": phase, "step": step, "node": rank // 7, "attempt": attempt} | times)
 
 
 def test_a_run_gives_the_seconds_of_its_slowest_rank_after_the_warm_up(tmp_path):

@@ -6,7 +6,9 @@ import pytest
 from plan_kit import size, task
 
 from trl_multinode.tools.plan.engine_memory import EngineMemory, cache_blocks, engine_memory, parallel_degrees
-from trl_multinode.tools.plan.rounds import Decoder, Rows, drained, generate, lengths, mixed
+from trl_multinode.tools.plan.model_size import Experts
+from trl_multinode.tools.plan.rounds import Decoder, drained, generate, lengths, mixed
+from trl_multinode.tools.plan.task import Rows
 
 # test_plan_command.py compares the numbers of docs/operate/sizing.md, which change with each formula
 pytestmark = pytest.mark.nightly
@@ -19,11 +21,11 @@ def decoder(tensor_parallel: int = 1) -> Decoder:
 
 
 def on(gpus: int) -> EngineMemory:
-    return engine_memory(PLAN.model, PLAN.cluster.gpu.total, gpus, 1, ROWS.number)
+    return engine_memory(replace(PLAN, rows=ROWS), gpus, 1)
 
 
 def test_lengths_have_the_mean_and_no_more_than_the_longest():
-    found = lengths(ROWS)
+    found = list(lengths(ROWS))
     assert len(found) == 256 and max(found) <= 32768
     assert sum(found) / len(found) == pytest.approx(4791, rel=0.01)
     assert sorted(mixed(found)) == found != mixed(found)
@@ -57,13 +59,18 @@ def test_a_token_of_many_rows_needs_all_experts_one_row_needs_few():
     experts = Decoder(model, gpu, 8)
     few, many = experts.step_s(1, 0), experts.step_s(256, 0)
     assert many > 3 * few
-    assert Decoder(replace(model, routed=0), gpu, 8).step_s(1, 0) == pytest.approx(many, rel=0.25)
+    assert Decoder(replace(model, experts=Experts()), gpu, 8).step_s(1, 0) == pytest.approx(many, rel=0.25)
 
 
 def test_the_cache_of_one_token_is_split_by_heads_and_no_further():
     model = size("32B")  # 64 layers, 8 key-value heads of 128: 2 * 64 * 8 * 128 elements of 2 bytes
-    assert 2 * model.cache_elements(1) == 262144
-    assert [model.cache_elements(1) // model.cache_elements(n) for n in (2, 4, 8, 16)] == [2, 4, 8, 8]
+    assert 2 * model.attention.cache_elements(1) == 262144
+    assert [model.attention.cache_elements(1) // model.attention.cache_elements(n) for n in (2, 4, 8, 16)] == [
+        2,
+        4,
+        8,
+        8,
+    ]
     assert cache_blocks(model, 16 * 262144 * 10 + 1) == 10
 
 

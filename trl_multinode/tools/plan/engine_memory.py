@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ...node_settings import GPU_SHARE_OF_RESERVED
 from .model_size import ModelSize
+from .task import Task
 
 BLOCK_TOKENS = 16  # vLLM's block on GPUs
 WEIGHT_BYTES = 2  # bfloat16
@@ -33,31 +34,26 @@ def cache_blocks(
     model: ModelSize, budget: float, tensor_parallel: int = 1, element_bytes: int = 2, block_tokens: int = BLOCK_TOKENS
 ) -> int:
     """Return the blocks of cache of an engine whose GPUs each have `budget` bytes for it."""
-    return int(budget // (block_tokens * model.cache_elements(tensor_parallel) * element_bytes))
+    return int(budget // (block_tokens * model.attention.cache_elements(tensor_parallel) * element_bytes))
 
 
 def forward_bytes(model: ModelSize, tensor_parallel: int, rows: int) -> float:
     """Return the bytes of the largest forward pass, which vLLM measures before it takes the rest for the cache."""
-    mlp = BATCHED_TOKENS * (6 * model.mlp_width / tensor_parallel + 8 * model.hidden * max(1, model.routed))
+    mlp = BATCHED_TOKENS * (6 * model.mlp_width / tensor_parallel + 8 * model.hidden * max(1, model.experts.routed))
     return max(mlp, SAMPLER_BYTES * rows * model.vocabulary) + GRAPH_BYTES
 
 
-def engine_memory(
-    model: ModelSize, total: float, gpus: int, tensor_parallel: int, rows: int, taken: float | None = None
-) -> EngineMemory:
+def engine_memory(task: Task, gpus: int, tensor_parallel: int, taken: float | None = None) -> EngineMemory:
     """Return the memory of the engines on `gpus` GPUs of a node.
 
     Args:
-        total (`float`):
-            Bytes of a GPU.
-        rows (`int`):
-            Rows of a round per node.
         taken (`float`, *optional*):
             Bytes that training keeps on the same GPU. If given, the engine takes all of the rest, else vLLM's share.
     """
+    model, total = task.model, task.cluster.gpu.total
     engines = gpus // tensor_parallel
     weights = WEIGHT_BYTES * model.parameters / tensor_parallel
-    other = forward_bytes(model, tensor_parallel, min(1024, -(-rows // engines)))
+    other = forward_bytes(model, tensor_parallel, min(1024, -(-task.rows.number // engines)))
     room = GPU_SHARE_OF_RESERVED * total if taken is None else total - taken
     cache = max(0.0, room - weights - other)
     tokens = engines * BLOCK_TOKENS * cache_blocks(model, cache, tensor_parallel)
@@ -66,4 +62,4 @@ def engine_memory(
 
 def parallel_degrees(model: ModelSize, gpus: int) -> list[int]:
     """Return the tensor-parallel degrees that use all of `gpus` GPUs and divide the model's heads."""
-    return [n for n in range(1, gpus + 1) if gpus % n == 0 and model.splits_into(n)]
+    return [n for n in range(1, gpus + 1) if gpus % n == 0 and model.attention.splits_into(n)]

@@ -8,22 +8,22 @@ from . import PlanError
 GIB = 2**30
 # A GPU sold with 80 GB shows about 79.1 GiB to CUDA, one with 141 GB 139.8
 USABLE_SHARE = 0.98
-# Memory rate of the vendors' data sheets, in bytes per second; the first name that is part of the GPU's counts
+# Memory rate of the vendors' data sheets, in TB per second
 MEMORY_RATES = {
-    "GB200": 8.0e12,
-    "B200": 8.0e12,
-    "H200": 4.8e12,
-    "GH200": 4.0e12,
-    "H100": 3.35e12,
-    "H800": 3.35e12,
-    "H20": 4.0e12,
-    "A100": 2.0e12,
-    "A800": 2.0e12,
-    "L40S": 0.864e12,
-    "L40": 0.864e12,
-    "MI355X": 8.0e12,
-    "MI325X": 6.0e12,
-    "MI300X": 5.3e12,
+    "GB200": 8.0,
+    "B200": 8.0,
+    "H200": 4.8,
+    "GH200": 4.0,
+    "H100": 3.35,
+    "H800": 3.35,
+    "H20": 4.0,
+    "A100": 2.0,
+    "A800": 2.0,
+    "L40S": 0.864,
+    "L40": 0.864,
+    "MI355X": 8.0,
+    "MI325X": 6.0,
+    "MI300X": 5.3,
 }
 
 
@@ -63,7 +63,7 @@ def parse_gpu(text: str) -> Gpu:
     if match is None:
         raise PlanError(f"`--gpu` is a name and the GB of its memory (got {text!r}, expected H100-80).")
     name = match[1].upper()
-    rate = next((rate for known, rate in MEMORY_RATES.items() if known in name.split()), None)
+    rate = next((1e12 * rate for known, rate in MEMORY_RATES.items() if known in name.split()), None)
     return Gpu(text, int(match[2]) * GIB * USABLE_SHARE, rate, peak_of(name))
 
 

@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from ...run.splits import StepTimes
 from .engine_memory import EngineMemory, engine_memory, parallel_degrees
-from .hardware import Cluster
-from .measured import MeasuredRun
-from .model_size import ModelSize
-from .rounds import Decoder, Rows, generate
+from .rounds import Decoder, generate
 from .sync_seconds import Rates, Sync, projected
-from .training import FREE_SHARE, OTHER_BYTES, TrainingMemory, largest_micro_batch, training_memory
+from .task import Task
+from .training import FREE_SHARE, OTHER_BYTES, TrainingMemory, largest_micro_batch, nodes_needed, training_memory
 
 # Assumed: share of the peak rate in training; passes beside forward and backward, in units of these: activations that
 # are computed again and the pass that scores a round, a third each
@@ -19,30 +16,6 @@ NODE_LINK = 400e9  # assumed, bytes per second between the GPUs of a node
 HOST_LINK = Rates().locked  # bytes per second of a GPU's link to host memory
 WAKE_S = 1.0  # assumed, of a sleeping engine beside the copies
 OPEN_ROUNDS = 3
-MOST_NODES = 1024
-
-
-@dataclass(frozen=True)
-class Task:
-    """Everything that a plan depends on: a model, a cluster, the rows of a round and the settings of training."""
-
-    model: ModelSize
-    cluster: Cluster
-    rows: Rows
-    offload: str = "none"
-    micro_rows: int | None = None  # rows of a micro-batch; `None`: as many as fit
-    run: MeasuredRun | None = None
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of the longest row."""
-        return self.rows.prompt + self.rows.longest
-
-    @property
-    def timed(self) -> bool:
-        """Return whether seconds can be given: they were measured, or the GPU's rates are known."""
-        gpu = self.cluster.gpu
-        return self.run is not None or (gpu.memory_rate is not None and gpu.peak is not None)
 
 
 @dataclass(frozen=True)
@@ -80,11 +53,9 @@ class Layout:
 
 def split_layouts(task: Task, training: int, reserved: int) -> list[Layout]:
     """Return the layouts of a split, one for each tensor-parallel degree of its engines."""
-    found = []
-    for degree in parallel_degrees(task.model, reserved):
-        engine = engine_memory(task.model, task.cluster.gpu.total, reserved, degree, task.rows.number)
-        found.append(_layout(task, f"{training}+{reserved}", training, reserved, engine))
-    return found
+    degrees = parallel_degrees(task.model, reserved)
+    name = f"{training}+{reserved}"
+    return [_layout(task, name, training, reserved, engine_memory(task, reserved, degree)) for degree in degrees]
 
 
 def colocated_layouts(task: Task) -> list[Layout]:
@@ -93,40 +64,21 @@ def colocated_layouts(task: Task) -> list[Layout]:
     While an engine generates, training keeps its states and what its process needs, but no gathered parameters and
     no activations.
     """
-    gpus, found = task.cluster.gpus, []
-    for degree in parallel_degrees(task.model, gpus):
-        states = training_memory(task.model, task.cluster.nodes, gpus, 1, task.row_tokens, task.offload).states
-        taken = states + OTHER_BYTES + FREE_SHARE * task.cluster.gpu.total
-        engine = engine_memory(task.model, task.cluster.gpu.total, gpus, degree, task.rows.number, taken)
-        found.append(_layout(task, "colocated", gpus, 0, engine))
-    return found
+    gpus = task.cluster.gpus
+    states = training_memory(task, task.cluster.nodes, gpus, 1).states
+    taken = states + OTHER_BYTES + FREE_SHARE * task.cluster.gpu.total
+    degrees = parallel_degrees(task.model, gpus)
+    return [_layout(task, "colocated", gpus, 0, engine_memory(task, gpus, degree, taken)) for degree in degrees]
 
 
 def _layout(task: Task, name: str, training: int, reserved: int, engine: EngineMemory) -> Layout:
-    model, cluster, length = task.model, task.cluster, task.row_tokens
-    share = -(-task.rows.number // training)  # rows of a round per rank
-    most = min(share, task.micro_rows or share)
-    micro = largest_micro_batch(model, cluster.nodes, training, length, cluster.gpu.total, task.offload, most)
-    if task.micro_rows and micro < most:
-        micro = 0
-    memory = training_memory(model, cluster.nodes, training, max(1, micro), length, task.offload)
+    micro = largest_micro_batch(task, training)
+    memory = training_memory(task, task.cluster.nodes, training, max(1, micro))
     needed = nodes_needed(task, training)
-    layout = Layout(name, training, reserved, memory, micro, needed, engine, engine.rows(length))
-    if not (layout.fits and task.timed):
-        return layout
-    seconds = _measured(task, layout) if task.run else _estimated(task, layout)
-    return replace(layout, seconds=seconds)
-
-
-def nodes_needed(task: Task, training: int) -> int | None:
-    """Return the fewest nodes on which a micro-batch of one row, or of the rows that were asked for, fits."""
-    rows = task.micro_rows or 1
-    limit = (1 - FREE_SHARE) * task.cluster.gpu.total
-
-    def fits(nodes: int) -> bool:
-        return training_memory(task.model, nodes, training, rows, task.row_tokens, task.offload).total <= limit
-
-    return next((nodes for nodes in range(1, MOST_NODES + 1) if fits(nodes)), None)
+    layout = Layout(name, training, reserved, memory, micro, needed, engine, engine.rows(task.row_tokens))
+    if layout.fits and task.timed:
+        return replace(layout, seconds=_measured(task, layout) if task.run else _estimated(task, layout))
+    return layout
 
 
 def train_seconds(task: Task, layout: Layout) -> float:
@@ -171,13 +123,12 @@ def _measured(task: Task, layout: Layout) -> Seconds:
     """Scale the measured seconds to the GPUs of a layout, as the advice of a run does."""
     run = task.run
     assert run is not None
-    reserved = run.reserved or max(1, task.cluster.gpus - run.training)
+    times, reserved = run.times, run.reserved or max(1, task.cluster.gpus - run.training)
     gpus = (layout.reserved or layout.training) / reserved
-    train = run.times.train_s * run.training / layout.training
+    drained = times.drained(gpus)
+    train = times.train_s * run.training / layout.training
     sync = run.sync_s if layout.reserved else sync_seconds(task, layout)
-    times: StepTimes = run.times
-    tail = min(times.tail_s, times.drained(gpus))
-    return _seconds(layout, sync, times.drained(gpus), tail, train, times.in_flight(gpus))
+    return _seconds(layout, sync, drained, min(times.tail_s, drained), train, times.in_flight(gpus))
 
 
 def _seconds(layout: Layout, sync: float, generate: float, tail: float, train: float, full: float) -> Seconds:

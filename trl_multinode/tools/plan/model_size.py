@@ -12,34 +12,15 @@ NO_CACHE = ("linear", "mamba", "conv", "recurrent")  # parts of the names of lay
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """Sizes of a causal language model. Counts are of parameters or tensor elements, never of bytes."""
+class Attention:
+    """Attention of a model; counts are of heads, layers and tensor elements."""
 
-    name: str
-    parameters: int
-    largest_layer: int  # parameters of the module that holds most itself, as DeepSpeed's estimator counts
-    expert_parameters: int  # in all experts
-    expert_share: float  # of them, that a token uses
-    operations: float  # floating-point operations of training per token, without attention
-    square_operations: float  # of attention, per squared length of a row
-    vocabulary: int
-    hidden: int
-    layers: int
     heads: int
     kv_heads: int
     head_size: int
-    mlp_width: int  # of the parts of a layer that a token uses
-    routed: int  # experts per token; 0 in a dense model
-    head_norms: bool  # queries and keys have norms of their own
+    has_norms: bool  # queries and keys have norms of their own
     cached_layers: int
     latent: int = 0  # of multi-head latent attention: elements per token and layer, the same on every worker
-    max_length: int | None = None  # tokens
-    loader_calls: int = 0  # tensors and matrices of experts, which vLLM's loaders take one by one
-
-    @property
-    def active(self) -> float:
-        """Parameters that a token uses, without the input embedding."""
-        return self.operations / 6
 
     def cache_elements(self, tensor_parallel: int) -> int:
         """Return the elements of cache per token on one of an engine's GPUs, which split the key-value heads."""
@@ -53,7 +34,39 @@ class ModelSize:
         return self.heads % tensor_parallel == 0 and (whole or bool(self.latent))
 
 
-def model_size(name: str, trust_remote_code: bool = False) -> ModelSize:
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a model."""
+
+    parameters: int = 0  # in all experts
+    number: int = 1  # of a layer
+    routed: int = 0  # that a token uses; 0 in a dense model
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of a causal language model. Counts are of parameters or tensor elements, never of bytes."""
+
+    name: str
+    parameters: int
+    largest_layer: int  # parameters of the module that holds most itself, as DeepSpeed's estimator counts
+    operations: float  # floating-point operations of training per token, without attention
+    square_operations: float  # of attention, per squared length of a row
+    vocabulary: int
+    hidden: int
+    layers: int
+    mlp_width: int  # of the parts of a layer that a token uses
+    loader_calls: int  # tensors and matrices of experts, which vLLM's loaders take one by one
+    attention: Attention
+    experts: Experts
+
+    @property
+    def active(self) -> float:
+        """Parameters that a token uses, without the input embedding."""
+        return self.operations / 6
+
+
+def model_size(name: str, trust_remote_code: bool = False, length: int = 0) -> ModelSize:
     """Count a model's parameters and read its dimensions.
 
     Args:
@@ -61,12 +74,14 @@ def model_size(name: str, trust_remote_code: bool = False) -> ModelSize:
             Name on the Hub, a folder with a `config.json`, or such a file.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
             Run the model's own code, if it has some.
+        length (`int`, *optional*, defaults to 0):
+            Tokens of the longest row.
 
     Raises:
-        `PlanError`: if there is no such config, or it is not of a causal language model.
+        `PlanError`: if there is no such config, it is not of a causal language model, or the row is too long for it.
     """
-    config = load_config(name, trust_remote_code)
-    model = build(config, name, trust_remote_code)
+    config = _load_config(name, trust_remote_code)
+    model = _build(config, name, trust_remote_code)
     try:
         size = size_of(model)
     except (AttributeError, TypeError) as error:  # no attention, or another number of heads in each layer
@@ -74,10 +89,16 @@ def model_size(name: str, trust_remote_code: bool = False) -> ModelSize:
             f"a model of this kind cannot be planned (got {config.model_type!r}: {error}). Expected a transformer "
             "with equal layers; layers without attention may be among them."
         ) from error
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise PlanError(
+            f"prompt and completion are longer than the model's context (got {length} tokens, expected {longest} at "
+            "most): lower --prompt or --completion."
+        )
     return replace(size, name=Path(name).stem if Path(name).is_file() else name)
 
 
-def load_config(name: str, trust_remote_code: bool) -> Any:
+def _load_config(name: str, trust_remote_code: bool) -> Any:
     """Read a config with transformers, which raises errors of many classes."""
     from transformers import AutoConfig
 
@@ -88,14 +109,14 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
             return AutoConfig.for_model(entries.pop("model_type"), **entries)
         return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first = (str(error) or type(error).__name__).splitlines()[0]
         raise PlanError(
             f"the config of the model cannot be read (got {name!r}: {first}). Expected a name on the Hub, a folder "
             "with a config.json, or such a file; without a network the Hub's name works only if its config is cached."
         ) from error
 
 
-def build(config: Any, name: str, trust_remote_code: bool) -> Any:
+def _build(config: Any, name: str, trust_remote_code: bool) -> Any:
     """Build the model on the meta device."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -121,31 +142,48 @@ def size_of(model: Any) -> ModelSize:
     named = dict(model.named_parameters())  # a tied weight once
     parameters = sum(parameter.numel() for parameter in named.values())
     flops = model_flops(model)
-    experts = next((n for key in EXPERT_COUNTS if (n := getattr(text, key, None))), 0)
-    routed = (getattr(text, "num_experts_per_tok", None) or experts) if experts else 0
-    heads = text.num_attention_heads
+    experts = _experts(text, named)
     return ModelSize(
         name=type(model).__name__,
         parameters=parameters,
         largest_layer=max(sum(p.numel() for p in each.parameters(recurse=False)) for each in model.modules()),
-        expert_parameters=sum(p.numel() for key, p in named.items() if ".experts." in key),
-        expert_share=routed / experts if experts else 1.0,
         operations=flops.per_token if flops else 6.0 * parameters,
         square_operations=flops.per_square if flops else 0.0,
         vocabulary=text.vocab_size,
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        mlp_width=_mlp_width(text, routed),
-        routed=routed,
-        head_norms=any("q_norm" in key for key in named),
-        cached_layers=_cached_layers(text),
-        latent=(getattr(text, "kv_lora_rank", None) or 0) and text.kv_lora_rank + text.qk_rope_head_dim,
-        max_length=getattr(text, "max_position_embeddings", None),
+        mlp_width=_mlp_width(text, experts.routed),
         loader_calls=sum(_calls(key, parameter) for key, parameter in named.items()),
+        attention=_attention(text, any("q_norm" in key for key in named)),
+        experts=experts,
     )
+
+
+def _first(text: Any, *names: str) -> int:
+    """Return the first entry of a config that is there and not 0; else 0."""
+    return next((value for name in names if (value := getattr(text, name, None))), 0)
+
+
+def _attention(text: Any, has_norms: bool) -> Attention:
+    """Read the attention. Layers with a window count in full in the cache, so this is an upper bound."""
+    heads, latent = text.num_attention_heads, _first(text, "kv_lora_rank")
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    return Attention(
+        heads=heads,
+        kv_heads=_first(text, "num_key_value_heads") or heads,
+        head_size=_first(text, "head_dim") or text.hidden_size // heads,
+        has_norms=has_norms,
+        cached_layers=sum(not any(word in kind for word in NO_CACHE) for kind in kinds),
+        latent=latent and latent + text.qk_rope_head_dim,
+    )
+
+
+def _experts(text: Any, named: dict[str, Any]) -> Experts:
+    number = _first(text, *EXPERT_COUNTS)
+    if not number:
+        return Experts()
+    parameters = sum(parameter.numel() for key, parameter in named.items() if ".experts." in key)
+    return Experts(parameters, number, _first(text, "num_experts_per_tok") or number)
 
 
 def _calls(name: str, parameter: Any) -> int:
@@ -157,15 +195,6 @@ def _calls(name: str, parameter: Any) -> int:
 
 def _mlp_width(text: Any, routed: int) -> int:
     if not routed:
-        return getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    each = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
-    return each * (routed + (getattr(text, "n_shared_experts", None) or 0)) + shared
-
-
-def _cached_layers(text: Any) -> int:
-    """Count the layers with keys and values. Those with a window count in full, so this is an upper bound."""
-    kinds = getattr(text, "layer_types", None)
-    if not kinds:
-        return int(text.num_hidden_layers)
-    return sum(not any(word in kind for word in NO_CACHE) for kind in kinds)
+        return _first(text, "intermediate_size") or 4 * text.hidden_size
+    each = _first(text, "moe_intermediate_size", "intermediate_size")
+    return each * (routed + _first(text, "n_shared_experts")) + _first(text, "shared_expert_intermediate_size")

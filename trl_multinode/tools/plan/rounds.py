@@ -1,13 +1,16 @@
 """Seconds of a round of completions on a node's engines: a simulation of decoding, with assumed rates."""
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import exp
 from statistics import NormalDist
 
 from .engine_memory import WEIGHT_BYTES, EngineMemory
 from .hardware import Gpu
 from .model_size import ModelSize
+from .task import Rows
 
 # Assumed shares of the data sheet's rates, about those of the simulation behind docs/operate/sizing.md
 READ_SHARE, CACHE_SHARE, MATRIX_SHARE = 0.9, 0.78, 0.6
@@ -15,16 +18,6 @@ STEP_S = 1.5e-3  # assumed, per token step: launches and sampling
 REDUCE_S = 10e-6  # assumed, per all-reduce between an engine's GPUs; two per layer
 SPREAD = 1.0  # assumed, of the logarithm of the lengths
 TAIL_ROWS = 0.1  # an engine generates a tail with fewer than this share of the rows that it had at once
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Completions of a round of one node."""
-
-    number: int
-    prompt: int  # tokens
-    mean: float  # tokens of a completion
-    longest: int
 
 
 @dataclass(frozen=True)
@@ -36,20 +29,16 @@ class Round:
     full_s: float  # with as many rows as the cache holds all the time, as rounds in flight do
 
 
-def lengths(rows: Rows) -> list[int]:
-    """Return the lengths of completions: quantiles of a log-normal distribution that is cut at the longest."""
-    return list(_lengths(rows.number, rows.mean, rows.longest))
-
-
 @cache
-def _lengths(number: int, mean: float, longest: int) -> tuple[int, ...]:
-    spread = [SPREAD * NormalDist().inv_cdf((i + 0.5) / number) for i in range(number)]
-    shape = [2.718281828**each for each in spread]
+def lengths(rows: Rows) -> tuple[int, ...]:
+    """Return the lengths of completions: quantiles of a log-normal distribution that is cut at the longest."""
+    number, longest = rows.number, rows.longest
+    shape = [exp(SPREAD * NormalDist().inv_cdf((i + 0.5) / number)) for i in range(number)]
     low, high = 0.0, float(longest)
     for _ in range(60):  # bisection of the median that gives the mean
         median = (low + high) / 2
         got = sum(min(longest, max(1.0, median * each)) for each in shape) / number
-        low, high = (median, high) if got < mean else (low, median)
+        low, high = (median, high) if got < rows.mean else (low, median)
     return tuple(int(min(longest, max(1, round(high * each)))) for each in shape)
 
 
@@ -72,10 +61,10 @@ class Decoder:
         """Return the seconds in which `rows` rows with `context` tokens in all get a token each."""
         model, parallel = self.model, self.tensor_parallel
         assert self.gpu.memory_rate is not None and self.gpu.peak is not None  # the caller checks
-        used = 1 - (1 - model.expert_share) ** rows if model.routed else 1.0  # experts that some row needs
-        weights = WEIGHT_BYTES * (model.parameters - (1 - used) * model.expert_parameters) / parallel
+        unused = (1 - model.experts.routed / model.experts.number) ** rows  # share of experts that no row needs
+        weights = WEIGHT_BYTES * (model.parameters - unused * model.experts.parameters) / parallel
         read = weights / (READ_SHARE * self.gpu.memory_rate)
-        keys = context * 2 * model.cache_elements(parallel) / (CACHE_SHARE * self.gpu.memory_rate)
+        keys = context * 2 * model.attention.cache_elements(parallel) / (CACHE_SHARE * self.gpu.memory_rate)
         matrices = rows * 2 * model.active / (MATRIX_SHARE * self.gpu.peak * parallel)
         reduces = 2 * model.layers * REDUCE_S if parallel > 1 else 0.0
         return STEP_S + reduces + read + keys + matrices
@@ -101,7 +90,7 @@ def generate(rows: Rows, memory: EngineMemory, decoder: Decoder, open_rounds: in
     return Round(seconds, tail, min(full, seconds))
 
 
-def drained(lengths: list[int], prompt: int, most: int, decoder: Decoder) -> tuple[float, float]:
+def drained(lengths: Sequence[int], prompt: int, most: int, decoder: Decoder) -> tuple[float, float]:
     """Return the seconds until an engine has generated all rows, at most `most` at once, and those of the tail."""
     waiting = list(reversed(mixed(lengths)))
     running: list[tuple[int, int]] = []  # token steps at which a row ends and has begun
@@ -120,6 +109,6 @@ def drained(lengths: list[int], prompt: int, most: int, decoder: Decoder) -> tup
     return time, tail
 
 
-def mixed(lengths: list[int]) -> list[int]:
+def mixed(lengths: Sequence[int]) -> list[int]:
     """Return the lengths in an order that is not sorted and always the same: by fractions of the golden ratio."""
     return [lengths[i] for i in sorted(range(len(lengths)), key=lambda i: i * 0.6180339887 % 1)]

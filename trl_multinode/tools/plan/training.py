@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .model_size import ModelSize
+from .task import Task
 
 # Bytes per parameter as in DeepSpeed's `estimate_zero3_model_states_mem_needs`: 2 of bfloat16 parameters, 16 of
 # gradients, float32 copies and Adam's two moments
@@ -13,6 +14,7 @@ LIVE_PARAMETERS = 1e9  # DeepSpeed's default `stage3_max_live_parameters`
 REDUCE_BUCKET = 5e8  # elements; DeepSpeed's default `reduce_bucket_size`
 OTHER_BYTES = 2.5 * 2**30  # assumed: CUDA context, NCCL's channels, workspaces of cuBLAS
 FREE_SHARE = 0.05  # assumed: holes between the blocks of torch's allocator
+MOST_NODES = 1024
 OFFLOADS = ("none", "optimizer", "all")
 
 
@@ -58,9 +60,10 @@ def layer_bytes(model: ModelSize) -> float:
     Two norms keep their input in float32 and bfloat16 and their output; attention keeps queries, keys, values and
     output; the MLP keeps four tensors of its width; each expert adds its input and output.
     """
-    queries, keys = model.heads * model.head_size, model.kv_heads * model.head_size
-    norms = 16 * model.hidden + (6 * (queries + keys) if model.head_norms else 0)
-    return norms + 4 * (queries + keys) + 8 * model.mlp_width + 4 * model.hidden * model.routed
+    attention = model.attention
+    heads = (attention.heads + attention.kv_heads) * attention.head_size
+    norms = 16 * model.hidden + (6 * heads if attention.has_norms else 0)
+    return norms + 4 * heads + 8 * model.mlp_width + 4 * model.hidden * model.experts.routed
 
 
 def activation_bytes(model: ModelSize, rows: float, row_tokens: int) -> float:
@@ -72,28 +75,33 @@ def activation_bytes(model: ModelSize, rows: float, row_tokens: int) -> float:
     """
     tokens = rows * row_tokens
     head = 6 * model.vocabulary * model.hidden + 8 * tokens * model.hidden
-    one_layer = tokens * (layer_bytes(model) + 6 * model.mlp_width + 6 * model.hidden * model.routed)
+    one_layer = tokens * (layer_bytes(model) + 6 * model.mlp_width + 6 * model.hidden * model.experts.routed)
     return 2 * tokens * model.hidden * model.layers + max(head, one_layer)
 
 
-def training_memory(
-    model: ModelSize, nodes: int, ranks_per_node: int, rows: int, row_tokens: int, offload: str = "none"
-) -> TrainingMemory:
-    """Return the memory of a training GPU for micro-batches of `rows` rows of `row_tokens` tokens."""
-    states, host = state_bytes(model, nodes, ranks_per_node, offload)
-    return TrainingMemory(
-        states, gather_bytes(model), activation_bytes(model, rows, row_tokens), OTHER_BYTES, host
-    )  # fmt: skip
+def training_memory(task: Task, nodes: int, ranks_per_node: int, rows: int) -> TrainingMemory:
+    """Return the memory of a training GPU for micro-batches of `rows` of the longest rows."""
+    states, host = state_bytes(task.model, nodes, ranks_per_node, task.offload)
+    activations = activation_bytes(task.model, rows, task.row_tokens)
+    return TrainingMemory(states, gather_bytes(task.model), activations, OTHER_BYTES, host)
 
 
-def largest_micro_batch(
-    model: ModelSize, nodes: int, ranks_per_node: int, row_tokens: int, total: float, offload: str, most: int
-) -> int:
-    """Return the rows of the largest micro-batch that fits, at most `most`; 0 if one row does not fit."""
-    fits = 0
-    while fits < most:
-        need = training_memory(model, nodes, ranks_per_node, fits + 1, row_tokens, offload)
-        if need.total > (1 - FREE_SHARE) * total:
-            break
-        fits += 1
-    return fits
+def fits(task: Task, nodes: int, ranks_per_node: int, rows: int) -> bool:
+    """Return whether micro-batches of `rows` rows fit into a training GPU."""
+    limit = (1 - FREE_SHARE) * task.cluster.gpu.total
+    return training_memory(task, nodes, ranks_per_node, rows).total <= limit
+
+
+def largest_micro_batch(task: Task, ranks_per_node: int) -> int:
+    """Return the rows of the largest micro-batch that fits; 0 if one row, or the rows that were asked for, do not."""
+    share = -(-task.rows.number // ranks_per_node)  # rows of a round per rank
+    most = min(share, task.micro_rows or share)
+    first = most if task.micro_rows else 1
+    sizes = range(most, first - 1, -1)
+    return next((rows for rows in sizes if fits(task, task.cluster.nodes, ranks_per_node, rows)), 0)
+
+
+def nodes_needed(task: Task, ranks_per_node: int) -> int | None:
+    """Return the fewest nodes on which a micro-batch of one row, or of the rows that were asked for, fits."""
+    every = range(1, MOST_NODES + 1)
+    return next((nodes for nodes in every if fits(task, nodes, ranks_per_node, task.micro_rows or 1)), None)
