@@ -5,16 +5,18 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from doctoring import config_in
 
 from trl_multinode.tools import main as command
-from trl_multinode.tools.doctor.command_line import parse_line
+from trl_multinode.tools.check.command_line import parse
 from trl_multinode.tools.doctor.redaction import hide_names, hide_secrets
 from trl_multinode.tools.doctor.report import main
 
+parse_doctor = partial(parse, doctor=True)
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 
 
@@ -71,12 +73,12 @@ def test_the_scripts_arguments_reach_the_examinations(tmp_path, capsys):
 
 
 def test_a_switch_of_the_script_is_not_the_doctors():
-    line = parse_line(["f.yaml", "--level", "node", "--machine_rank", "1", "train.py", "--json", "--level", "3"])
-    assert line.level == "node" and not line.as_json
-    assert line.check.flags == ["--machine_rank", "1", "train.py", "--json", "--level", "3"]
-    line = parse_line(["f.yaml", "--json", "--gpus-per-node", "4", "--timeout", "5"])
-    assert line.as_json and line.gpus_given and line.check.gpus_per_node == 4 and line.timeout_s == 5.0
-    assert line.level == "static" and line.check.flags == []
+    line = parse_doctor(["f.yaml", "--level", "node", "--machine_rank", "1", "train.py", "--json", "--level", "3"])
+    assert line.level == "node" and not line.json
+    assert line.flags == ["--machine_rank", "1", "train.py", "--json", "--level", "3"]
+    line = parse_doctor(["f.yaml", "--json", "--gpus-per-node", "4", "--timeout", "5"])
+    assert line.json and line.gpus_per_node == 4 and line.timeout == 5.0
+    assert line.level == "static" and line.flags == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_a_switch_of_the_script_is_not_the_doctors():
 )
 def test_an_invalid_command_line_ends_with_2(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        parse_line(words)
+        parse_doctor(words)
     assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 

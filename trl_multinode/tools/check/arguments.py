@@ -13,6 +13,8 @@ from .flags import did_you_mean
 from .launch import Batch, Engines, Problem, Script
 from .script import ParserCall, as_launched, build_parser, find_call, read_script
 
+CURE = "correct the arguments of the script; its `--help` lists them"
+
 
 class Refused(Exception):
     """A script's parser ended the program."""
@@ -39,6 +41,7 @@ def read_arguments(
     name, words = args.training_script, args.training_script_args
     if args.no_python:
         return given, []
+    script = replace(given, name=name)
     with as_launched(name, words, args.module):
         try:
             tree, path = read_script(name, args.module)
@@ -47,41 +50,50 @@ def read_arguments(
             return given, [Problem(f"cannot read the script `{name}` ({error})", cure)]
         if (call := find_call(tree)) is None:
             note = f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
-            return replace(given, name=name, batch=batch_of(words), notes=(note,)), []
+            return replace(script, batch=batch_of(words), notes=(note,)), []
         try:
             parser = build_parser(tree, call, path)
         except Exception as error:  # the script's own code
             note = f"the arguments of `{name}` are not checked, because its parser cannot be built alone"
-            return _noted(given, name, f"{note} ({type(error).__name__}: {error})"), []
-        return _parsed(name, parser, call, words, given)
+            return replace(script, notes=(f"{note} ({type(error).__name__}: {error})",)), []
+        try:
+            values, unknown = _values(parser, call, words)
+        except Refused as refused:
+            if not refused.args:
+                return replace(script, notes=(f"`{name}` would print its help",)), []
+            return script, [_stop(name, refused)]
+        except Exception as error:  # of the parser: an unreadable config file, an unknown key in it
+            return script, [_stop(name, error)]
+        return _read(script, parser.dataclass_types, values, unknown)
 
 
-def _noted(given: Script, name: str, note: str) -> Script:
-    return replace(given, name=name, notes=(note,))
+def _stop(name: str | None, error: Exception) -> Problem:
+    return Problem(f"`{name}` stops: {error}", CURE)
 
 
-def _parsed(name: str, parser: Any, call: ParserCall, words: list[str], given: Script) -> tuple[Script, list[Problem]]:
-    cure = "correct the arguments of the script; its `--help` lists them"
-    try:
-        values, unknown = _values(parser, call, words)
-    except Refused as refused:
-        if refused.args:
-            return replace(given, name=name), [Problem(f"`{name}` stops: {refused}", cure)]
-        return _noted(given, name, f"`{name}` would print its help"), []
-    except Exception as error:  # of the parser: an unreadable config file, an unknown key in it
-        return replace(given, name=name), [Problem(f"`{name}` stops: {error}", cure)]
-    flags = [f"--{one.name}" for kind in parser.dataclass_types for one in fields(kind)]
-    problems = [Problem(f"`{name}` has no argument {word}{did_you_mean(word, flags)}", cure) for word in unknown]
-    config = None
-    for kind in parser.dataclass_types:
+def _read(
+    script: Script, kinds: list[Any], values: dict[str, Any], unknown: list[str]
+) -> tuple[Script, list[Problem]]:
+    """Read the configs of a script from its parsed values."""
+    flags = [f"--{one.name}" for kind in kinds for one in fields(kind)]
+    problems = [
+        Problem(f"`{script.name}` has no argument {word}{did_you_mean(word, flags)}", CURE) for word in unknown
+    ]
+    script = replace(script, notes=(f"`{script.name}` has no training config among its arguments",))
+    for kind in kinds:
+        names = {one.name for one in fields(kind) if one.init}
+        given = {name: value for name, value in values.items() if name in names}
         if any(base.__name__ == "TrainingArguments" for base in kind.__mro__):
-            config = _unchecked(kind, values)
+            config = object.__new__(kind)  # without its `__post_init__`
+            vars(config).update(given)
             problems += _settings_problems(config)
-        else:
-            problems += _built(name, kind, values, cure)
-    if config is None:
-        return _noted(given, name, f"`{name}` has no training config among its arguments"), problems
-    return _script(name, config, values), problems
+            script = _script(script.name, config, values)
+            continue
+        try:
+            kind(**given)
+        except Exception as error:  # the script's own code
+            problems.append(_stop(script.name, error))
+    return script, problems
 
 
 def _values(parser: Any, call: ParserCall, words: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -101,25 +113,8 @@ def _values(parser: Any, call: ParserCall, words: list[str]) -> tuple[dict[str, 
             getattr(parser, call.method)(words, **call.keywords)
     except SystemExit as stop:
         raise Refused(*([said.getvalue().strip().rpartition("error: ")[2]] if stop.code else [])) from stop
-    words_only = [word.split("=")[0] for word in found["unknown"] if word.startswith("-")] or found["unknown"]
-    return found["values"], words_only
-
-
-def _unchecked(kind: type, values: dict[str, Any]) -> Any:
-    """Return a config with its parsed values, without its `__post_init__`."""
-    config: Any = object.__new__(kind)
-    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
-    vars(config).update({name: value for name, value in values.items() if name in names})
-    return config
-
-
-def _built(name: str, kind: Callable[..., Any], values: dict[str, Any], cure: str) -> Iterator[Problem]:
-    """Build a data class of the script, and yield its objection."""
-    names = {one.name for one in fields(kind) if one.init}  # type: ignore[arg-type]
-    try:
-        kind(**{key: values[key] for key in names & values.keys()})
-    except Exception as error:  # the script's own code
-        yield Problem(f"`{name}` stops: {error}", cure)
+    flags = [word.split("=")[0] for word in found["unknown"] if word.startswith("-")]
+    return found["values"], flags or found["unknown"]
 
 
 def _settings_problems(config: Any) -> Iterator[Problem]:
@@ -135,14 +130,16 @@ def _settings_problems(config: Any) -> Iterator[Problem]:
         yield Problem(what, cure or "correct this argument of the script")
 
 
-def _script(name: str, config: Any, values: dict[str, Any]) -> Script:
-    batch = {one.name: getattr(config, one.name) for one in fields(Batch) if hasattr(config, one.name)}
-    engines = {one.name: getattr(config, one.name) for one in fields(Engines) if hasattr(config, one.name)}
+def _script(name: str | None, config: Any, values: dict[str, Any]) -> Script:
+    def read(kind: type) -> dict[str, Any]:
+        return {one.name: getattr(config, one.name) for one in fields(kind) if hasattr(config, one.name)}
+
+    batch = read(Batch)
     node_mode = hasattr(config, "vllm_mode") and is_node_mode(config)
     return Script(
         name=name,
         batch=Batch(**batch) if "num_generations" in batch else None,
-        engines=Engines(**engines),
+        engines=Engines(**read(Engines)),
         model=values.get("model_name_or_path"),
         revision=values.get("model_revision"),
         node_mode=node_mode,

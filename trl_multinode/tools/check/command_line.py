@@ -1,97 +1,99 @@
-"""Command line of the check: its own flags beside those of `accelerate launch`."""
+"""Command line of the check and of the doctor: their own flags beside those of `accelerate launch`."""
 
 import argparse
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from typing import Any
 
+from ..text import positive
 from .flags import split_at_script
 from .launch import Batch, Engines
 
 DEFAULT_TIMEOUT_S = 600.0  # as long as torchrun waits for the nodes
-OWN_FLAGS = ("gpus_per_node", "timeout", *(entry.name for entry in (*fields(Batch), *fields(Engines))))
+SCRIPT_FLAGS = (*fields(Batch), *fields(Engines))
+OWN_FLAGS = ("gpus_per_node", "timeout", "level", *(entry.name for entry in SCRIPT_FLAGS))
+CHECKS = (
+    "Report what `accelerate launch` would run on this node, and every problem with its cure. With --wait, on "
+    "every node, meet the other nodes at --main_process_ip and --main_process_port; nodes that are missing, "
+    "have the rank of another one or other versions are named. Then run COMMAND, which is the usual "
+    "`accelerate launch ...`, and end with the exit code of the run (docs/errors.md)."
+)
+EXAMINES = (
+    "Report what the launch would run (static), what this node has and what the launch needs of it (node), "
+    "and all nodes side by side with the speed of each link between neighbours (cluster; run it on every "
+    "node). Exit status: 0 without errors, 1 with errors, 2 for an invalid command line."
+)
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """Words of the check's command line."""
-
-    file: str
-    flags: list[str]  # of `accelerate launch`, perhaps with a script and its arguments
-    batch: Batch | None
-    gpus_per_node: int
-    engines: Engines
-    timeout_s: float | None = None  # of the roll-call; `None` without `--wait`
-    command: tuple[str, ...] = ()  # to run after the roll-call
-
-
-def own_parser() -> argparse.ArgumentParser:
-    """Return the parser of this module's own arguments."""
-    parser = argparse.ArgumentParser("trl-multinode check", allow_abbrev=False)
-    parser.usage = "%(prog)s FILE [flags of accelerate launch] [--gpus_per_node N] [script and its arguments]\n"
-    parser.usage += "       %(prog)s FILE --wait [--timeout S] [flags of accelerate launch] [-- COMMAND]"
-    parser.description = (
-        "Report what `accelerate launch` would run on this node, and every problem with its cure. With --wait, on "
-        "every node, meet the other nodes at --main_process_ip and --main_process_port; nodes that are missing, have "
-        "the rank of another one or other versions are named. Then run COMMAND, which is the usual `accelerate launch "
-        "...`, and end with the exit code of the run (docs/operate/errors.md)."
-    )
+def own_parser(doctor: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of the flags that are not those of `accelerate launch`."""
+    name = "doctor" if doctor else "check"
+    parser = argparse.ArgumentParser(f"trl-multinode {name}", allow_abbrev=False)
+    parser.description = EXAMINES if doctor else CHECKS
     parser.epilog = "Any other flag is one of `accelerate launch`, as in --machine_rank 1 --main_process_ip HOST0."
     parser.add_argument("file", help="config file of `accelerate launch`; give it before any flag")
-    parser.add_argument(
-        "--gpus_per_node", "--gpus-per-node", type=_count, default=8, help="GPUs of a node (default: 8)"
-    )
-    parser.add_argument("--wait", action="store_true", help="meet the other nodes; anywhere before COMMAND")
-    text = f"seconds to wait for them (default: {DEFAULT_TIMEOUT_S:.0f})"
-    parser.add_argument("--timeout", type=seconds, default=DEFAULT_TIMEOUT_S, help=text)
-    for entry in (*fields(Batch), *fields(Engines)):
-        flag, kind = f"--{entry.name}", _indices if entry.name == "vllm_devices" else _count
+    parser.add_argument("--gpus_per_node", "--gpus-per-node", type=positive, help="GPUs of a node (default: 8)")
+    if doctor:
+        flags = "[--level static|node|cluster] [--json] [--paste] [flags of accelerate launch]"
+        parser.usage = f"%(prog)s FILE {flags} [script and its arguments]"
+        levels = ("static", "node", "cluster")
+        parser.add_argument("--level", choices=levels, default="static", help="how far to look (default: static)")
+        parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else, to stdout")
+        parser.add_argument(
+            "--paste", action="store_true", help="print a block for an issue, without secrets and names"
+        )
+    else:
+        parser.usage = "%(prog)s FILE [flags of accelerate launch] [--gpus_per_node N] [script and its arguments]\n"
+        parser.usage += "       %(prog)s FILE --wait [--timeout S] [flags of accelerate launch] [-- COMMAND]"
+        parser.add_argument("--wait", action="store_true", help="meet the other nodes; anywhere before COMMAND")
+    text = f"seconds to wait for the other nodes (default: {DEFAULT_TIMEOUT_S:.0f})"
+    parser.add_argument("--timeout", type=_seconds, default=DEFAULT_TIMEOUT_S, help=text)
+    for entry in SCRIPT_FLAGS:
+        kind = _indices if entry.name == "vllm_devices" else positive
         text = f"of the script, if none is named (default: {entry.default})"
-        parser.add_argument(flag, flag.replace("_", "-"), type=kind, help=text)
+        parser.add_argument(f"--{entry.name}", f"--{entry.name.replace('_', '-')}", type=kind, help=text)
     return parser
 
 
 def batch_of(batch: Batch | None, words: list[str]) -> Batch | None:
     """Read the batch arguments of a script that has no parser which the check can read."""
     options, _ = own_parser().parse_known_args(["FILE", *words])
-    given = {entry.name: getattr(options, entry.name) for entry in fields(Batch)}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = _given(Batch, options)
     return replace(batch or Batch(), **given) if given else batch
 
 
-def parse(argv: list[str]) -> CommandLine:
-    """Split the command line into the file, words of `accelerate launch`, this module's own arguments, a command."""
-    parser = own_parser()
-    waits, command = False, []
-    if "--wait" in argv[: argv.index("--") if "--" in argv else None]:
-        waits, end = True, argv.index("--") if "--" in argv else len(argv)
-        argv, command = [word for word in argv[:end] if word != "--wait"], argv[end + 1 :]
-    if argv[:1] and not argv[0].startswith("-"):
-        flags, words = split_at_script(argv[1:], OWN_FLAGS)
-        options, flags = parser.parse_known_args([argv[0], *flags])
-    else:  # --help, or flags before the file
-        options, flags = parser.parse_known_args(argv)
-        words = []
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    batch = {entry.name: given[entry.name] for entry in fields(Batch) if entry.name in given}
-    engines = {entry.name: given[entry.name] for entry in fields(Engines) if entry.name in given}
-    return CommandLine(
-        file=options.file,
-        flags=[*flags, *words],
-        batch=Batch(**batch) if batch else None,
-        gpus_per_node=options.gpus_per_node,
-        engines=Engines(**engines),
-        timeout_s=options.timeout if waits else None,
-        command=tuple(command),
-    )
+def parse(argv: list[str], doctor: bool = False) -> argparse.Namespace:
+    """Split the command line into own flags, words of `accelerate launch` with a script (`flags`), and a command.
+
+    Raises:
+        `SystemExit`: with status 2, for an invalid flag of our own.
+    """
+    parser = own_parser(doctor)
+    words, command = argv, list[str]()
+    end = argv.index("--") if "--" in argv else len(argv)
+    if "--wait" in argv[:end] and not doctor:
+        words, command = argv[:end], argv[end + 1 :]
+    if not words or words[0].startswith("-"):
+        parser.parse_args(words)  # --help
+        parser.error("give the config file before any flag")
+    waits = [word for word in words if word == "--wait" and words is not argv]
+    flags, script = split_at_script([word for word in words[1:] if word not in waits], OWN_FLAGS)
+    options, rest = parser.parse_known_args([words[0], *flags, *waits])
+    if doctor and options.json and options.paste:
+        parser.error("--json and --paste are two forms of one report: give one of them")
+    options.flags = [*rest, *script]
+    options.command = command
+    batch = _given(Batch, options)
+    options.batch = Batch(**batch) if batch else None
+    options.engines = Engines(**_given(Engines, options))
+    return options
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number from 1")
-    return int(text)
+def _given(kind: type, options: argparse.Namespace) -> dict[str, Any]:
+    values = {entry.name: getattr(options, entry.name) for entry in fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def seconds(text: str) -> float:
-    """Return a limit in seconds, for a parser."""
+def _seconds(text: str) -> float:
     try:
         found = float(text)
     except ValueError:

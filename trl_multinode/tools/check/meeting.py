@@ -6,11 +6,12 @@ import socket
 import time
 from dataclasses import dataclass
 
-from .attendance import LONGEST_LINE, Attendance, Banner, Hello, Message, State, Verdict, conclusion, decode, encode
+import msgspec
+
+from .attendance import LONGEST_LINE, Attendance, Hello, Message, State, Verdict, encode
 
 RETRY_S = 0.5
 CONNECT_S = 5.0  # for a connection, and for the first message on it
-MORE_CONNECTIONS = 64  # beside one per node, of programs that send nothing
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,20 @@ class Meeting:
 
     def __init__(self, place: Place, host: Hello):
         self._place = place
-        self.attendance = Attendance(host.nodes, place.address, host.host_id)
-        self._server: asyncio.Server | None = None
+        self.attendance = Attendance(host, place.address)
         self._start = time.monotonic()
-        self._most = host.nodes + MORE_CONNECTIONS
-        self._connections = 0
         self._writers: dict[asyncio.StreamWriter, Hello] = {}
-        self._decided: asyncio.Task | None = None
+        self._server: asyncio.Server | None = None
+        self._deciding: asyncio.Task | None = None
         self._verdict: Verdict | None = None
 
     async def open(self) -> None:
-        listener = _listen(self._place.port)
-        self._server = await asyncio.start_server(self._welcome, sock=listener, limit=LONGEST_LINE)
+        """Listen on the port.
+
+        Raises:
+            `OSError`: if the port is taken.
+        """
+        self._server = await asyncio.start_server(self._welcome, sock=_listen(self._place.port), limit=LONGEST_LINE)
 
     def state(self) -> str:
         return self.attendance.state(time.monotonic() - self._start)
@@ -63,12 +66,11 @@ class Meeting:
     async def end(self, verdict: Verdict) -> None:
         """Give all nodes a verdict, wait until they have read it, and close."""
         self._tell(verdict)
-        if verdict.code != 0 and self.attendance.here:
+        if verdict.code != 0 and self.attendance.joined:
             waits_until = time.monotonic() + self._place.linger_s
             while time.monotonic() < waits_until and self.attendance.missing:
                 await asyncio.sleep(RETRY_S / 5)
-        if self._server is not None:
-            self._server.close()
+        self._close()
         waits_until = time.monotonic() + CONNECT_S
         while self._writers and time.monotonic() < waits_until:  # a node that leaves first keeps the port free
             await asyncio.sleep(RETRY_S / 10)
@@ -76,54 +78,50 @@ class Meeting:
             writer.transport.abort()
 
     def _tell(self, verdict: Verdict) -> None:
-        if self._verdict is not None:
-            return
-        self._verdict = verdict
-        if verdict.code == 0 and self._server is not None:
-            self._server.close()  # before any node may launch
-        self._send(verdict)
+        if self._verdict is None:
+            self._verdict = verdict
+            if verdict.code == 0:
+                self._close()  # before any node may launch
+            self._send(verdict)
+
+    def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
     def _send(self, message: Message) -> None:
         for writer in list(self._writers):
             writer.write(encode(message))
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
         try:
-            if self._connections <= self._most:
-                writer.write(encode(Banner()))
-                hello = await receive(reader, CONNECT_S)
-                if isinstance(hello, Hello):
-                    await self._host(hello, reader, writer)
+            writer.write(encode(State()))
+            hello = await receive(reader, CONNECT_S)
+            if isinstance(hello, Hello):
+                await self._host(hello, reader, writer)
         except OSError:
             pass  # that connection is lost, and with it the node
         finally:
-            self._connections -= 1
             writer.close()
 
     async def _host(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers[writer] = hello
-        self.attendance.join(hello)
-        if self._verdict is None:
-            self._decide_soon()
-        else:
+        self.attendance.joined.append(hello)
+        if self._verdict is not None:
             writer.write(encode(self._verdict))
+        elif self._deciding is None and self.attendance.verdict(0.0) is not None:
+            self._deciding = asyncio.create_task(self._decide())
         try:
             await reader.read(1)  # a node sends nothing more; it closes after the verdict, or has left before it
         finally:
             del self._writers[writer]
             if self._verdict is None:
-                self.attendance.leave(hello)
+                self.attendance.joined.remove(hello)
                 self._send(State(f"node {hello.name} has left the roll-call; {self.state()}"))
-
-    def _decide_soon(self) -> None:
-        if self._decided is None and conclusion(self.attendance, 0.0) is not None:
-            self._decided = asyncio.create_task(self._decide())
 
     async def _decide(self) -> None:
         await asyncio.sleep(self._place.settle_s)
-        self._decided = None
-        verdict = conclusion(self.attendance, time.monotonic() - self._start)
+        self._deciding = None
+        verdict = self.attendance.verdict(time.monotonic() - self._start)
         if verdict is not None:  # it is `None` if a node has left meanwhile
             self._tell(verdict)
 
@@ -142,6 +140,6 @@ def _listen(port: int) -> socket.socket:
 async def receive(reader: asyncio.StreamReader, limit_s: float | None = None) -> Message | None:
     """Return the next message; `None` at the end of the stream, or if none comes in time, or if it is no message."""
     try:
-        return decode(await asyncio.wait_for(reader.readline(), limit_s))
-    except (TimeoutError, ValueError):  # `ValueError`: the line is too long
+        return msgspec.json.decode(await asyncio.wait_for(reader.readline(), limit_s), type=Message)
+    except (TimeoutError, ValueError):  # the line is too long, or another program has sent it
         return None

@@ -1,6 +1,5 @@
 """Report of the check: the launch, every problem with its cure, and the exit status."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -157,14 +156,16 @@ def _strategy(launch: Launch) -> str:
     return f"{runner}, {strategy}, mixed precision {precision}"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Print the report and return the exit status: 0 without problems, 1 with problems; with `--wait` a run's code."""
-    words = parse(sys.argv[1:] if argv is None else argv)
-    waits = words.timeout_s is not None  # the roll-call looks for the port's owner, and may be that itself
-    launch, problems = check(words.file, words.flags, words.batch, words.gpus_per_node, words.engines, port=not waits)
-    _print(launch, problems, words.file)
-    if words.timeout_s is not None:
-        return wait_and_run(launch, problems, words.timeout_s, words.command)
+    options = parse(argv)
+    port = not options.wait  # the roll-call looks for the port's owner, and may be that itself
+    launch, problems = check(
+        options.file, options.flags, options.batch, options.gpus_per_node or 8, options.engines, port
+    )
+    _print(launch, problems, options.file)
+    if options.wait:
+        return wait_and_run(launch, problems, options.timeout, options.command)
     return 1 if problems else 0
 
 

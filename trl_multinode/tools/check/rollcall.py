@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 
 from ...run.endings.exit_codes import CONFIGURATION, PEER_LOST
-from .attendance import LONGEST_LINE, Banner, Hello, State, Verdict, encode, printable
+from .attendance import LONGEST_LINE, Hello, State, Verdict, encode, printable
 from .meeting import CONNECT_S, RETRY_S, Meeting, Place, receive
 from .ports import owner_of
 
@@ -69,28 +69,32 @@ class _Node:
 
     async def attend(self) -> Verdict:
         """Join until there is a verdict."""
-        place = self.place
-        where = f"{place.address}:{place.port}"
         while True:
-            try:
-                opening = asyncio.open_connection(place.address, place.port, limit=LONGEST_LINE)
-                streams = await asyncio.wait_for(opening, CONNECT_S)
-            except socket.gaierror as error:
-                self._trouble = f"this node cannot resolve main_process_ip {place.address} ({error.strerror})"
-            except (OSError, TimeoutError) as error:
-                if self._port_error and (verdict := self._met_a_stranger()) is not None:
-                    return verdict
-                reason = f"no answer within {CONNECT_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
-                nobody = f"nobody holds the roll-call at {where} yet ({reason}){self._misplaced()}"
-                self._trouble = self._port_error or nobody
-            else:
-                if (verdict := await self._converse(*streams)) is not None:
-                    return verdict
+            verdict = await self._join()
+            if verdict is not None:
+                return verdict
             await asyncio.sleep(RETRY_S)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Verdict | None:
+    async def _join(self) -> Verdict | None:
+        address, port = self.place.address, self.place.port
         try:
-            if not isinstance(await receive(reader, CONNECT_S), Banner):
+            opening = asyncio.open_connection(address, port, limit=LONGEST_LINE)
+            streams = await asyncio.wait_for(opening, CONNECT_S)
+        except socket.gaierror as error:
+            self._trouble = f"this node cannot resolve main_process_ip {address} ({error.strerror})"
+            return None
+        except (OSError, TimeoutError) as error:
+            if self._port_error:
+                return self._met_a_stranger()
+            reason = f"no answer within {CONNECT_S:.0f} s" if isinstance(error, TimeoutError) else str(error)
+            self._trouble = f"nobody holds the roll-call at {address}:{port} yet ({reason}){self._misplaced()}"
+            return None
+        return await self._converse(*streams)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Verdict | None:
+        where = f"{self.place.address}:{self.place.port}"
+        try:
+            if not isinstance(await receive(reader, CONNECT_S), State):
                 return self._met_a_stranger()
             self._stranger_since, self._trouble, self._joined = None, "", True
             writer.write(encode(self.hello))
@@ -100,9 +104,9 @@ class _Node:
                 if isinstance(message, State):
                     self._state = printable(message.text)
                     say(self._state)
-            self._trouble = f"the roll-call at {self.place.address}:{self.place.port} ended without a verdict"
+            self._trouble = f"the roll-call at {where} ended without a verdict"
         except OSError as error:
-            self._trouble = f"the roll-call at {self.place.address}:{self.place.port} was lost ({error})"
+            self._trouble = f"the roll-call at {where} was lost ({error})"
         finally:
             self._joined = False
             writer.close()
@@ -110,12 +114,11 @@ class _Node:
 
     def _met_a_stranger(self) -> Verdict | None:
         place, now = self.place, time.monotonic()
-        self._stranger_since = since = self._stranger_since or now
+        self._stranger_since = self._stranger_since or now
         what = f"another program, or a run that has already begun, answers at {place.address}:{place.port}"
         self._trouble = self._port_error or f"{what}{OTHER_PORT}"
-        if now - since < STRANGER_S:
-            return None
-        return Verdict(CONFIGURATION, [f"error: {self._trouble}"])
+        late = now - self._stranger_since >= STRANGER_S
+        return Verdict(CONFIGURATION, [f"error: {self._trouble}"]) if late else None
 
     def _misplaced(self) -> str:
         place, local = self.place, self._local
@@ -132,19 +135,16 @@ class _Node:
         while True:
             await asyncio.sleep(RETRY_S)
             now = time.monotonic()
-            seconds, is_due = now - self._start, self._kind != said or now - at >= self.place.every_s
+            seconds, kind = now - self._start, self._trouble.partition(" (")[0]
+            is_due = kind != said or now - at >= self.place.every_s
             if self._trouble and is_due and seconds >= QUIET_S:
-                said, at = self._kind, now
+                said, at = kind, now
                 say(f"{self._trouble}; {seconds:.0f} of {self.place.timeout_s:.0f} s")
-
-    @property
-    def _kind(self) -> str:
-        return self._trouble.partition(" (")[0]
 
     def too_late(self) -> Verdict:
         """Return the verdict of this node when its time is over."""
         limit = f"the limit of {self.place.timeout_s:.0f} s is over (--timeout)"
-        if self.meeting is not None and self.meeting.attendance.here:
+        if self.meeting is not None and self.meeting.attendance.joined:
             return Verdict(PEER_LOST, [f"error: {self.meeting.state()}; {limit}"])
         code = CONFIGURATION if "cannot resolve" in self._trouble else PEER_LOST
         return Verdict(code, [f"error: {self._trouble or self._state or 'the roll-call had no end'}; {limit}"])

@@ -12,9 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.abc import InspectLoader
 from pathlib import Path
-from types import CodeType
+from types import ModuleType
 from typing import Any
 
 # Methods of `TrlParser` and of transformers' `HfArgumentParser`
@@ -49,15 +48,19 @@ def _calls(body: list[ast.stmt], before: list[ast.stmt]) -> Iterator[ParserCall]
             for block in blocks:
                 yield from _calls(block, so_far)
         elif not isinstance(statement, ast.ClassDef):
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PARSES:
-                    keywords = {
-                        k.arg: k.value.value for k in node.keywords if k.arg and isinstance(k.value, ast.Constant)
-                    }
+            for node in _calls_in(statement):
+                if isinstance(node.func, ast.Attribute) and node.func.attr in PARSES:
+                    constants = [each for each in node.keywords if each.arg and isinstance(each.value, ast.Constant)]
+                    keywords = {str(each.arg): ast.literal_eval(each.value) for each in constants}
                     yield ParserCall(node.func.attr, keywords, node.func.value, so_far)
 
 
+def _calls_in(statement: ast.stmt) -> list[ast.Call]:
+    return [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+
+
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
+    """Return the blocks of a statement that is no definition."""
     if isinstance(statement, DEFINITIONS):
         return []
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
@@ -68,14 +71,12 @@ def needed_statements(tree: ast.Module, call: ParserCall) -> ast.Module:
     """Return a module with the statements that the parser of `call` needs, in their order."""
     candidates = [one for one in tree.body if not _is_main_block(one)]
     candidates += [one for one in call.before if one not in candidates]
-    needed, names, size = set[int](), _used(ast.Expr(call.receiver)), -1
-    while size != len(needed):
-        size = len(needed)
-        for index, statement in enumerate(candidates):
-            if index not in needed and _belongs(statement, names):
-                needed.add(index)
-                names |= set() if isinstance(statement, ast.ImportFrom) else _used(statement)
-    body = [_only(candidates[index], names) for index in sorted(needed)]
+    names = _used(ast.Expr(call.receiver))
+    needed: list[ast.stmt] = []
+    while more := [one for one in candidates if one not in needed and _belongs(one, names)]:
+        needed += more
+        names.update(*(_used(one) for one in more if not isinstance(one, ast.ImportFrom)))
+    body = [_only(one, names) for one in candidates if one in needed]
     body.append(ast.Assign([ast.Name(PARSER, ast.Store())], call.receiver))
     return ast.fix_missing_locations(ast.Module(body, []))
 
@@ -110,12 +111,9 @@ def _belongs(statement: ast.stmt, names: set[str]) -> bool:
         while isinstance(root, ast.Attribute):
             root = root.value
         return isinstance(root, ast.Name) and root.id in names and root is not statement.value.func
-    bound = set(_bound(statement))
-    return (
-        bool(bound & names)
-        or "*" in bound
-        or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__")
-    )
+    if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
+        return True
+    return not {*names, "*"}.isdisjoint(_bound(statement))
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -123,25 +121,15 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
     if isinstance(statement, DEFINITIONS):
         yield statement.name
     elif isinstance(statement, ast.Import | ast.ImportFrom):
-        yield from ((alias.asname or alias.name).split(".")[0] for alias in statement.names)
+        for alias in statement.names:
+            yield (alias.asname or alias.name).split(".")[0]
     elif blocks := _blocks(statement):
-        yield from (name for block in blocks for inner in block for name in _bound(inner))
+        for inner in (inner for block in blocks for inner in block):
+            yield from _bound(inner)
     else:
-        nodes = ast.walk(statement)
-        yield from (n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-
-
-class _Statements(InspectLoader):
-    """Loader of a module from its syntax tree."""
-
-    def __init__(self, tree: ast.Module, path: str):
-        self._tree, self._path = tree, path
-
-    def get_source(self, fullname: str) -> str:
-        return ast.unparse(self._tree)
-
-    def get_code(self, fullname: str) -> CodeType:
-        return compile(self._tree, self._path, "exec")
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
 
 
 @contextmanager
@@ -168,20 +156,20 @@ def build_parser(tree: ast.Module, call: ParserCall, path: str) -> Any:
     statements = needed_statements(tree, call)
     if load := _load_in(statements):
         raise ValueError(f"it needs the result of `{load}`")
-    loader = _Statements(statements, path)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(MODULE, loader, origin=path))  # type: ignore[arg-type]
+    module = sys.modules[MODULE] = ModuleType(MODULE)  # dataclasses look up the annotations of their module
     module.__file__ = path
-    sys.modules[MODULE] = module  # dataclasses look up the annotations of their module
-    loader.exec_module(module)
+    exec(compile(statements, path, "exec"), vars(module))  # noqa: S102  # of a script that is about to run
     return vars(module)[PARSER]
 
 
 def _load_in(tree: ast.Module) -> str | None:
     """Return the name of a call, outside functions and classes, that loads a model or a dataset."""
-    calls = [node.func for statement in tree.body if not isinstance(statement, DEFINITIONS)
-             for node in ast.walk(statement) if isinstance(node, ast.Call)]  # fmt: skip
-    names = [call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls]
-    return next((name for name in names if name in LOADS), None)
+    for statement in tree.body:
+        for call in [] if isinstance(statement, DEFINITIONS) else _calls_in(statement):
+            name = ast.unparse(call.func).rpartition(".")[2]
+            if name in LOADS:
+                return name
+    return None
 
 
 def read_script(name: str, is_module: bool) -> tuple[ast.Module, str]:

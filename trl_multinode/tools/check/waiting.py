@@ -37,13 +37,15 @@ def wait_and_run(launch: Launch | None, problems: list[Problem], timeout_s: floa
     Returns:
         `int`: exit code of the roll-call if it fails, else of the command.
     """
-    if launch is None:
+    place = None if launch is None else place_of(launch, timeout_s)
+    if launch is None or (problems and (launch.num_nodes == 1 or place is None)):
         return CONFIGURATION
     if launch.num_nodes == 1:
-        if problems:
-            return CONFIGURATION
         say("one node, which waits for no other one")
-    elif code := _meet(launch, problems, timeout_s):
+    elif place is None:
+        say(f"error: {NO_PLACE}")
+        return CONFIGURATION
+    elif code := _meet(place, launch, problems):
         return code
     return run_command(command) if command else 0
 
@@ -56,27 +58,19 @@ def place_of(launch: Launch, timeout_s: float) -> Place | None:
     return Place(address.strip("[]"), launch.port or DEFAULT_PORT, timeout_s)
 
 
-def _meet(launch: Launch, problems: list[Problem], timeout_s: float) -> int:
-    if (place := place_of(launch, timeout_s)) is None:
-        if not problems:
-            say(f"error: {NO_PLACE}")
-        return CONFIGURATION
+def _meet(place: Place, launch: Launch, problems: list[Problem]) -> int:
+    gpus = torch.cuda.device_count() if launch.visible is not None else 0
+    hello = hello_of(
+        launch, gpus, launch.started, local_versions(), [f"{problem.what}: {problem.cure}" for problem in problems]
+    )
     try:
-        return asyncio.run(call(place, _hello(launch, problems))).code
+        return asyncio.run(call(place, hello)).code
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
 
 
-def _hello(launch: Launch, problems: list[Problem]) -> Hello:
-    return Hello(
-        rank=launch.args.machine_rank,
-        host=socket.gethostname(),
-        host_id=host_id(),
-        pid=os.getpid(),
-        nodes=launch.num_nodes,
-        processes=launch.started,
-        gpus=torch.cuda.device_count() if launch.visible is not None else 0,
-        versions=local_versions(),
-        problems=[f"{problem.what}: {problem.cure}" for problem in problems],
-    )
+def hello_of(launch: Launch, gpus: int, processes: int, versions: dict[str, str], problems: list[str]) -> Hello:
+    """Return the message of this node."""
+    host, nodes = socket.gethostname(), launch.num_nodes
+    return Hello(launch.args.machine_rank, host, host_id(), os.getpid(), nodes, processes, gpus, versions, problems)

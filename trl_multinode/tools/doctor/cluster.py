@@ -10,10 +10,9 @@ from collections.abc import Iterator
 import msgspec
 
 from ...run.versions import MISSING, Difference, differences
-from ..check.attendance import Hello, host_id
 from ..check.meeting import Place
 from ..check.rollcall import call
-from ..check.waiting import NO_PLACE, place_of
+from ..check.waiting import NO_PLACE, hello_of, place_of
 from .case import Case
 from .exchange import Exchange, NodeLost
 from .facts import Finding, NodeReport
@@ -62,7 +61,9 @@ def examine_cluster(case: Case, report: NodeReport, timeout_s: float) -> Cluster
     place = place_of(case.launch, timeout_s)
     if place is None:
         return ClusterReport([report], findings=[Finding("error", "roll-call", NO_PLACE, "see the errors above")])
-    verdict = asyncio.run(call(place, _hello(case, report)))
+    # Versions and numbers are compared in the report, where all are shown
+    hello = hello_of(case.launch, report.gpus, processes=0, versions={}, problems=[])
+    verdict = asyncio.run(call(place, hello))
     if verdict.code:
         cure = "docs/operate/errors.md explains the lines of the roll-call"
         lines = [line.removeprefix("error: ") for line in verdict.lines]
@@ -73,20 +74,6 @@ def examine_cluster(case: Case, report: NodeReport, timeout_s: float) -> Cluster
     except NodeLost as error:
         finding = Finding("error", "nodes", str(error), "look at the output of that node, and start all nodes again")
         return ClusterReport([report], findings=[finding])
-
-
-def _hello(case: Case, report: NodeReport) -> Hello:
-    """Return what a roll-call needs to know; versions and numbers are compared in the report, where all are shown."""
-    return Hello(
-        rank=case.rank,
-        host=report.host,
-        host_id=host_id(),
-        pid=os.getpid(),
-        nodes=case.launch.num_nodes,
-        processes=0,
-        gpus=report.gpus,
-        versions={},
-    )
 
 
 def _together(case: Case, report: NodeReport, exchange: Exchange, place: Place) -> ClusterReport:

@@ -1,5 +1,6 @@
 """Report of the doctor: text in sections, one JSON document, or a block for an issue."""
 
+import argparse
 import io
 import json
 import os
@@ -12,12 +13,12 @@ from typing import Any, TextIO
 import msgspec
 from rich.console import Console
 
+from ..check.command_line import parse
 from ..check.launch import Launch, Problem
 from ..check.report import check, notes, table
 from ..check.waiting import INTERRUPTED
 from .case import Case
 from .cluster import ClusterReport, examine_cluster
-from .command_line import DoctorLine, parse_line
 from .facts import Finding, NodeReport
 from .gpu_list import NoTool, list_gpus
 from .node import examine
@@ -49,16 +50,16 @@ class Report:
     """Report that grows level by level, printed at once unless it is one document.
 
     Args:
-        line ([`DoctorLine`]):
-            Words of the command line.
+        options (`argparse.Namespace`):
+            Command line.
     """
 
-    def __init__(self, line: DoctorLine):
-        self._line, self._streams = line, not (line.as_json or line.as_paste)
+    def __init__(self, options: argparse.Namespace):
+        self._options, self._streams = options, not (options.json or options.paste)
         self._stdout = sys.stdout
         self._kept: list[str] = []
         self.bar = "█" if "utf" in Buffer(sys.stdout).encoding.lower() else "#"
-        self.document: dict[str, Any] = {"level": line.level, "file": line.check.file}
+        self.document: dict[str, Any] = {"level": options.level, "file": options.file}
         self.findings: list[tuple[str, Finding]] = []
         self.hosts: list[str] = []  # names and addresses that a block for an issue does not show
 
@@ -66,7 +67,7 @@ class Report:
         """Add tables, lines and findings."""
         is_terminal = self._streams and self._stdout.isatty()
         text = Buffer(self._stdout)
-        width = None if is_terminal else PASTED_WIDTH if self._line.as_paste else WIDTH
+        width = None if is_terminal else PASTED_WIDTH if self._options.paste else WIDTH
         console = Console(file=text, force_terminal=is_terminal, width=width, highlight=False)
         for part in parts:
             console.print(part, soft_wrap=isinstance(part, str), markup=False)
@@ -80,20 +81,20 @@ class Report:
     def finish(self) -> int:
         """Print what was kept, and return the exit status."""
         errors = any(finding.severity == "error" for _, finding in self.findings)
-        if self._line.as_json:
+        if self._options.json:
             document = hide_secrets_in({"ok": not errors, **self.document}, os.environ)
             print(json.dumps(document, indent=2), file=self._stdout, flush=True)
-        elif self._line.as_paste:
+        elif self._options.paste:
             print(self._block(), file=self._stdout, flush=True)
         return 1 if errors else 0
 
     def _block(self) -> str:
         text = hide_names(hide_secrets("\n".join(self._kept), os.environ), self.hosts).strip()
-        title = f"trl-multinode doctor --level {self._line.level}"
+        title = f"trl-multinode doctor --level {self._options.level}"
         return f"<details><summary>{title}</summary>\n\n```text\n{text}\n```\n\n</details>"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Examine the launch, this node and all nodes, as far as the level says.
 
     Returns:
@@ -102,33 +103,32 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         `SystemExit`: with status 2, for an invalid command line.
     """
-    line = parse_line(sys.argv[1:] if argv is None else argv)
-    report = Report(line)
+    options = parse(argv, doctor=True)
+    report = Report(options)
     try:
         with redirect_stdout(sys.stderr):  # lines of the roll-call; a JSON document must be alone
-            _levels(line, report)
+            _levels(options, report)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     return report.finish()
 
 
-def _levels(line: DoctorLine, report: Report) -> None:
-    launch = _static(line, report)
-    if launch is None or line.level == "static":
+def _levels(options: argparse.Namespace, report: Report) -> None:
+    launch = _static(options, report)
+    if launch is None or options.level == "static":
         return
     case = Case(launch)
     node = _node(case, report)
-    if line.level == "cluster" and case.many_nodes:
-        _cluster(case, node, line.timeout_s, report)
-    elif line.level == "cluster":
+    if options.level == "cluster" and case.many_nodes:
+        _cluster(case, node, options.timeout, report)
+    elif options.level == "cluster":
         report.section("This launch has one node, which has no neighbours to measure.")
 
 
-def _static(line: DoctorLine, report: Report) -> Launch | None:
-    words = line.check
-    gpus = words.gpus_per_node if line.gpus_given or line.level == "static" else _gpus_here() or words.gpus_per_node
-    launch, problems = check(words.file, words.flags, words.batch, gpus, words.engines)
+def _static(options: argparse.Namespace, report: Report) -> Launch | None:
+    gpus = options.gpus_per_node or (options.level != "static" and _gpus_here()) or 8
+    launch, problems = check(options.file, options.flags, options.batch, gpus, options.engines)
     lines = [table(launch), *(f"note: {note}" for note in notes(launch))] if launch else []
     found = [("", _as_finding(problem)) for problem in problems]
     report.section(*lines, findings=found)
