@@ -155,7 +155,7 @@ def test_a_node_that_does_not_come_is_named_with_the_report_of_this_one(tmp_path
 
 def test_a_node_that_is_lost_after_the_roll_call_is_named(tmp_path, hosts, monkeypatch):
     monkeypatch.setattr(exchange, "LEAVE_S", 0.5)
-    monkeypatch.setattr(Exchange, "collect", partialmethod(Exchange.collect, limit_s=3.0))
+    monkeypatch.setattr(Exchange, "gather", partialmethod(Exchange.gather, limit_s=3.0))
     config = config_of(tmp_path, hosts, 2)
     (temporary := tmp_path / "tmp").mkdir()
 
@@ -163,7 +163,7 @@ def test_a_node_that_is_lost_after_the_roll_call_is_named(tmp_path, hosts, monke
         enter_node(hosts.namespace(rank), hosts.mounts(rank, temporary))
         os.environ.update(INTERFACE)
         if rank == 1:
-            monkeypatch.setattr(Exchange, "publish", lambda *_: os._exit(9))
+            monkeypatch.setattr(Exchange, "gather", lambda *_: os._exit(9))
         return main([config, "--level", "cluster", "--timeout", "600", "--machine_rank", str(rank)])
 
     with forked(node, 2, tmp_path) as (first, second):

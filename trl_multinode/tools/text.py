@@ -4,11 +4,13 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from rich.table import Table
 
 
 def count(number: int, noun: str) -> str:
@@ -21,6 +23,18 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a number from 1")
     return int(text)
+
+
+def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> "Table":
+    """Return a table of rich; it has a head if a column has a name."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", show_header=any(columns))
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def environment() -> "Environment":

@@ -8,6 +8,7 @@ from accelerate.utils.other import is_port_in_use
 from rich.console import Console
 from rich.table import Table
 
+from ..text import count, rich_table
 from .arguments import read_arguments
 from .command_line import OWN_FLAGS, batch_of, parse
 from .flags import split_at_script
@@ -109,28 +110,27 @@ def notes(launch: Launch) -> Iterator[str]:
 
 def table(launch: Launch) -> Table:
     """Return a table of the processes, devices and batch that would run, one row per fact."""
-    args, started, ranks = launch.args, launch.started, launch.started * launch.num_nodes
-    gpus, first, script = launch.visible, launch.started * args.machine_rank, launch.script
-    here = (
-        "numbered as the nodes arrive" if launch.ranks_by_arrival else f"here ranks {first} to {first + started - 1}"
-    )
-    rows = Table(title=f"node {args.machine_rank}", show_header=False, title_justify="left")
-    rows.add_column()
-    rows.add_column(overflow="fold")
-    rows.add_row("nodes", f"{launch.num_nodes}")
-    rows.add_row("processes per node", f"{started}: {here} of {ranks}")
-    rows.add_row("training devices", _devices(gpus, 0, started))
-    rows.add_row("reserved devices", _devices(gpus, started, None))
+    args, started, script = launch.args, launch.started, launch.script
+    first, gpus = started * args.machine_rank, launch.visible
+    here = f"here ranks {first} to {first + started - 1}"
+    if launch.ranks_by_arrival:
+        here = "numbered as the nodes arrive"
+    rows = {
+        "nodes": f"{launch.num_nodes}",
+        "processes per node": f"{started}: {here} of {started * launch.num_nodes}",
+        "training devices": _devices(gpus, 0, started),
+        "reserved devices": _devices(gpus, started, None),
+    }
     if gpus and script.node_mode:
-        rows.add_row("engines", _engines(launch, len(gpus) - started))
-    rows.add_row("launcher", _strategy(launch))
-    rows.add_row("rendezvous", (not launch.own_launcher and launch.endpoint) or "none")
+        rows["engines"] = _engines(launch, len(gpus) - started)
+    rows["launcher"] = _strategy(launch)
+    rows["rendezvous"] = (not launch.own_launcher and launch.endpoint) or "none"
     if script.name:
-        rows.add_row("script", script.name if script.node_mode else f"{script.name}, without node mode")
+        rows["script"] = script.name if script.node_mode else f"{script.name}, without node mode"
     if batch := script.batch:
         world, group = batch.world(launch.num_ranks), batch.num_generations
-        rows.add_row("world batch", f"{world} completions: {world / group:g} prompts x {group} generations")
-    return rows
+        rows["world batch"] = f"{world} completions: {world / group:g} prompts x {group} generations"
+    return rich_table(f"node {args.machine_rank}", ("", ""), rows.items())
 
 
 def _devices(gpus: list[str] | None, first: int, end: int | None) -> str:
@@ -141,7 +141,7 @@ def _engines(launch: Launch, reserved: int) -> str:
     engines = launch.script.engines
     size = engines.vllm_tensor_parallel_size
     gpus = reserved if engines.vllm_devices is None else len(engines.vllm_devices)
-    return f"{engines.num_engines or gpus // size} a node, of {size} GPU{'s' if size > 1 else ''} each"
+    return f"{engines.num_engines or gpus // size} a node, of {count(size, 'GPU')} each"
 
 
 def _strategy(launch: Launch) -> str:

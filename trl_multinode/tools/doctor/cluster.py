@@ -2,14 +2,15 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 
 import msgspec
 
-from ...run.versions import MISSING, Difference, differences
+from ...run.versions import MISSING, differences
 from ..check.meeting import Place
 from ..check.rollcall import call
 from ..check.waiting import NO_PLACE, hello_of, place_of
@@ -17,10 +18,10 @@ from .case import Case
 from .exchange import Exchange, NodeLost
 from .facts import Finding, NodeReport
 from .links import Link, link_findings
-from .neighbours import cannot_reach, open_listener, reach_findings
 from .ring import RingPlan
 
 RING_START_S = 120.0  # for the import of torch on a slow file system, and for NCCL's first connections
+CONNECT_S = 5.0  # between neighbours
 ROUND_S = 10.0  # for one round of the ring, with one GPU; mostly below 1 s
 
 
@@ -38,13 +39,6 @@ class RingResult(msgspec.Struct):
 
     links: list[Link] = []
     error: str = ""
-
-
-class Part(msgspec.Struct):
-    """Number that a node publishes with a reason or without."""
-
-    number: int = 0
-    reason: str = ""
 
 
 def examine_cluster(case: Case, report: NodeReport, timeout_s: float) -> ClusterReport:
@@ -77,58 +71,80 @@ def examine_cluster(case: Case, report: NodeReport, timeout_s: float) -> Cluster
 
 
 def _together(case: Case, report: NodeReport, exchange: Exchange, place: Place) -> ClusterReport:
-    exchange.publish("report", report)
-    found = ClusterReport(exchange.collect("report", NodeReport))
-    found.findings += [*differing(found.nodes), *_unreachable(report, found.nodes, exchange)]
-    if any(finding.about == "neighbours" for finding in found.findings):
+    nodes = exchange.gather("report", report)
+    found = ClusterReport(nodes, findings=list(differing(nodes)))
+    unreachable = list(_unreachable(report, nodes, exchange))
+    found.findings += unreachable
+    if unreachable:
         return found  # to measure the ring would take minutes, and end in an error without a name
-    found.backend = (
-        "nccl" if all(node.gpus and node.versions.get("cuda") != MISSING for node in found.nodes) else "gloo"
-    )
-    gpus = min(node.gpus for node in found.nodes) if found.backend == "nccl" else 0
-    plan = RingPlan(case.rank, len(found.nodes), place.address, place.port, found.backend, gpus)
+    on_gpus = all(node.gpus and node.versions.get("cuda") != MISSING for node in nodes)
+    found.backend = "nccl" if on_gpus else "gloo"
+    gpus = min(node.gpus for node in nodes) if on_gpus else 0
+    plan = RingPlan(case.rank, len(nodes), place.address, place.port, found.backend, gpus)
     limit_s = RING_START_S + ROUND_S * 3 * max(1, gpus)
-    exchange.publish("ring", measure_links(plan, report.nic, limit_s))
-    results = exchange.collect("ring", RingResult, limit_s + 30.0)
+    results = exchange.gather("ring", measure_links(plan, report.nic, limit_s), limit_s + 30.0)
     found.links = [link for result in results for link in result.links]
-    found.findings += _unmeasured(found.nodes, results)
-    found.findings += link_findings(found.links, found.nodes, case.on_gpus)
+    for node, result in zip(nodes, results, strict=True):
+        if result.error:
+            what = f"the links of node {node.name} were not measured ({result.error})"
+            cure = "a run would fail in the same way; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL shows more"
+            found.findings.append(Finding("error", "links", what, cure))
+    found.findings += link_findings(found.links, nodes, case.on_gpus)
     return found
 
 
 def differing(nodes: list[NodeReport]) -> Iterator[Finding]:
     """Yield a finding for each fact that should be equal on all nodes and is not."""
-    cure = "make the nodes equal: every step waits for the slowest, and ranks must compute the same"
     names = [node.name for node in nodes]
     for one in differences([node.versions for node in nodes], names):
-        yield Finding(
-            "error" if one.is_error else "warning", "versions", f"{one}", "install the same version on all nodes"
-        )
-    values: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    severity = {fact.name: fact.nodes for node in nodes for fact in node.facts if fact.same}
-    for node in nodes:
-        facts = {fact.name: fact.value for fact in node.facts}
-        for name in severity:
-            values[name][facts.get(name, "none")].append(node.name)
-    for name, by_value in values.items():
-        if len(by_value) > 1:
-            most_first = dict(sorted(by_value.items(), key=lambda entry: -len(entry[1])))
-            what = str(Difference(name, most_first, is_error=False)).replace(f"{name}: ", f"{name} differ: ", 1)
-            yield Finding(severity[name], name, what, cure)
+        severity = "error" if one.is_error else "warning"
+        yield Finding(severity, "versions", f"{one}", "install the same version on all nodes")
+    severities = {fact.name: fact.nodes for node in nodes for fact in node.facts if fact.same}
+    facts = [dict.fromkeys(severities, MISSING) | _compared(node) for node in nodes]
+    for one in differences(facts, names):
+        cure = "make the nodes equal: every step waits for the slowest, and ranks must compute the same"
+        what = str(one).replace(":", " differ:", 1)
+        yield Finding(severities[one.library], one.library, what, cure)
 
 
-def _unreachable(report: NodeReport, nodes: list[NodeReport], exchange: Exchange) -> list[Finding]:
-    """Let each node connect to the next one, and return an error for each that cannot."""
-    listener = open_listener(report.address)
-    exchange.publish("port", Part(listener.port if listener else 0))
-    ports = [part.number for part in exchange.collect("port", Part)]
-    after = nodes[(report.rank + 1) % len(nodes)]
-    reason = cannot_reach(after.address, ports[after.rank]) if ports[after.rank] else "it cannot listen at its address"
-    exchange.publish("reach", Part(reason=reason))
-    reasons = {rank: part.reason for rank, part in enumerate(exchange.collect("reach", Part))}
-    if listener is not None:
-        listener.close()
-    return reach_findings(nodes, reasons, lambda rank: ports[rank])
+def _compared(node: NodeReport) -> dict[str, str]:
+    return {fact.name: fact.value for fact in node.facts if fact.same}
+
+
+def _unreachable(report: NodeReport, nodes: list[NodeReport], exchange: Exchange) -> Iterator[Finding]:
+    """Let each node connect to the next one, and yield an error for each that cannot.
+
+    A firewall may let all nodes reach node 0 and not each other.
+    """
+    family = socket.AF_INET6 if ":" in report.address else socket.AF_INET
+    with ExitStack() as stack:
+        port = 0
+        with suppress(OSError):
+            listener = stack.enter_context(socket.create_server((report.address, 0), family=family))
+            port = listener.getsockname()[1]
+        ports = exchange.gather("port", port)
+        after = (report.rank + 1) % len(nodes)
+        reasons = exchange.gather("reach", _cannot_reach(nodes[after].address, ports[after]))
+    for rank, reason in enumerate(reasons):
+        after = (rank + 1) % len(nodes)
+        if reason:
+            what = f"node {nodes[rank].name} cannot reach node {nodes[after].name} at {nodes[after].address}"
+            cure = "open all ports between the nodes, because NCCL and gloo choose free ones; if the address is wrong,"
+            cure += " set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
+            yield Finding("error", "neighbours", f"{what}:{ports[after]} ({reason})", cure)
+
+
+def _cannot_reach(address: str, port: int) -> str:
+    """Connect to a port, and return the reason why that failed; an empty string if it worked."""
+    if not port:
+        return "it cannot listen at its address"
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_S):
+            return ""
+    except TimeoutError:
+        return f"no answer within {CONNECT_S:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def measure_links(plan: RingPlan, nic: str, limit_s: float) -> RingResult:
@@ -144,11 +160,3 @@ def measure_links(plan: RingPlan, nic: str, limit_s: float) -> RingResult:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return RingResult(error=f"exit code {done.returncode}: {last[:300]}")
     return RingResult(links=msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=list[Link]))
-
-
-def _unmeasured(nodes: list[NodeReport], results: list[RingResult]) -> Iterator[Finding]:
-    for node, result in zip(nodes, results, strict=True):
-        if result.error:
-            what = f"the links of node {node.name} were not measured ({result.error})"
-            cure = "a run would fail in the same way; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL shows more"
-            yield Finding("error", "links", what, cure)

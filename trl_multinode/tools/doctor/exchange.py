@@ -1,6 +1,7 @@
 """Store of the nodes that the doctor examines together, at the address and port of the launch, after its roll-call."""
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Self, TypeVar
 
@@ -32,7 +33,7 @@ class Exchange:
     """
 
     def __init__(self, address: str, port: int, rank: int, nodes: int):
-        self.address, self.port, self._rank, self._nodes = address, port, rank, nodes
+        self._rank, self._nodes = rank, nodes
         limit = timedelta(seconds=STEP_S)
         try:
             self._store = dist.TCPStore(address, port, is_master=rank == 0, timeout=limit, wait_for_workers=False)
@@ -44,38 +45,27 @@ class Exchange:
 
     def __exit__(self, *_: object) -> None:
         """Leave; node 0 waits for the others, whose requests it serves."""
-        if self._count("left") < self._nodes and self._rank == 0:
+        with suppress(RuntimeError):  # node 0 has ended
+            self._store.add("left", 1)
             until = time.monotonic() + LEAVE_S
-            while time.monotonic() < until and self._store.add("left", 0) < self._nodes:
+            while self._rank == 0 and self._store.add("left", 0) < self._nodes and time.monotonic() < until:
                 time.sleep(POLL_S)
 
-    def _count(self, key: str) -> int:
-        try:
-            return self._store.add(key, 1)
-        except RuntimeError:  # node 0 has ended
-            return self._nodes
-
-    def publish(self, key: str, value: object) -> None:
-        """Write this node's part."""
-        try:
-            self._store.set(f"{key}/{self._rank}", msgspec.json.encode(value))
-        except RuntimeError:
-            raise NodeLost("node 0, which serves the others, has ended") from None
-
-    def collect(self, key: str, kind: type[T], limit_s: float = STEP_S) -> list[T]:
-        """Return the parts of all nodes in the order of their ranks.
+    def gather(self, key: str, value: T, limit_s: float = STEP_S) -> list[T]:
+        """Publish this node's part, and return the parts of all nodes in the order of their ranks.
 
         Raises:
             [`NodeLost`]: if one is missing after `limit_s` seconds.
         """
-        keys = [f"{key}/{rank}" for rank in range(self._nodes)]
         until = time.monotonic() + limit_s
+        keys = [f"{key}/{rank}" for rank in range(self._nodes)]
         try:
-            while missing := [rank for rank in range(self._nodes) if not self._store.check([keys[rank]])]:
+            self._store.set(keys[self._rank], msgspec.json.encode(value))
+            while missing := [str(rank) for rank, one in enumerate(keys) if not self._store.check([one])]:
                 if time.monotonic() > until:
-                    names = ", ".join(map(str, missing[:16]))
+                    names = ", ".join(missing[:16])
                     raise NodeLost(f"node {names} did not go on within {limit_s:.0f} s after the roll-call")
                 time.sleep(POLL_S)
-            return [msgspec.json.decode(self._store.get(one), type=kind) for one in keys]
+            return [msgspec.json.decode(self._store.get(one), type=type(value)) for one in keys]
         except RuntimeError:
             raise NodeLost("node 0, which serves the others, has ended") from None

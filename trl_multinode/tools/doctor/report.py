@@ -1,49 +1,30 @@
 """Report of the doctor: text in sections, one JSON document, or a block for an issue."""
 
 import argparse
-import io
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from ..check.command_line import parse
-from ..check.launch import Launch, Problem
+from ..check.launch import Launch
 from ..check.report import check, notes, table
 from ..check.waiting import INTERRUPTED
 from .case import Case
-from .cluster import ClusterReport, examine_cluster
+from .cluster import examine_cluster
 from .facts import Finding, NodeReport
 from .gpu_list import NoTool, list_gpus
 from .node import examine
 from .redaction import hide_names, hide_secrets, hide_secrets_in
-from .tables import common_table, different_table, links_table, node_table, print_findings, values_by_fact
+from .tables import Where, cluster_tables, links_table, node_table, print_findings
 
 WIDTH = 120  # of a log; a terminal has its own
 PASTED_WIDTH = 1000  # of a block for an issue: a name that is folded over two lines would not be found and hidden
-
-
-class Buffer(io.StringIO):
-    """Text in memory for a stream whose encoding decides on the characters of rich's tables.
-
-    Args:
-        stream (`TextIO`):
-            Stream on which the text will be printed.
-    """
-
-    def __init__(self, stream: TextIO):
-        super().__init__()
-        self._encoding = stream.encoding or "utf-8"
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._encoding
 
 
 class Report:
@@ -55,43 +36,48 @@ class Report:
     """
 
     def __init__(self, options: argparse.Namespace):
-        self._options, self._streams = options, not (options.json or options.paste)
+        self._options = options
         self._stdout = sys.stdout
+        self._streams = not (options.json or options.paste)
+        is_terminal = self._streams and sys.stdout.isatty()
+        width = PASTED_WIDTH if options.paste else WIDTH
+        self._console = Console(
+            force_terminal=is_terminal, width=None if is_terminal else width, highlight=False, markup=False
+        )
         self._kept: list[str] = []
-        self.bar = "█" if "utf" in Buffer(sys.stdout).encoding.lower() else "#"
         self.document: dict[str, Any] = {"level": options.level, "file": options.file}
-        self.findings: list[tuple[str, Finding]] = []
+        self.findings: list[Where] = []
         self.hosts: list[str] = []  # names and addresses that a block for an issue does not show
 
-    def section(self, *parts: Any, findings: list[tuple[str, Finding]] | None = None) -> None:
+    @property
+    def bar(self) -> str:
+        """Character of a bar that this stream can show."""
+        return "█" if "utf" in self._console.encoding else "#"
+
+    def section(self, *parts: Any, findings: list[Where] | None = None) -> None:
         """Add tables, lines and findings."""
-        is_terminal = self._streams and self._stdout.isatty()
-        text = Buffer(self._stdout)
-        width = None if is_terminal else PASTED_WIDTH if self._options.paste else WIDTH
-        console = Console(file=text, force_terminal=is_terminal, width=width, highlight=False)
-        for part in parts:
-            console.print(part, soft_wrap=isinstance(part, str), markup=False)
-        if findings is not None:
-            print_findings(console, findings)
-            self.findings = findings
-        self._kept.append(text.getvalue())
+        with self._console.capture() as captured:
+            for part in parts:
+                self._console.print(part, soft_wrap=isinstance(part, str))
+            if findings is not None:
+                print_findings(self._console, findings)
+                self.findings = findings
+        text = hide_secrets(captured.get(), os.environ)
+        self._kept.append(text)
         if self._streams:
-            print(hide_secrets(text.getvalue(), os.environ), file=self._stdout, flush=True)
+            print(text, file=self._stdout, flush=True)
 
     def finish(self) -> int:
         """Print what was kept, and return the exit status."""
         errors = any(finding.severity == "error" for _, finding in self.findings)
         if self._options.json:
             document = hide_secrets_in({"ok": not errors, **self.document}, os.environ)
-            print(json.dumps(document, indent=2), file=self._stdout, flush=True)
+            print(json.dumps(document, indent=2), flush=True)
         elif self._options.paste:
-            print(self._block(), file=self._stdout, flush=True)
+            text = hide_names("\n".join(self._kept), self.hosts).strip()
+            title = f"trl-multinode doctor --level {self._options.level}"
+            print(f"<details><summary>{title}</summary>\n\n```text\n{text}\n```\n\n</details>", flush=True)
         return 1 if errors else 0
-
-    def _block(self) -> str:
-        text = hide_names(hide_secrets("\n".join(self._kept), os.environ), self.hosts).strip()
-        title = f"trl-multinode doctor --level {self._options.level}"
-        return f"<details><summary>{title}</summary>\n\n```text\n{text}\n```\n\n</details>"
 
 
 def main(argv: list[str]) -> int:
@@ -119,7 +105,10 @@ def _levels(options: argparse.Namespace, report: Report) -> None:
     if launch is None or options.level == "static":
         return
     case = Case(launch)
-    node = _node(case, report)
+    node = examine(case)
+    report.hosts = [node.host, *_private(case.address), *_private(node.address)]
+    report.document["nodes"] = [msgspec.to_builtins(node)]
+    report.section(node_table(node), findings=[*report.findings, *_findings(node)])
     if options.level == "cluster" and case.many_nodes:
         _cluster(case, node, options.timeout, report)
     elif options.level == "cluster":
@@ -130,7 +119,7 @@ def _static(options: argparse.Namespace, report: Report) -> Launch | None:
     gpus = options.gpus_per_node or (options.level != "static" and _gpus_here()) or 8
     launch, problems = check(options.file, options.flags, options.batch, gpus, options.engines)
     lines = [table(launch), *(f"note: {note}" for note in notes(launch))] if launch else []
-    found = [("", _as_finding(problem)) for problem in problems]
+    found = [("", Finding("error", "launch", problem.what, problem.cure)) for problem in problems]
     report.section(*lines, findings=found)
     report.document["problems"] = [{"what": problem.what, "cure": problem.cure} for problem in problems]
     return launch
@@ -143,47 +132,27 @@ def _gpus_here() -> int:
         return 0
 
 
-def _as_finding(problem: Problem) -> Finding:
-    return Finding("error", "launch", problem.what, problem.cure)
-
-
-def _node(case: Case, report: Report) -> NodeReport:
-    node = examine(case)
-    report.hosts = [node.host, *_private(case.address), *_private(node.address)]
-    own = [(f"node {node.rank}", finding) for finding in node.findings]
-    report.section(node_table(node), findings=[*report.findings, *own])
-    report.document["nodes"] = [msgspec.to_builtins(node)]
-    return node
-
-
 def _cluster(case: Case, node: NodeReport, timeout_s: float, report: Report) -> None:
     found = examine_cluster(case, node, timeout_s)
     report.hosts += [name for each in found.nodes for name in (each.host, *_private(each.address))]
     report.document |= msgspec.to_builtins(found)
-    all_findings = [*(pair for pair in report.findings if not pair[0]), *_findings(found)]
+    findings = [pair for pair in report.findings if not pair[0]]
+    findings += [("", finding) for finding in found.findings]
+    findings += [pair for each in found.nodes for pair in _findings(each)]
+    parts: list[Any] = []
     if case.rank != 0 and len(found.nodes) > 1:
-        report.section(
-            f"The report of all nodes is in the output of node {found.nodes[0].name}.", findings=all_findings
-        )
-        return
-    report.section(*_tables(found, report.bar), findings=all_findings)
+        parts.append(f"The report of all nodes is in the output of node {found.nodes[0].name}.")
+    elif len(found.nodes) > 1:
+        parts += cluster_tables(found)
+        if found.links:
+            parts.append(links_table(found, report.bar))
+    report.section(*parts, findings=findings)
+
+
+def _findings(node: NodeReport) -> list[Where]:
+    return [(f"node {node.rank}", finding) for finding in node.findings]
 
 
 def _private(address: str) -> list[str]:
     """Return the address if it is a name or of IPv6; other addresses are found by their form."""
     return [address] if address and not re.fullmatch(r"[\d.]+|::1|localhost", address) else []
-
-
-def _findings(found: ClusterReport) -> Iterator[tuple[str, Finding]]:
-    yield from (("", finding) for finding in found.findings)
-    for node in found.nodes:
-        yield from ((f"node {node.rank}", finding) for finding in node.findings)
-
-
-def _tables(found: ClusterReport, bar: str) -> Iterator[Any]:
-    if len(found.nodes) > 1:
-        values = values_by_fact(found.nodes)
-        yield common_table(found.nodes, values)
-        yield different_table(found.nodes, values, found.findings)
-    if found.links:
-        yield links_table(found, bar)
