@@ -40,8 +40,10 @@ def parse(argv: list[str]) -> tuple[Layout, argparse.Namespace]:
             parser.error(f"{why} (got --engine_gpus {engine_gpus}, expected none): leave it out")
         engine_gpus = 0
     if engine_gpus >= devices:
-        what = f"no GPU is left to train (got --engine_gpus {engine_gpus} of {devices}, expected fewer)"
-        parser.error(f"{what}: pass a smaller number")
+        parser.error(
+            f"no GPU is left to train (got --engine_gpus {engine_gpus} of {devices}, expected fewer)"
+            f": pass a smaller number"
+        )
     return Layout(nodes, devices - engine_gpus, 0 if options.cpu else devices), options
 
 

@@ -46,8 +46,12 @@ def read_arguments(
         try:
             tree, path = read_script(name, args.module)
         except (OSError, SyntaxError, ImportError) as error:
-            cure = "correct its path; a relative one begins in the folder in which you launch"
-            return given, [Problem(f"cannot read the script `{name}` ({error})", cure)]
+            return given, [
+                Problem(
+                    f"cannot read the script `{name}` ({error})",
+                    "correct its path; a relative one begins in the folder in which you launch",
+                )
+            ]
         if (call := find_call(tree)) is None:
             note = f"`{name}` has no `TrlParser`: of its arguments only those of the batch are checked"
             return replace(script, batch=batch_of(words), notes=(note,)), []

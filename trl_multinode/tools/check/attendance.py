@@ -132,8 +132,10 @@ class Attendance:
         owner = next((hello for hello in self.here if hello.host_id == self.host.host_id), None)
         if len(by_rank[0]) == 1 and owner is not None and by_rank[0][0].host_id != owner.host_id:
             first, other = printable(by_rank[0][0].host), printable(owner.host)
-            what = f"machine_rank 0 is that of {first}, but main_process_ip {self.address} is {other}, which has"
-            yield f"{what} machine_rank {owner.rank}. Swap the two ranks, or pass the address of {first}"
+            yield (
+                f"machine_rank 0 is that of {first}, but main_process_ip {self.address} is {other}, which has"
+                f" machine_rank {owner.rank}. Swap the two ranks, or pass the address of {first}"
+            )
 
     def _problems(self) -> Iterator[str]:
         for hello in self.here:

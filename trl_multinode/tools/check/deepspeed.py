@@ -35,8 +35,13 @@ def read_deepspeed(args: argparse.Namespace, environment: dict[str, str]) -> tup
         with patch_environment(**{**environment, FIELDS: ""}), warnings.catch_warnings(action="ignore"):
             plugin = DeepSpeedPlugin()
     except Exception as error:  # ValueError, KeyError and others, by the fault
-        what = f"every rank stops at DeepSpeed's config ({type(error).__name__}: {error})"
-        return None, [*problems, Problem(what, f"correct `{path or 'deepspeed_config:'}`")]
+        return None, [
+            *problems,
+            Problem(
+                f"every rank stops at DeepSpeed's config ({type(error).__name__}: {error})",
+                f"correct `{path or 'deepspeed_config:'}`",
+            ),
+        ]
     return DeepSpeed({**plugin.deepspeed_config, "zero3_init_flag": args.zero3_init_flag}, path), problems
 
 
@@ -48,8 +53,10 @@ def _unreadable(path: str) -> Problem | None:
     except (OSError, ValueError) as error:
         return Problem(f"cannot read `deepspeed_config_file` `{path}` ({error})", cure)
     if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
-        what = f"`{path}` is not a DeepSpeed config (got no section `zero_optimization`, expected one with `stage`)"
-        return Problem(what, 'write `"zero_optimization": {"stage": 3}`')
+        return Problem(
+            f"`{path}` is not a DeepSpeed config (got no section `zero_optimization`, expected one with `stage`)",
+            'write `"zero_optimization": {"stage": 3}`',
+        )
     return None
 
 

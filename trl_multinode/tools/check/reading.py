@@ -47,8 +47,12 @@ def read_file(path: str) -> tuple[dict[str, Any], list[Problem]]:
     # Without this, accelerate raises a bare Python error: 'int' object has no attribute 'split'.
     for key, example in {"gpu_ids": "all", "mixed_precision": '"no"'}.items():
         if not isinstance(file.get(key), str | None):
-            what = f"accelerate stops at `{key}` (got YAML's {file[key]!r}, expected a string)"
-            problems.append(Problem(what, f"write `{key}: {example}`, a number or a bare no in quotes"))
+            problems.append(
+                Problem(
+                    f"accelerate stops at `{key}` (got YAML's {file[key]!r}, expected a string)",
+                    f"write `{key}: {example}`, a number or a bare no in quotes",
+                )
+            )
             file[key] = example.strip('"')
     return file, [*problems, *filter(None, [_mended_number(file, key) for key in NUMBERS])]
 
@@ -60,13 +64,17 @@ def _mended_number(file: dict[str, Any], key: str) -> Problem | None:
         return None
     del file[key]
     if not str(value).isdigit():
-        what = f"accelerate stops at `{key}` (got YAML's {value!r}, expected a number: a file expands no variables)"
-        return Problem(what, f"write a number, or leave `{key}` out and pass `--{key}` on the command line")
+        return Problem(
+            f"accelerate stops at `{key}` (got YAML's {value!r}, expected a number: a file expands no variables)",
+            f"write a number, or leave `{key}` out and pass `--{key}` on the command line",
+        )
     file[key] = int(value)
     if key == "machine_rank":  # the only one that accelerate converts
         return None
-    what = f"accelerate stops at `{key}` (got YAML's {value!r}, a string, expected a number)"
-    return Problem(what, f"write `{key}: {value}` without quotes")
+    return Problem(
+        f"accelerate stops at `{key}` (got YAML's {value!r}, a string, expected a number)",
+        f"write `{key}: {value}` without quotes",
+    )
 
 
 def _unknown_key(key: str, value: Any) -> Problem:
@@ -122,16 +130,23 @@ def read_launch(
             launcher = merge(args)
         launch, found = _launch(args, file, launcher, gpus_per_node)
     except Exception as error:  # accelerate raises ValueError, AssertionError, AttributeError, TypeError and more
-        what = f"accelerate refuses this launch ({type(error).__name__}: {error})"
-        return None, [*problems, Problem(what, "follow that message; the other rules could not run")]
+        return None, [
+            *problems,
+            Problem(
+                f"accelerate refuses this launch ({type(error).__name__}: {error})",
+                "follow that message; the other rules could not run",
+            ),
+        ]
     return launch, [*problems, *found]
 
 
 def _no_yaml(path: str, error: yaml.YAMLError) -> Problem:
     mark, cause = getattr(error, "problem_mark", None), getattr(error, "problem", None) or error
     where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "some line"
-    what = f"`{path}` is no valid YAML: {where} ({' '.join(str(cause).split())})"
-    return Problem(what, "correct that line or the one above: `key: value` with a blank, spaces and no tabs")
+    return Problem(
+        f"`{path}` is no valid YAML: {where} ({' '.join(str(cause).split())})",
+        "correct that line or the one above: `key: value` with a blank, spaces and no tabs",
+    )
 
 
 def _missing_count(args: argparse.Namespace, file: dict[str, Any], gpus_per_node: int) -> Problem | None:
@@ -141,8 +156,10 @@ def _missing_count(args: argparse.Namespace, file: dict[str, Any], gpus_per_node
     nodes = max(1, args.num_machines or file.get("num_machines") or 1)
     share = 1 if args.cpu or file.get("use_cpu") else max(1, gpus_per_node - 1)
     file["num_processes"] = share * nodes
-    what = f"`num_processes`, the total, is missing (got None, expected {share * nodes}: {share} a node)"
-    return Problem(what, f"write `num_processes: {share * nodes}`, or pass it as `--num_processes`")
+    return Problem(
+        f"`num_processes`, the total, is missing (got None, expected {share * nodes}: {share} a node)",
+        f"write `num_processes: {share * nodes}`, or pass it as `--num_processes`",
+    )
 
 
 def _launch(

@@ -123,8 +123,10 @@ class _Node:
     def _misplaced(self) -> str:
         place, local = self.place, self._local
         if self.hello.rank == 0 and local is False:
-            what = f"; this node has machine_rank 0, but {place.address} is not an address of it"
-            return f"{what}: another node must have rank 0, or --main_process_ip must be this node's address"
+            return (
+                f"; this node has machine_rank 0, but {place.address} is not an address of it"
+                f": another node must have rank 0, or --main_process_ip must be this node's address"
+            )
         if self.hello.rank != 0 and local:
             return f"; {place.address} is this node's own address, but it has machine_rank {self.hello.rank}, not 0"
         return ""

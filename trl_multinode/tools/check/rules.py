@@ -36,24 +36,33 @@ def launcher_problems(launch: Launch) -> Iterator[Problem]:
         yield Problem(what, f"leave `--{flag}` out{more}")
         return
     if launch.own_launcher:
-        what = f"DeepSpeed's own launcher would start the ranks, through ssh (got {launch.own_launcher}, expected"
-        what += " standard); accelerate also appends this environment, tokens included, to `.deepspeed_env`"
-        yield Problem(what, "write `deepspeed_multinode_launcher: standard` under `deepspeed_config:`")
+        yield Problem(
+            f"DeepSpeed's own launcher would start the ranks, through ssh (got {launch.own_launcher}, expected"
+            " standard); accelerate also appends this environment, tokens included, to `.deepspeed_env`",
+            "write `deepspeed_multinode_launcher: standard` under `deepspeed_config:`",
+        )
     if launch.launcher == "simple_launcher" and (args.num_processes or 1) > 1:
         cause = "--cpu" if args.cpu else f"distributed_type: {kind}"
-        what = f"`{cause}` starts one process per node without a warning (got 1, expected {launch.ranks_per_node})"
-        cure = "write `distributed_type: DEEPSPEED`; without a GPU add `use_cpu: true` and leave `--cpu` out"
-        yield Problem(what, cure)
+        yield Problem(
+            f"`{cause}` starts one process per node without a warning (got 1, expected {launch.ranks_per_node})",
+            "write `distributed_type: DEEPSPEED`; without a GPU add `use_cpu: true` and leave `--cpu` out",
+        )
     if launch.launcher not in {*PREPARE, "simple_launcher"} or args.use_megatron_lm:
-        what = f"the trainer cannot run under this launch (got {kind}, expected DEEPSPEED, FSDP or MULTI_GPU)"
-        yield Problem(what, "write `distributed_type: DEEPSPEED`")
+        yield Problem(
+            f"the trainer cannot run under this launch (got {kind}, expected DEEPSPEED, FSDP or MULTI_GPU)",
+            "write `distributed_type: DEEPSPEED`",
+        )
     if args.use_fsdp and str(args.fsdp_version) == "1":
-        what = "node mode has no weights of FSDP1, accelerate's default (got fsdp_version 1, expected 2)"
-        yield Problem(what, "write `fsdp_version: 2` under `fsdp_config:`")
+        yield Problem(
+            "node mode has no weights of FSDP1, accelerate's default (got fsdp_version 1, expected 2)",
+            "write `fsdp_version: 2` under `fsdp_config:`",
+        )
     for name in ("tp_size", "cp_size", "sp_size"):
         if args.use_parallelism_config and (size := getattr(args, f"parallelism_config_{name}")) > 1:
-            what = f"in node mode ranks share no rows (got `parallelism_config_{name}` {size}, expected 1)"
-            yield Problem(what, f"delete `parallelism_config_{name}`; FSDP2 shards the model over all ranks")
+            yield Problem(
+                f"in node mode ranks share no rows (got `parallelism_config_{name}` {size}, expected 1)",
+                f"delete `parallelism_config_{name}`; FSDP2 shards the model over all ranks",
+            )
 
 
 def count_problems(launch: Launch) -> Iterator[Problem]:
@@ -74,10 +83,11 @@ def count_problems(launch: Launch) -> Iterator[Problem]:
             {min(max(1, share), most if on_gpus else total) for share in (total // nodes, total // nodes + 1)}
         )
         fits = " or ".join(f"{share * nodes} ({share} a node)" for share in shares)
-        what = (
+        yield Problem(
             f"`num_processes`, the total, is not divisible by {nodes} nodes: accelerate runs {total // nodes} on each"
+            f" (got {total}, expected {fits})",
+            f"write `num_processes:` {fits}",
         )
-        yield Problem(f"{what} (got {total}, expected {fits})", f"write `num_processes:` {fits}")
 
 
 def variable_problems(launch: Launch) -> Iterator[Problem]:
@@ -110,7 +120,9 @@ def device_problems(launch: Launch) -> Iterator[Problem]:
     if not launch.visible:
         setting += "" if by_ids else f" (`{os.environ.get(variable, '')}`)"
         hides = "every GPU of the node"
-    what = f"{setting} hides {hides} (got {len(launch.visible)} visible GPUs for"
-    what += f" {launch.started} processes, expected {needed})"
     cure = "write `gpu_ids: all`, and no `--gpu_ids`: a rank takes the GPU of its own number and leaves the rest"
-    yield Problem(what, cure if by_ids else f"unset {variable}")
+    yield Problem(
+        f"{setting} hides {hides} (got {len(launch.visible)} visible GPUs for"
+        f" {launch.started} processes, expected {needed})",
+        cure if by_ids else f"unset {variable}",
+    )

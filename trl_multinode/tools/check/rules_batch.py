@@ -13,17 +13,22 @@ def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:
         yield Problem(f"a group of one has no advantage (`num_generations` got {group}, expected 2 or more)", "pass 8")
         return
     if batch.generation_batch_size and batch.steps_per_generation:
-        what = f"TRL takes only one of `generation_batch_size` (got {world}) and `steps_per_generation`"
-        yield Problem(f"{what} (got {batch.steps_per_generation})", "leave one of them out")
+        yield Problem(
+            f"TRL takes only one of `generation_batch_size` (got {world}) and `steps_per_generation`"
+            f" (got {batch.steps_per_generation})",
+            "leave one of them out",
+        )
     if batch.generation_batch_size and (world % group or world % (rows * num_ranks)):
         what = f"`generation_batch_size` is not divisible (got {world}, expected a multiple of {rows} rows x"
         what += f" {num_ranks} ranks and of {group} generations)"
         fits = _multiples(lcm(rows * num_ranks, group), near=world)
         yield Problem(what, f"with {num_ranks} ranks pass `--generation_batch_size` {fits}")
     elif world % group:
-        what = f"the world batch is not divisible by `num_generations` (got {world} completions = {rows} rows x"
-        what += f" {num_ranks} ranks x {batch.steps} steps, expected a multiple of {group})"
-        yield Problem(what, f"with {num_ranks} ranks pass {_values_that_work(batch, num_ranks)}")
+        yield Problem(
+            f"the world batch is not divisible by `num_generations` (got {world} completions = {rows} rows x"
+            f" {num_ranks} ranks x {batch.steps} steps, expected a multiple of {group})",
+            f"with {num_ranks} ranks pass {_values_that_work(batch, num_ranks)}",
+        )
 
 
 def _values_that_work(batch: Batch, num_ranks: int) -> str:

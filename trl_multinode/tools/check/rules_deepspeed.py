@@ -16,12 +16,18 @@ def zero_problems(launch: Launch) -> Iterator[Problem]:
         key = "zero3_save_16bit_model: true"
         if deepspeed.path:
             key = '"stage3_gather_16bit_weights_on_model_save": true'
-        what = "a saved model would hold empty shards, which `from_pretrained` cannot read (got no"
-        yield Problem(f"{what} `{key.split(':')[0]}`, expected true)", f"write `{key}` {where}")
+        yield Problem(
+            "a saved model would hold empty shards, which `from_pretrained` cannot read (got no"
+            f" `{key.split(':')[0]}`, expected true)",
+            f"write `{key}` {where}",
+        )
     flag = deepspeed.config["zero3_init_flag"]
     if deepspeed.stage == 3 and flag is not None and str(flag).lower() != "true":
-        what = f"accelerate would not gather the shards that transformers builds (got `zero3_init_flag` {flag},"
-        yield Problem(f"{what} expected true)", "write `zero3_init_flag: true` under `deepspeed_config:`")
+        yield Problem(
+            f"accelerate would not gather the shards that transformers builds (got `zero3_init_flag` {flag},"
+            f" expected true)",
+            "write `zero3_init_flag: true` under `deepspeed_config:`",
+        )
     for name in ("offload_optimizer", "offload_param"):
         offload = deepspeed.zero.get(name) or {}
         if offload.get("device") == "nvme" and str(offload.get("nvme_path") or "none") == "none":

@@ -66,9 +66,10 @@ def head_problems(launch: Launch) -> Iterator[Problem]:
     size, heads = launch.script.engines.vllm_tensor_parallel_size, _attention_heads(launch)
     if launch.script.node_mode and heads and heads % size:
         fits = [str(n) for n in range(1, size + 1) if heads % n == 0 and n & (n - 1) == 0]
-        what = f"`vllm_tensor_parallel_size` does not divide the attention heads of {launch.script.model} (got {size},"
         yield Problem(
-            f"{what} expected a divisor of {heads})", f"pass `--vllm_tensor_parallel_size` {' or '.join(fits)}"
+            f"`vllm_tensor_parallel_size` does not divide the attention heads of {launch.script.model} (got {size},"
+            f" expected a divisor of {heads})",
+            f"pass `--vllm_tensor_parallel_size` {' or '.join(fits)}",
         )
 
 

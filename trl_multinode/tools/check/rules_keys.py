@@ -27,8 +27,10 @@ def key_problems(launch: Launch) -> Iterator[Problem]:
         elif isinstance(value, dict):
             yield from _section_problems(key, value)
         elif key not in MERGED_APART and _plain(effective) != _plain(value):
-            what = f"accelerate ignores `{key}` in a file (got {value!r}, but {effective!r} would run)"
-            yield Problem(what, f"delete it from the file, or pass `--{key}` on the command line")
+            yield Problem(
+                f"accelerate ignores `{key}` in a file (got {value!r}, but {effective!r} would run)",
+                f"delete it from the file, or pass `--{key}` on the command line",
+            )
 
 
 def _is_read(key: str, launch: Launch) -> bool:
@@ -55,8 +57,10 @@ def _section_problems(section: str, values: dict[str, Any]) -> Iterator[Problem]
     known = {*flag_names(), "fsdp_ignored_modules"}
     for key in values:
         if prefix + str(key).removeprefix(prefix) not in known:
-            what = f"nothing reads `{key}` under `{section}` (got {values[key]!r})"
-            yield Problem(what, "delete it" + did_you_mean(key, known))
+            yield Problem(
+                f"nothing reads `{key}` under `{section}` (got {values[key]!r})",
+                "delete it" + did_you_mean(key, known),
+            )
 
 
 def _plain(value: Any) -> str:

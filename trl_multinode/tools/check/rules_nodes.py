@@ -24,8 +24,10 @@ def rank_problems(launch: Launch) -> Iterator[Problem]:
     """Yield problems of `machine_rank`, address and port, which the nodes need to find each other."""
     rank, last = launch.args.machine_rank, launch.num_nodes - 1
     if not 0 <= rank <= last:
-        what = f"`machine_rank` is out of range (got {rank}, expected 0 to {last})"
-        yield Problem(what, f"pass `--machine_rank` 0 to {last}, another one on each node, or correct `num_machines`")
+        yield Problem(
+            f"`machine_rank` is out of range (got {rank}, expected 0 to {last})",
+            f"pass `--machine_rank` 0 to {last}, another one on each node, or correct `num_machines`",
+        )
     if last == 0:
         return
     if not launch.rank_in_file and "machine_rank" not in launch.args.nondefault and not launch.ranks_by_arrival:
@@ -36,8 +38,10 @@ def rank_problems(launch: Launch) -> Iterator[Problem]:
                       "(`$SLURM_NODEID` inside `srun`, `$PET_NODE_RANK` in a Kubernetes TrainJob)")  # fmt: skip
     yield from _address_problems(launch.args.main_process_ip)
     if launch.port == 0:
-        what = "every node would choose a port of its own (`main_process_port` got 0, expected one number for all)"
-        yield Problem(what, "write `main_process_port: 29500`")
+        yield Problem(
+            "every node would choose a port of its own (`main_process_port` got 0, expected one number for all)",
+            "write `main_process_port: 29500`",
+        )
 
 
 def port_problems(launch: Launch) -> Iterator[Problem]:
@@ -45,22 +49,27 @@ def port_problems(launch: Launch) -> Iterator[Problem]:
     if launch.num_nodes == 1 or launch.args.machine_rank != 0 or launch.port == 0 or not is_port_in_use(launch.port):
         return
     owner = owner_of(launch.port or DEFAULT_PORT)
-    what = f"port {launch.port or DEFAULT_PORT} is taken on this node{owner and f' by {owner}'}, where rank 0 listens"
     cure = "pass another `--main_process_port`, the same on every node"
-    yield Problem(f"{what} (expected a free one)", f"end that process, or {cure}" if owner else cure)
+    yield Problem(
+        f"port {launch.port or DEFAULT_PORT} is taken on this node{owner and f' by {owner}'}, where rank 0 listens"
+        f" (expected a free one)",
+        f"end that process, or {cure}" if owner else cure,
+    )
 
 
 def _address_problems(address: str | None) -> Iterator[Problem]:
     variable = next((source for name, (_, source) in SCHEDULERS.items() if name in os.environ), "HOST0")
     cure = f"pass `--main_process_ip {variable}`, the address of node 0, on every node"
     if address is None:
-        what = "`main_process_ip` is missing, nodes would look for a host named None (got None, expected an address)"
-        yield Problem(what, cure)
-    elif not address.strip():
-        what = (
-            "`main_process_ip` is empty, so nodes would look for a host without a name (got '', expected an address)"
+        yield Problem(
+            "`main_process_ip` is missing, nodes would look for a host named None (got None, expected an address)",
+            cure,
         )
-        yield Problem(what, f"{cure}; the variable for it is not set in this shell")
+    elif not address.strip():
+        yield Problem(
+            "`main_process_ip` is empty, so nodes would look for a host without a name (got '', expected an address)",
+            f"{cure}; the variable for it is not set in this shell",
+        )
     elif not _is_host(address):
         what = f"`main_process_ip` is not one address (got {address!r}, expected a host name or an IP address)"
         if re.fullmatch(r"[^:]+:\d+", address):
@@ -93,9 +102,11 @@ def scheduler_problems(launch: Launch) -> Iterator[Problem]:
                 cure += f"; with one machine, torchrun would take {count_name} and wait for {count} nodes"
             yield Problem(what, cure)
         elif nodes > 1 and not launch.ranks_by_arrival and _is_other_rank(launch, rank_name):
-            what = f"`machine_rank` is not this node's (got {launch.args.machine_rank}, expected"
-            what += f" {rank_name}={os.environ[rank_name]})"
-            yield Problem(what, f"pass `--machine_rank ${rank_name}` in single quotes, so that each node expands it")
+            yield Problem(
+                f"`machine_rank` is not this node's (got {launch.args.machine_rank}, expected"
+                f" {rank_name}={os.environ[rank_name]})",
+                f"pass `--machine_rank ${rank_name}` in single quotes, so that each node expands it",
+            )
 
 
 def _is_other_rank(launch: Launch, name: str) -> bool:

@@ -86,9 +86,14 @@ def _together(case: Case, report: NodeReport, exchange: Exchange, place: Place) 
     found.links = [link for result in results for link in result.links]
     for node, result in zip(nodes, results, strict=True):
         if result.error:
-            what = f"the links of node {node.name} were not measured ({result.error})"
-            cure = "a run would fail in the same way; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL shows more"
-            found.findings.append(Finding("error", "links", what, cure))
+            found.findings.append(
+                Finding(
+                    "error",
+                    "links",
+                    f"the links of node {node.name} were not measured ({result.error})",
+                    "a run would fail in the same way; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL shows more",
+                )
+            )
     found.findings += link_findings(found.links, nodes, case.on_gpus)
     return found
 
@@ -102,9 +107,13 @@ def differing(nodes: list[NodeReport]) -> Iterator[Finding]:
     severities = {fact.name: fact.nodes for node in nodes for fact in node.facts if fact.same}
     facts = [dict.fromkeys(severities, MISSING) | _compared(node) for node in nodes]
     for one in differences(facts, names):
-        cure = "make the nodes equal: every step waits for the slowest, and ranks must compute the same"
         what = str(one).replace(":", " differ:", 1)
-        yield Finding(severities[one.library], one.library, what, cure)
+        yield Finding(
+            severities[one.library],
+            one.library,
+            what,
+            "make the nodes equal: every step waits for the slowest, and ranks must compute the same",
+        )
 
 
 def _compared(node: NodeReport) -> dict[str, str]:
@@ -128,10 +137,14 @@ def _unreachable(report: NodeReport, nodes: list[NodeReport], exchange: Exchange
     for rank, reason in enumerate(reasons):
         after = (rank + 1) % len(nodes)
         if reason:
-            what = f"node {nodes[rank].name} cannot reach node {nodes[after].name} at {nodes[after].address}"
-            cure = "open all ports between the nodes, because NCCL and gloo choose free ones; if the address is wrong,"
-            cure += " set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-            yield Finding("error", "neighbours", f"{what}:{ports[after]} ({reason})", cure)
+            yield Finding(
+                "error",
+                "neighbours",
+                f"node {nodes[rank].name} cannot reach node {nodes[after].name} at {nodes[after].address}"
+                f":{ports[after]} ({reason})",
+                "open all ports between the nodes, because NCCL and gloo choose free ones; if the address is wrong,"
+                " set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+            )
 
 
 def _cannot_reach(address: str, port: int) -> str:

@@ -41,10 +41,14 @@ def examine_cores(case: Case) -> Iterator[Fact | Finding]:
     needed = case.launch.started + case.engines
     if cores >= needed:
         return
-    what = f"this task has {cores:g} of the machine's {machine} cores (expected {needed} or more: "
-    what += f"{case.launch.started} ranks and {case.engines} engine{'s' if case.engines != 1 else ''})"
     severity = "error" if case.on_gpus else "warning"
-    yield Finding(severity, "cores", what, _more_cores(case, machine))
+    yield Finding(
+        severity,
+        "cores",
+        f"this task has {cores:g} of the machine's {machine} cores (expected {needed} or more: "
+        f"{case.launch.started} ranks and {case.engines} engine{'s' if case.engines != 1 else ''})",
+        _more_cores(case, machine),
+    )
 
 
 def _more_cores(case: Case, machine: int) -> str:
@@ -81,14 +85,14 @@ def examine_limits(case: Case) -> Iterator[Fact | Finding]:
     yield Fact("ulimit -n", f"{_limit(soft)} (hard {_limit(hard)})")
     ranks, needed = case.launch.num_ranks, CONNECTIONS * case.launch.num_ranks + OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < needed:
-        what = (
+        yield Finding(
+            "error" if case.rank == 0 else "warning",
+            "ulimit -n",
             f"`ulimit -n`: at most {hard} files (expected {needed} or more: node 0 holds {CONNECTIONS} connections of "
-        )
-        what += f"each of the {ranks} ranks)"
-        cure = (
+            f"each of the {ranks} ranks)",
             "raise the hard limit (`LimitNOFILE=` of slurmd or containerd, /etc/security/limits.conf; docker: --ulimit"
+            " nofile=65536)",
         )
-        yield Finding("error" if case.rank == 0 else "warning", "ulimit -n", what, f"{cure} nofile=65536)")
     yield from _locked_memory(case)
 
 
@@ -97,10 +101,14 @@ def _locked_memory(case: Case) -> Iterator[Fact | Finding]:
     yield Fact("ulimit -l", _limit(soft, in_bytes=True))
     if not case.on_gpus or soft == resource.RLIM_INFINITY or soft >= case.slots_bytes:
         return
-    what = f"`ulimit -l`: {size(soft)} may be locked (expected unlimited, at least {size(case.slots_bytes)} for the"
-    what += " weight sync); NCCL over InfiniBand needs locked memory too"
-    cure = "run `ulimit -l unlimited`, or write `LimitMEMLOCK=infinity` for slurmd or containerd (docker: --ulimit"
-    yield Finding("warning", "ulimit -l", what, f"{cure} memlock=-1)")
+    yield Finding(
+        "warning",
+        "ulimit -l",
+        f"`ulimit -l`: {size(soft)} may be locked (expected unlimited, at least {size(case.slots_bytes)} for the"
+        " weight sync); NCCL over InfiniBand needs locked memory too",
+        "run `ulimit -l unlimited`, or write `LimitMEMLOCK=infinity` for slurmd or containerd (docker: --ulimit"
+        " memlock=-1)",
+    )
 
 
 def _limit(value: int, in_bytes: bool = False) -> str:

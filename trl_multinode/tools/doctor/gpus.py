@@ -52,11 +52,13 @@ def examine_gpus(case: Case) -> Iterator[Fact | Finding]:
         found = list_gpus()
     except NoTool as error:
         yield Fact("GPUs", "unknown", same=True)
-        cure = (
+        yield Finding(
+            "error",
+            "GPUs",
+            f"no GPU can be found on this node ({error})",
             "run this on a GPU node; in a container, start it with the NVIDIA runtime (docker: --gpus all), or with "
+            "AMD's devices (docker: --device /dev/kfd --device /dev/dri)",
         )
-        cure += "AMD's devices (docker: --device /dev/kfd --device /dev/dri)"
-        yield Finding("error", "GPUs", f"no GPU can be found on this node ({error})", cure)
         return
     seen = visible_gpus(found, case.environ)
     yield Fact("GPUs", _models(seen) or "none", same=True, nodes="error")
@@ -98,5 +100,9 @@ def _occupied(seen: list[Gpu]) -> Iterator[Fact | Finding]:
             if holders
             else "look with `nvidia-smi` or `rocm-smi` on the host, outside of the container"
         )
-        what = f"GPU {gpu.index} is not free: {size(gpu.used)} of {size(gpu.total)} are in use: {who}"
-        yield Finding("error", "free GPUs", what, f"{cure}, or take another node")
+        yield Finding(
+            "error",
+            "free GPUs",
+            f"GPU {gpu.index} is not free: {size(gpu.used)} of {size(gpu.total)} are in use: {who}",
+            f"{cure}, or take another node",
+        )

@@ -54,20 +54,36 @@ def link_findings(links: list[Link], nodes: list[NodeReport], on_gpus: bool) -> 
     for rank, both in _slow_at_both_ends(slow, len(nodes)).items():
         explained.update(both)
         speeds = " and ".join(f"{link}: {speed(link.gbit_per_s)}" for link in both)
-        what = f"both links of node {_end(nodes[rank])} are slow: {speeds} (the others reach {speed(usual)})"
-        findings.append(Finding("error", "links", what, f"{_look(nodes[rank])}, its cable and its port of the switch"))
+        findings.append(
+            Finding(
+                "error",
+                "links",
+                f"both links of node {_end(nodes[rank])} are slow: {speeds} (the others reach {speed(usual)})",
+                f"{_look(nodes[rank])}, its cable and its port of the switch",
+            )
+        )
     for link in slow:
         if link not in explained:
             what = f"the link {link} is slow: {speed(link.gbit_per_s)} (the others reach {speed(usual)})"
             ends = f"from node {_end(nodes[link.sender])} to node {_end(nodes[link.receiver])}"
-            cure = f"{_look(nodes[link.sender])} and on node {link.receiver}, and the switches between them"
-            findings.append(Finding("error", "links", f"{what}, {ends}", cure))
+            findings.append(
+                Finding(
+                    "error",
+                    "links",
+                    f"{what}, {ends}",
+                    f"{_look(nodes[link.sender])} and on node {link.receiver}, and the switches between them",
+                )
+            )
     if on_gpus and links and usual < LOW_GBIT_PER_S:
-        what = (
-            f"the links reach {speed(usual)} (expected {LOW_GBIT_PER_S:g} Gbit/s or more): NCCL may use a slow network"
+        findings.append(
+            Finding(
+                "warning",
+                "links",
+                f"the links reach {speed(usual)} (expected {LOW_GBIT_PER_S:g} Gbit/s or more): NCCL may use a slow "
+                "network",
+                "look at NCCL_SOCKET_IFNAME and NCCL_IB_HCA; NCCL_DEBUG=INFO prints the network that NCCL takes",
+            )
         )
-        cure = "look at NCCL_SOCKET_IFNAME and NCCL_IB_HCA; NCCL_DEBUG=INFO prints the network that NCCL takes"
-        findings.append(Finding("warning", "links", what, cure))
     return findings
 
 

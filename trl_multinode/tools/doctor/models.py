@@ -83,12 +83,15 @@ def examine_model(case: Case) -> Iterator[Fact | Finding]:
         yield Fact("model", f"{name}: not here", same=True)
         yield _absent(case, "model", name, f"hf download {name}")
     else:
-        text = f"{name}, {size(model.num_bytes)} ({_short(model.revision)})"
-        yield Fact("model", text, same=True)
+        yield Fact("model", f"{name}, {size(model.num_bytes)} ({_short(model.revision)})", same=True)
         if model.missing:
-            what = f"{name} is incomplete on this node: {len(model.missing)} file(s) missing, as {model.missing[0]}"
             severity = "error" if model.revision == "local" or _offline(case) else "warning"
-            yield Finding(severity, "model", what, f"run `hf download {name}` once on this node")
+            yield Finding(
+                severity,
+                "model",
+                f"{name} is incomplete on this node: {len(model.missing)} file(s) missing, as {model.missing[0]}",
+                f"run `hf download {name}` once on this node",
+            )
 
 
 def _short(revision: str) -> str:
@@ -118,10 +121,18 @@ def _prepared(name: str) -> bool:
 
 def _absent(case: Case, kind: str, name: str, download: str) -> Finding:
     if _offline(case):
-        what = f"the {kind} {name} is not on this node, and HF_HUB_OFFLINE forbids its download"
-        return Finding("error", kind, what, f"run `{download}` without HF_HUB_OFFLINE, or correct the name")
-    what = f"the {kind} {name} is not in the cache of this node, so its first rank downloads it"
-    return Finding("warning", kind, what, f"run `{download}` once per node, or share HF_HOME")
+        return Finding(
+            "error",
+            kind,
+            f"the {kind} {name} is not on this node, and HF_HUB_OFFLINE forbids its download",
+            f"run `{download}` without HF_HUB_OFFLINE, or correct the name",
+        )
+    return Finding(
+        "warning",
+        kind,
+        f"the {kind} {name} is not in the cache of this node, so its first rank downloads it",
+        f"run `{download}` once per node, or share HF_HOME",
+    )
 
 
 def _offline(case: Case) -> bool:
@@ -133,5 +144,9 @@ def examine_hub(case: Case) -> Iterator[Fact | Finding]:
     token = "a token is set" if get_token() else "no token"
     yield Fact("Hub", f"{token}{', offline' if _offline(case) else ''}", same=True)
     if case.value("push_to_hub") and not get_token():
-        cure = "run `hf auth login` on node 0, or set HF_TOKEN"
-        yield Finding("error" if case.rank == 0 else "warning", "Hub", "`push_to_hub` is set, without a token", cure)
+        yield Finding(
+            "error" if case.rank == 0 else "warning",
+            "Hub",
+            "`push_to_hub` is set, without a token",
+            "run `hf auth login` on node 0, or set HF_TOKEN",
+        )

@@ -85,8 +85,12 @@ def examine_address(case: Case) -> Iterator[Fact | Finding]:
         return
     yield Fact("address of node 0", _resolved(case.address) or f"{case.address}: unknown")
     if _resolved(case.address) is None:
-        what = f"this node cannot resolve `main_process_ip` {case.address}"
-        yield Finding("error", "address of node 0", what, "pass an address, or a name that all nodes know")
+        yield Finding(
+            "error",
+            "address of node 0",
+            f"this node cannot resolve `main_process_ip` {case.address}",
+            "pass an address, or a name that all nodes know",
+        )
         return
     yield from _misplaced(case, _resolved(case.address) or "")
     nic = nic_towards(case)
@@ -94,14 +98,19 @@ def examine_address(case: Case) -> Iterator[Fact | Finding]:
     if nic is not None:
         yield Fact("network", nic.network, same=True)
     if nic is None:
-        what = f"no interface of this node leads to `main_process_ip` {case.address}"
-        yield Finding("error", "NIC", what, "look at `ip route`; the nodes need a network in common")
-    elif 0 < nic.mbit_per_s <= SLOW_MBIT:
-        what = (
-            f"{nic.name} has {nic.mbit_per_s / 1000:g} Gbit/s (expected 10 or more): weights are gathered through it"
+        yield Finding(
+            "error",
+            "NIC",
+            f"no interface of this node leads to `main_process_ip` {case.address}",
+            "look at `ip route`; the nodes need a network in common",
         )
-        cure = "pass the address of node 0 in the fast network as `--main_process_ip`, and set NCCL_SOCKET_IFNAME"
-        yield Finding("warning", "NIC", what, cure)
+    elif 0 < nic.mbit_per_s <= SLOW_MBIT:
+        yield Finding(
+            "warning",
+            "NIC",
+            f"{nic.name} has {nic.mbit_per_s / 1000:g} Gbit/s (expected 10 or more): weights are gathered through it",
+            "pass the address of node 0 in the fast network as `--main_process_ip`, and set NCCL_SOCKET_IFNAME",
+        )
 
 
 def examine_names(case: Case) -> Iterator[Fact | Finding]:
@@ -116,12 +125,13 @@ def examine_names(case: Case) -> Iterator[Fact | Finding]:
     seconds = max(_lookup_s(own) for _ in range(LOOKUPS))
     yield Fact("name of this address", f"{seconds:.1f} s" if seconds > SLOW_NAMES_S else "quick or unknown")
     if seconds > SLOW_NAMES_S:
-        what = (
+        yield Finding(
+            "warning",
+            "name of this address",
             f"the name server takes up to {seconds:.0f} s for the name of {own} (expected below {SLOW_NAMES_S:g} s): "
-            "torch asks it at every connection to the store, and no rank is served meanwhile"
+            "torch asks it at every connection to the store, and no rank is served meanwhile",
+            "mend the reverse zone of the name server, or export RES_OPTIONS='timeout:1 attempts:1' on all nodes",
         )
-        cure = "mend the reverse zone of the name server, or export RES_OPTIONS='timeout:1 attempts:1' on all nodes"
-        yield Finding("warning", "name of this address", what, cure)
 
 
 def _lookup_s(address: str) -> float:
@@ -135,12 +145,19 @@ def _misplaced(case: Case, address: str) -> Iterator[Finding]:
     """Yield a finding if the address of node 0 belongs to another rank. A service of Kubernetes belongs to none."""
     own = address.rpartition(" ")[2] in {nic.address for nic in nics() if not nic.address.startswith("127.")}
     if own and case.rank != 0:
-        what = f"`main_process_ip` {address} is an address of this node, which has machine_rank {case.rank}, not 0"
-        yield Finding("error", "address of node 0", what, "give this node rank 0, or pass the address of node 0")
+        yield Finding(
+            "error",
+            "address of node 0",
+            f"`main_process_ip` {address} is an address of this node, which has machine_rank {case.rank}, not 0",
+            "give this node rank 0, or pass the address of node 0",
+        )
     elif not own and case.rank == 0 and not address.rpartition(" ")[2].startswith("127."):
-        what = f"`main_process_ip` {address} is not an address of this node, which has machine_rank 0"
-        cure = "pass an address of this node; one of a service that leads here, as in Kubernetes, is right too"
-        yield Finding("warning", "address of node 0", what, cure)
+        yield Finding(
+            "warning",
+            "address of node 0",
+            f"`main_process_ip` {address} is not an address of this node, which has machine_rank 0",
+            "pass an address of this node; one of a service that leads here, as in Kubernetes, is right too",
+        )
 
 
 def _resolved(address: str) -> str | None:
@@ -160,14 +177,22 @@ def examine_variables(case: Case) -> Iterator[Fact | Finding]:
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = given.get(variable)
         if value and not chosen_interfaces(value, names):
-            what = f"{variable}={value} chooses no interface of this node (expected one of {', '.join(names)})"
-            yield Finding("error", "NCCL and gloo", what, f"set {variable} on this node to one of them, or unset it")
+            yield Finding(
+                "error",
+                "NCCL and gloo",
+                f"{variable}={value} chooses no interface of this node (expected one of {', '.join(names)})",
+                f"set {variable} on this node to one of them, or unset it",
+            )
     yield from _loopback(case, given)
     if devices := infiniband():
         yield Fact("InfiniBand", devices, same=True)
         if given.get("NCCL_IB_DISABLE") == "1":
-            what = "NCCL_IB_DISABLE=1 keeps NCCL from this node's InfiniBand, so it uses the slower sockets"
-            yield Finding("warning", "InfiniBand", what, "unset NCCL_IB_DISABLE")
+            yield Finding(
+                "warning",
+                "InfiniBand",
+                "NCCL_IB_DISABLE=1 keeps NCCL from this node's InfiniBand, so it uses the slower sockets",
+                "unset NCCL_IB_DISABLE",
+            )
 
 
 def _loopback(case: Case, given: dict[str, str]) -> Iterator[Finding]:
@@ -175,10 +200,14 @@ def _loopback(case: Case, given: dict[str, str]) -> Iterator[Finding]:
     if not needs_interface(case) or "GLOO_SOCKET_IFNAME" in given:
         return
     nic = nic_towards(case)
-    what = f"the name of this host, {socket.gethostname()}, leads to loopback or nowhere, and gloo listens there"
-    cure = f"export GLOO_SOCKET_IFNAME={nic.name if nic else 'eth0'} on this node, or mend /etc/hosts"
     severity = "warning" if case.on_gpus else "error"
-    yield Finding(severity, "NCCL and gloo", f"{what}, where no other node can connect", cure)
+    yield Finding(
+        severity,
+        "NCCL and gloo",
+        f"the name of this host, {socket.gethostname()}, leads to loopback or nowhere, and gloo listens there"
+        f", where no other node can connect",
+        f"export GLOO_SOCKET_IFNAME={nic.name if nic else 'eth0'} on this node, or mend /etc/hosts",
+    )
 
 
 def needs_interface(case: Case) -> bool:

@@ -68,5 +68,9 @@ def _safely(examination: Examination, case: Case) -> Iterator[Fact | Finding]:
         yield from examination(case)
     except Exception as error:
         about = examination.__name__.removeprefix("examine_").replace("_", " ")
-        what = f"this part of the node could not be examined ({type(error).__name__}: {error})"
-        yield Finding("warning", about, what, "report this as an issue, with `--paste`")
+        yield Finding(
+            "warning",
+            about,
+            f"this part of the node could not be examined ({type(error).__name__}: {error})",
+            "report this as an issue, with `--paste`",
+        )

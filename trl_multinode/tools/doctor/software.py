@@ -28,8 +28,13 @@ TRACKERS: dict[str, tuple[str, str, str]] = {
 def examine_launch(case: Case) -> Iterator[Fact | Finding]:
     """Yield what this node would start. The same words must mean the same launch on all nodes."""
     launch = case.launch
-    text = f"{launch.num_nodes} nodes x {launch.started} ranks, {launch.file['distributed_type']}"
-    yield Fact("launch", f"{text}, port {launch.port or DEFAULT_PORT}", same=True, nodes="error")
+    yield Fact(
+        "launch",
+        f"{launch.num_nodes} nodes x {launch.started} ranks, {launch.file['distributed_type']}"
+        f", port {launch.port or DEFAULT_PORT}",
+        same=True,
+        nodes="error",
+    )
     script = Path(launch.script.name or "")
     if script.is_file():
         digest = hashlib.sha256(script.read_bytes()).hexdigest()[:8]
@@ -45,9 +50,11 @@ def examine_versions(case: Case) -> Iterator[Fact | Finding]:
     needed += ["deepspeed"] if case.launch.args.use_deepspeed else []
     for name in needed:
         if found.get(name) == MISSING:
-            what = f"{name} is not installed on this node (got none, expected a version)"
             yield Finding(
-                "error", "versions", what, "run `pip install 'trl-multinode[gpu]'` in the environment of the run"
+                "error",
+                "versions",
+                f"{name} is not installed on this node (got none, expected a version)",
+                "run `pip install 'trl-multinode[gpu]'` in the environment of the run",
             )
 
 
@@ -61,14 +68,20 @@ def examine_tracker(case: Case) -> Iterator[Fact | Finding]:
     for name in names:
         package, variable, host = TRACKERS.get(name, ("", "", ""))
         if package and importlib.util.find_spec(package) is None:
-            what = f"`report_to` {name}: the package is not installed on this node"
-            yield Finding(severity, "tracker", what, f"run `pip install {package}`, or change `report_to`")
-        elif variable and not _has_key(case, variable, host) and not _offline(case, name):
-            what = (
-                f"`report_to` {name}: no key on this node ({variable} is not set), so a run would stop and ask for it"
+            yield Finding(
+                severity,
+                "tracker",
+                f"`report_to` {name}: the package is not installed on this node",
+                f"run `pip install {package}`, or change `report_to`",
             )
+        elif variable and not _has_key(case, variable, host) and not _offline(case, name):
             cure = f"export {variable} on node 0" + (", or run `wandb login` there" if name == "wandb" else "")
-            yield Finding(severity, "tracker", what, cure)
+            yield Finding(
+                severity,
+                "tracker",
+                f"`report_to` {name}: no key on this node ({variable} is not set), so a run would stop and ask for it",
+                cure,
+            )
 
 
 def _has_key(case: Case, variable: str, host: str) -> bool:

@@ -37,13 +37,21 @@ def examine_shared_memory(case: Case) -> Iterator[Fact | Finding]:
     dead = [each for each in left if each.kept is None]
     held = sum(each.num_bytes for each in dead)
     if dead:
-        what = f"killed runs left {len(dead)} folder(s) and {size(held)} of files and shared memory on this node"
-        yield Finding("warning", "/dev/shm", what, "the next start removes them; `trl-multinode clean` does it now")
+        yield Finding(
+            "warning",
+            "/dev/shm",
+            f"killed runs left {len(dead)} folder(s) and {size(held)} of files and shared memory on this node",
+            "the next start removes them; `trl-multinode clean` does it now",
+        )
     if case.launch.script.node_mode and free + held < needed:
-        what = f"{SHARED_MEMORY} has {size(free)} free of {size(total)} (expected {size(needed)} for the weight sync"
-        what += f" and {case.engines} engine(s))"
-        cure = "give the container more shared memory (docker: --shm-size; Kubernetes: an `emptyDir` with `medium:"
-        yield Finding("error", "/dev/shm", what, f"{cure} Memory`), or lower `sync_bucket_mb`")
+        yield Finding(
+            "error",
+            "/dev/shm",
+            f"{SHARED_MEMORY} has {size(free)} free of {size(total)} (expected {size(needed)} for the weight sync"
+            f" and {case.engines} engine(s))",
+            "give the container more shared memory (docker: --shm-size; Kubernetes: an `emptyDir` with `medium:"
+            " Memory`), or lower `sync_bucket_mb`",
+        )
 
 
 def needed_shared_memory(case: Case) -> int:
@@ -62,8 +70,12 @@ def examine_disks(case: Case) -> Iterator[Fact | Finding]:
         if not os.access(existing(folder), os.W_OK):
             yield Finding("error", name, f"{folder} cannot be written on this node", "choose another folder")
         if free < NEARLY_FULL:
-            what = f"{folder} has {size(free)} free (expected {size(NEARLY_FULL)} or more)"
-            yield Finding("error", name, what, "free some space, or choose another folder")
+            yield Finding(
+                "error",
+                name,
+                f"{folder} has {size(free)} free (expected {size(NEARLY_FULL)} or more)",
+                "free some space, or choose another folder",
+            )
     if output and model is not None and model.parameters:
         yield from _checkpoint(Path(output), model.parameters)
 
@@ -71,8 +83,9 @@ def examine_disks(case: Case) -> Iterator[Fact | Finding]:
 def _checkpoint(folder: Path, parameters: int) -> Iterator[Finding]:
     needed, (free, _) = OPTIMIZER_BYTES * parameters, free_bytes(folder)
     if free < needed:
-        what = (
-            f"{folder} has {size(free)} free, a checkpoint of all nodes with AdamW's state takes about {size(needed)}"
+        yield Finding(
+            "warning",
+            "disk of `output_dir`",
+            f"{folder} has {size(free)} free, a checkpoint of all nodes with AdamW's state takes about {size(needed)}",
+            "choose a larger disk for `output_dir`, or set `save_only_model` if you will not resume",
         )
-        cure = "choose a larger disk for `output_dir`, or set `save_only_model` if you will not resume"
-        yield Finding("warning", "disk of `output_dir`", what, cure)

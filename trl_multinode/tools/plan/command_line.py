@@ -39,8 +39,10 @@ def own_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=positive, required=True, help="completions of a round per node")
     text = "rows of a micro-batch, `per_device_train_batch_size` (default: as many as fit)"
     parser.add_argument("--micro_rows", "--micro-rows", type=positive, help=text)
-    text = "training + reserved GPUs of a node (default: 1, 2, 4, 8 reserved, half at most)"
-    parser.add_argument("--splits", help=f"{text}, as in 7+1,6+2")
+    parser.add_argument(
+        "--splits",
+        help="training + reserved GPUs of a node (default: 1, 2, 4, 8 reserved, half at most), as in 7+1,6+2",
+    )
     text = "what is in host memory: nothing, the optimizer, or also the parameters (default: none)"
     parser.add_argument("--offload", choices=OFFLOADS, default="none", help=text)
     parser.add_argument("--link", type=positive, default=400, help="Gbit/s into a node (default: 400)")
