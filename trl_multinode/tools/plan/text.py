@@ -1,19 +1,14 @@
 """Text of a plan: its tables; the template has the answers and the assumptions."""
 
-from collections.abc import Iterator, Sequence
 from textwrap import fill as wrap
 
 from ..text import fill
 from . import hardware, layouts, rounds, training
 from .engine_memory import engine_memory
-from .hardware import GIB
 from .layouts import OPEN_ROUNDS, Layout, Task, fastest, split_layouts
 
 WIDTH = 110  # of a line
 CLOSE = 1.05  # seconds that are as good as the fastest
-TRAINING_HEAD = ("split", "ranks", "states", "gather", "activations", "other", "sum", "rows fit", "fits", "from nodes")
-ENGINE_HEAD = ("split", "TP", "engines", "weights", "other", "cache", "tokens cached", "longest rows at once", "fits")
-STEP_HEAD = ("split", "TP", "sync", "generate", "tail", "train", "staleness 0", "staleness 1", "in flight")
 WAYS = {
     "after": "with `max_staleness=0`",
     "beside": "with `max_staleness=1`",
@@ -23,7 +18,6 @@ WAYS = {
 
 def text_of(task: Task, splits: list[Layout], colocated: list[Layout]) -> str:
     """Return the whole plan as text."""
-    every = [*splits, *colocated]
     fitting = [each for each in splits if each.fits]
     gpus = task.cluster.gpus
     best = best_of(fitting)
@@ -31,19 +25,19 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout]) -> str:
         "plan.txt",
         task=task,
         splits=splits,
-        every=every,
+        colocated=colocated,
+        every=[*splits, *colocated],
+        shown=shown(task, [*splits, *colocated]),
         fitting=fitting,
+        colocated_fits=[each for each in colocated if each.fits],
         best=best,
         way=choice(best),
         ratio=[] if gpus % 4 else split_layouts(task, gpus // 4, gpus - gpus // 4),
-        colocated=colocated,
-        colocated_fits=[each for each in colocated if each.fits],
         awake=awake_rows(task, colocated),
         ways=WAYS,
         best_of=best_of,
-        training_table=table(TRAINING_HEAD, training_rows(task, every)),
-        engine_table=table(ENGINE_HEAD, engine_rows(every)),
-        step_table=table(STEP_HEAD, step_rows(task, every)),
+        aligned=aligned,
+        gib=lambda num_bytes: f"{num_bytes / hardware.GIB:.1f}",
         rates=vars(rounds) | vars(layouts) | vars(training) | vars(hardware),
     )
     tables, answers, assumed = str(filled).split("\n====\n")
@@ -52,6 +46,26 @@ def text_of(task: Task, splits: list[Layout], colocated: list[Layout]) -> str:
     for each in assumed.split("\n- ")[1:]:
         lines.append(wrap(" ".join(each.split()), WIDTH, initial_indent="  - ", subsequent_indent="    "))
     return "\n".join([tables, *lines])
+
+
+def shown(task: Task, every: list[Layout]) -> list[Layout]:
+    """Return the layouts with seconds. A measured time does not depend on the degree of tensor parallelism."""
+    timed = [each for each in every if each.seconds is not None]
+    if task.run is None:
+        return timed
+    most = {each.name: each for each in sorted(timed, key=lambda each: each.full_rows)}
+    return [each for each in timed if most[each.name] is each]
+
+
+def aligned(text: str) -> str:
+    """Align the columns of a table, whose cells a `|` divides: the first to the left, the others to the right."""
+    rows = [line.split("|") for line in text.splitlines() if line]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+    return "\n".join(lines)
 
 
 def best_of(layouts: list[Layout]) -> dict[str, Layout]:
@@ -73,50 +87,3 @@ def awake_rows(task: Task, colocated: list[Layout]) -> int:
     degrees = [each.engine.tensor_parallel for each in colocated if each.fits]
     engines = [engine_memory(task, gpus, degree, taken) for degree in degrees]
     return max((engine.rows(task.row_tokens) for engine in engines), default=0)
-
-
-def training_rows(task: Task, layouts: Sequence[Layout]) -> Iterator[tuple[str, ...]]:
-    """Yield the memory of training, one row per split."""
-    for each in {layout.name: layout for layout in layouts}.values():
-        memory = each.memory
-        sizes = (memory.states, memory.gather, memory.activations, memory.other, memory.total)
-        ranks = str(task.cluster.nodes * each.training)
-        needed = str(each.nodes_needed or "never")
-        yield each.name, ranks, *map(_gib, sizes), str(each.micro_rows), _fits(each.micro_rows), needed
-
-
-def engine_rows(layouts: Sequence[Layout]) -> Iterator[tuple[str, ...]]:
-    """Yield the memory of the engines, one row per split and tensor-parallel degree."""
-    for each in layouts:
-        engine = each.engine
-        sizes = map(_gib, (engine.weights, engine.other, engine.cache))
-        held = (f"{engine.tokens:,}", str(each.full_rows), _fits(each.full_rows))
-        yield each.name, str(engine.tensor_parallel), str(engine.engines), *sizes, *held
-
-
-def step_rows(task: Task, layouts: Sequence[Layout]) -> Iterator[tuple[str, ...]]:
-    """Yield the seconds of a step, of the layouts that fit."""
-    if task.run is not None:  # a measured time does not depend on the degree of tensor parallelism
-        most = {each.name: each for each in sorted(layouts, key=lambda each: each.full_rows)}
-        layouts = [each for each in layouts if most[each.name] is each]
-    for each in layouts:
-        if each.seconds is not None:
-            times = ("-" if part is None else f"{part:.1f}" for part in vars(each.seconds).values())
-            yield each.name, str(each.engine.tensor_parallel), *times
-
-
-def table(head: Sequence[str], rows: Iterator[tuple[str, ...]]) -> str:
-    """Align the columns: the first to the left, the others to the right."""
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    first = [cell.ljust(widths[0]) for cell in columns[0]]
-    others = [[cell.rjust(width) for cell in column] for column, width in zip(columns[1:], widths[1:], strict=True)]
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(first, *others, strict=True))
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f}"
-
-
-def _fits(rows: int) -> str:
-    return "yes" if rows else "NO"
