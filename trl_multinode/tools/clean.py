@@ -18,17 +18,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("trl-multinode clean", description=DESCRIPTION)
     parser.add_argument("--dry-run", action="store_true", help="only list what would be removed")
     dry_run = parser.parse_args(argv).dry_run
-    found = list(leftovers(remove=not dry_run))
-    failed = [each for each in found if not dry_run and each.kept is None and each.folder.exists()]
-    for each in found:
-        print(_line(each, "failed" if each in failed else "would be removed" if dry_run else "removed"))
-    gone = [each for each in found if each.kept is None and each not in failed]
-    segments, size = sum(len(each.segments) for each in gone), sum(each.num_bytes for each in gone)
     verb = "would be removed" if dry_run else "removed"
+    gone: list[Leftover] = []
+    failed = False
+    for each in leftovers(remove=not dry_run):
+        done = f"kept: {each.kept}"
+        if each.kept is None and not dry_run and each.folder.exists():
+            done, failed = "failed", True
+        elif each.kept is None:
+            done = verb
+            gone.append(each)
+        print(f"{each.folder}  {each.num_bytes} bytes  {done}", *each.segments, sep="\n  ")
+    segments, size = sum(len(each.segments) for each in gone), sum(each.num_bytes for each in gone)
     print(f"{verb}: {len(gone)} folder(s), {segments} segment(s) of shared memory, {size} bytes")
     return 1 if failed else 0
-
-
-def _line(found: Leftover, done: str) -> str:
-    what = done if found.kept is None else f"kept: {found.kept}"
-    return "\n  ".join([f"{found.folder}  {found.num_bytes} bytes  {what}", *map(str, found.segments)])

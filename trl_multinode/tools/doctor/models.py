@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import constants, get_token, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -14,31 +13,21 @@ from .case import Case
 from .facts import Fact, Finding, size
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Model:
     """Files of a model on this node."""
 
-    folder: Path
     revision: str  # commit of a snapshot, or "local"
-    config: dict[str, Any]
-    files: tuple[Path, ...]  # of the weights that are here
+    num_bytes: int  # of the weights that are here
+    element_bytes: int
     missing: tuple[str, ...]  # files that the index names and that are not here
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files)
 
     @property
     def parameters(self) -> int:
         """Return the number of parameters from the sizes of the files; 0 if some are missing."""
-        return 0 if self.missing else self.num_bytes // DTYPES.get(self._dtype, 2)
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
+        return 0 if self.missing else self.num_bytes // self.element_bytes
 
 
 def find_model(case: Case) -> Model | None:
@@ -50,19 +39,24 @@ def find_model(case: Case) -> Model | None:
 @cache
 def _model(name: str, revision: str | None) -> Model | None:
     folder = _snapshot(name, "model", revision)
-    if folder is None or not (folder / "config.json").is_file():
-        return None
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        index = folder / INDEX
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
+        index = folder / INDEX if folder else None
+        needed = set(json.loads(index.read_text())["weight_map"].values()) if index and index.is_file() else set()
     except (OSError, ValueError, KeyError):
         return None
+    if folder is None or config is None:
+        return None
     files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
-    here = {file.name: file for file in files if file.exists()}
-    missing = sorted(names - here.keys()) if names else ([] if here else ["model.safetensors"])
-    commit = "local" if Path(name).is_dir() else folder.name
-    return Model(folder, commit, config, tuple(here.values()), tuple(missing))
+    here = {file.name: file.stat().st_size for file in files if file.exists()}
+    missing = needed - here.keys() if here else needed or {"model.safetensors"}
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return Model(
+        revision="local" if Path(name).is_dir() else folder.name,
+        num_bytes=sum(here.values()),
+        element_bytes=4 if dtype == "float32" else 2,
+        missing=tuple(sorted(missing)),
+    )
 
 
 def _snapshot(name: str, kind: str, revision: str | None) -> Path | None:
@@ -83,19 +77,15 @@ def examine_model(case: Case) -> Iterator[Fact | Finding]:
         yield Fact("model", f"{name}: not here", same=True)
         yield _absent(case, "model", name, f"hf download {name}")
     else:
-        yield Fact("model", f"{name}, {size(model.num_bytes)} ({_short(model.revision)})", same=True)
+        revision = model.revision if model.revision == "local" else f"revision {model.revision[:8]}"
+        yield Fact("model", f"{name}, {size(model.num_bytes)} ({revision})", same=True)
         if model.missing:
-            severity = "error" if model.revision == "local" or _offline(case) else "warning"
             yield Finding(
-                severity,
+                "error" if model.revision == "local" or _offline(case) else "warning",
                 "model",
                 f"{name} is incomplete on this node: {len(model.missing)} file(s) missing, as {model.missing[0]}",
                 f"run `hf download {name}` once on this node",
             )
-
-
-def _short(revision: str) -> str:
-    return revision if revision == "local" else f"revision {revision[:8]}"
 
 
 def examine_dataset(case: Case) -> Iterator[Fact | Finding]:

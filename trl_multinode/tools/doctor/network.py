@@ -2,6 +2,7 @@
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,11 +40,13 @@ def nics() -> list[Nic]:
     found, states = [], psutil.net_if_stats()
     for name, addresses in psutil.net_if_addrs().items():
         state = states.get(name)
+        if state is None or not state.isup:
+            continue
+        speed = state.speed if 0 < state.speed < 10_000_000 else 0  # virtual ones report nonsense
         for one in addresses:
-            if state is not None and state.isup and one.family in (socket.AF_INET, socket.AF_INET6):
-                speed = state.speed if 0 < state.speed < 10_000_000 else 0  # virtual ones report nonsense
-                found.append((one.family != socket.AF_INET, Nic(name, one.address.split("%")[0], speed, state.mtu)))
-    return [nic for _, nic in sorted(found, key=lambda entry: entry[0])]
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                found.append(Nic(name, one.address.split("%")[0], speed, state.mtu))
+    return sorted(found, key=lambda nic: ":" in nic.address)
 
 
 def chosen_interfaces(value: str, names: Sequence[str]) -> list[str]:
@@ -80,31 +83,35 @@ def nic_towards(case: Case) -> Nic | None:
 
 def examine_address(case: Case) -> Iterator[Fact | Finding]:
     """Yield the address of node 0 and this node's interface towards it, and errors if there is no way."""
+    name = "address of node 0"
     if not case.many_nodes or not case.address:
-        yield Fact("address of node 0", case.address or "none")
+        yield Fact(name, case.address or "none")
         return
-    yield Fact("address of node 0", _resolved(case.address) or f"{case.address}: unknown")
-    if _resolved(case.address) is None:
+    found = _resolved(case.address)
+    if found is None:
+        yield Fact(name, f"{case.address}: unknown")
         yield Finding(
             "error",
-            "address of node 0",
+            name,
             f"this node cannot resolve `main_process_ip` {case.address}",
             "pass an address, or a name that all nodes know",
         )
         return
-    yield from _misplaced(case, _resolved(case.address) or "")
+    yield Fact(name, found if found == case.address else f"{case.address} = {found}")
+    yield from _misplaced(case, found)
     nic = nic_towards(case)
-    yield Fact("NIC", f"{nic.name} {nic.address}" if nic else "none")
-    if nic is not None:
-        yield Fact("network", nic.network, same=True)
     if nic is None:
+        yield Fact("NIC", "none")
         yield Finding(
             "error",
             "NIC",
             f"no interface of this node leads to `main_process_ip` {case.address}",
             "look at `ip route`; the nodes need a network in common",
         )
-    elif 0 < nic.mbit_per_s <= SLOW_MBIT:
+        return
+    yield Fact("NIC", f"{nic.name} {nic.address}")
+    yield Fact("network", nic.network, same=True)
+    if 0 < nic.mbit_per_s <= SLOW_MBIT:
         yield Finding(
             "warning",
             "NIC",
@@ -143,7 +150,9 @@ def _lookup_s(address: str) -> float:
 
 def _misplaced(case: Case, address: str) -> Iterator[Finding]:
     """Yield a finding if the address of node 0 belongs to another rank. A service of Kubernetes belongs to none."""
-    own = address.rpartition(" ")[2] in {nic.address for nic in nics() if not nic.address.startswith("127.")}
+    if address.startswith("127."):  # all nodes are this machine
+        return
+    own = address in {nic.address for nic in nics()}
     if own and case.rank != 0:
         yield Finding(
             "error",
@@ -151,7 +160,7 @@ def _misplaced(case: Case, address: str) -> Iterator[Finding]:
             f"`main_process_ip` {address} is an address of this node, which has machine_rank {case.rank}, not 0",
             "give this node rank 0, or pass the address of node 0",
         )
-    elif not own and case.rank == 0 and not address.rpartition(" ")[2].startswith("127."):
+    elif not own and case.rank == 0:
         yield Finding(
             "warning",
             "address of node 0",
@@ -162,10 +171,9 @@ def _misplaced(case: Case, address: str) -> Iterator[Finding]:
 
 def _resolved(address: str) -> str | None:
     try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0]
+        return str(socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return None
-    return address if found == address else f"{address} = {found}"
 
 
 def examine_variables(case: Case) -> Iterator[Fact | Finding]:
@@ -223,10 +231,9 @@ def needs_interface(case: Case) -> bool:
 
 def infiniband() -> str:
     """Return the InfiniBand and RoCE devices of this node, counted by state and rate."""
-    ports: dict[str, int] = {}
+    ports: Counter[str] = Counter()
     for port in sorted(INFINIBAND.glob("*/ports/*")):
         with suppress(OSError):
             state = (port / "state").read_text().partition(":")[2].strip()
-            text = f"{(port / 'rate').read_text().strip()} {state}"
-            ports[text] = ports.get(text, 0) + 1
+            ports[f"{(port / 'rate').read_text().strip()} {state}"] += 1
     return ", ".join(f"{count} x {text}" for text, count in ports.items())

@@ -92,25 +92,24 @@ class Ring:
 
     def _send_to(self, peer: int) -> None:
         for _ in range(1 + PINGS):
-            dist.recv(self._ping, peer, group=self._group)
-            dist.send(self._ping, peer, group=self._group)
-        self._send_chunks(1, peer)
-        key = f"chunks/{self._plan.rank}"
-        self._store.wait([key])
-        self._send_chunks(int(self._store.get(key)), peer)
+            self._answer(peer, [self._ping])
+        self._answer(peer, [self._chunk])
+        count = int(self._store.get(f"chunks/{self._plan.rank}"))  # it waits for the receiver
+        self._answer(peer, [self._chunk] * count)
 
-    def _send_chunks(self, count: int, peer: int) -> None:
-        dist.recv(self._ping, peer, group=self._group)  # the receiver's clock runs
-        for _ in range(count):
-            dist.send(self._chunk, peer, group=self._group)
+    def _answer(self, peer: int, tensors: list[torch.Tensor]) -> None:
+        """Send tensors as soon as the receiver's clock runs."""
+        dist.recv(self._ping, peer, group=self._group)
+        for tensor in tensors:
+            dist.send(tensor, peer, group=self._group)
         self._finish()
 
     def _receive_from(self, peer: int) -> Link:
-        self._round_trip(peer)  # the first one opens the connection
-        round_trips = sorted(self._round_trip(peer) for _ in range(PINGS))
-        count = min(MOST_CHUNKS, max(1, round(TRANSFER_S / self._receive_chunks(1, peer))))
+        self._seconds(peer, [self._ping])  # the first one opens the connection
+        round_trips = sorted(self._seconds(peer, [self._ping]) for _ in range(PINGS))
+        count = min(MOST_CHUNKS, max(1, round(TRANSFER_S / self._seconds(peer, [self._chunk]))))
         self._store.set(f"chunks/{peer}", str(count))
-        seconds = self._receive_chunks(count, peer)
+        seconds = self._seconds(peer, [self._chunk] * count)
         return Link(
             sender=peer,
             receiver=self._plan.rank,
@@ -119,18 +118,12 @@ class Ring:
             device="cpu" if self._gpu is None else str(self._gpu),
         )
 
-    def _round_trip(self, peer: int) -> float:
+    def _seconds(self, peer: int, tensors: list[torch.Tensor]) -> float:
+        """Request tensors, and return the seconds until all are here."""
         start = time.perf_counter()
         dist.send(self._ping, peer, group=self._group)
-        dist.recv(self._ping, peer, group=self._group)
-        self._finish()
-        return time.perf_counter() - start
-
-    def _receive_chunks(self, count: int, peer: int) -> float:
-        start = time.perf_counter()
-        dist.send(self._ping, peer, group=self._group)
-        for _ in range(count):
-            dist.recv(self._chunk, peer, group=self._group)
+        for tensor in tensors:
+            dist.recv(tensor, peer, group=self._group)
         self._finish()
         return time.perf_counter() - start
 

@@ -13,16 +13,14 @@ from ..check.rules_nodes import DEFAULT_PORT
 from .case import Case
 from .facts import Fact, Finding
 
-# Package to import and, if the tracker needs a key, variable and host under which it may be kept
-TRACKERS: dict[str, tuple[str, str, str]] = {
-    "wandb": ("wandb", "WANDB_API_KEY", "api.wandb.ai"),
-    "comet_ml": ("comet_ml", "COMET_API_KEY", ""),
-    "neptune": ("neptune", "NEPTUNE_API_TOKEN", ""),
-    "swanlab": ("swanlab", "SWANLAB_API_KEY", "api.swanlab.cn"),
-    "trackio": ("trackio", "", ""),
-    "mlflow": ("mlflow", "", ""),
-    "clearml": ("clearml", "", ""),
+# Package of a tracker -> variable of its key, and host under which `.netrc` may keep it
+KEYS = {
+    "wandb": ("WANDB_API_KEY", "api.wandb.ai"),
+    "comet_ml": ("COMET_API_KEY", ""),
+    "neptune": ("NEPTUNE_API_TOKEN", ""),
+    "swanlab": ("SWANLAB_API_KEY", "api.swanlab.cn"),
 }
+PACKAGES = (*KEYS, "trackio", "mlflow", "clearml")
 
 
 def examine_launch(case: Case) -> Iterator[Fact | Finding]:
@@ -61,37 +59,32 @@ def examine_versions(case: Case) -> Iterator[Fact | Finding]:
 def examine_tracker(case: Case) -> Iterator[Fact | Finding]:
     """Yield the trackers of the script, and findings for a missing package or key. Only rank 0 reports."""
     given = case.value("report_to", "none")
-    names = [given] if isinstance(given, str) else list(given)
-    names = [name for name in names if name not in ("none", "all")]
+    names = [name for name in ([given] if isinstance(given, str) else given) if name not in ("none", "all")]
     yield Fact("tracker", ", ".join(names) or "none")
     severity = "error" if case.rank == 0 else "warning"
     for name in names:
-        package, variable, host = TRACKERS.get(name, ("", "", ""))
-        if package and importlib.util.find_spec(package) is None:
+        variable, host = KEYS.get(name, ("", ""))
+        if name in PACKAGES and importlib.util.find_spec(name) is None:
             yield Finding(
                 severity,
                 "tracker",
                 f"`report_to` {name}: the package is not installed on this node",
-                f"run `pip install {package}`, or change `report_to`",
+                f"run `pip install {name}`, or change `report_to`",
             )
-        elif variable and not _has_key(case, variable, host) and not _offline(case, name):
-            cure = f"export {variable} on node 0" + (", or run `wandb login` there" if name == "wandb" else "")
+        elif variable and not _has_key(case, name, variable, host):
             yield Finding(
                 severity,
                 "tracker",
                 f"`report_to` {name}: no key on this node ({variable} is not set), so a run would stop and ask for it",
-                cure,
+                f"export {variable} on node 0" + (", or run `wandb login` there" if name == "wandb" else ""),
             )
 
 
-def _has_key(case: Case, variable: str, host: str) -> bool:
-    if case.environ.get(variable):
+def _has_key(case: Case, name: str, variable: str, host: str) -> bool:
+    """Return whether a tracker has its key, or needs none because it is offline."""
+    modes = {case.environ.get(f"{name.upper()}_MODE"), case.environ.get("WANDB_DISABLED")}
+    if case.environ.get(variable) or modes & {"offline", "disabled", "true"}:
         return True
     with suppress(OSError, netrc.NetrcParseError):
         return bool(host) and netrc.netrc(str(Path.home() / ".netrc")).authenticators(host) is not None
     return False
-
-
-def _offline(case: Case, name: str) -> bool:
-    modes = {case.environ.get(f"{name.upper()}_MODE", ""), case.environ.get("WANDB_DISABLED", "")}
-    return bool(modes & {"offline", "disabled", "true"})

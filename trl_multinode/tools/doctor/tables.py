@@ -37,26 +37,27 @@ def cluster_tables(report: ClusterReport) -> Iterator[Table]:
     nodes = report.nodes
     findings = [*report.findings, *(one for node in nodes for one in node.findings)]
     facts = [{fact.name: fact.value for fact in node.facts} for node in nodes]
-    names = dict.fromkeys(name for found in facts for name in found)
-    values = {name: [found.get(name, "none") for found in facts] for name in names}
-    same = [(mark(name, findings), name, found[0]) for name, found in values.items() if len(set(found)) == 1]
-    yield rich_table(f"equal on all {len(nodes)} nodes", ("", "", "found"), same)
     beside = len(nodes) <= MOST_COLUMNS
     columns = [f"node {node.rank}\n{node.host}" for node in nodes] if beside else ["found", "nodes"]
-    rows: list[tuple] = []
-    for name, found in values.items():
-        if len(set(found)) == 1:
-            continue
+    equal: list[tuple] = []
+    different: list[tuple] = []
+    for name in dict.fromkeys(name for found in facts for name in found):
+        values = [found.get(name, "none") for found in facts]
         first = mark(name, findings), name
-        if beside:
-            cells = [_cell(node, name, value) for node, value in zip(nodes, found, strict=True)]
-            rows.append((*first, *cells))
-            continue
-        for value in sorted(set(found), key=found.count, reverse=True):
-            ranks = _ranks([rank for rank, each in enumerate(found) if each == value])
-            rows.append((*first, value, ranks))
-            first = Text(), ""
-    yield rich_table("not equal", ("", "", *columns), rows)
+        if len(set(values)) == 1:
+            equal.append((*first, values[0]))
+        elif beside:
+            different.append((*first, *map(_cell, nodes, [name] * len(nodes), values)))
+        else:
+            different += _by_value(first, values)
+    yield rich_table(f"equal on all {len(nodes)} nodes", ("", "", "found"), equal)
+    yield rich_table("not equal", ("", "", *columns), different)
+
+
+def _by_value(first: tuple, values: list[str]) -> Iterator[tuple]:
+    for value in sorted(set(values), key=values.count, reverse=True):
+        yield *first, value, _ranks([rank for rank, each in enumerate(values) if each == value])
+        first = ("", "")
 
 
 def _cell(node: NodeReport, name: str, value: str) -> Text:

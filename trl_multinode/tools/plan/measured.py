@@ -52,23 +52,21 @@ def read_run(folder: str) -> MeasuredRun:
     if not kept:
         raise PlanError(f"`--run` needs two steps at least (got {len(steps)} in {folder!r}): wait for more.")
     logs = [log for log in read_logs([path]) if log.get("step", 0) > kept[0] and "perf/step_s" in log]
-    step_s = mean_of(logs, "perf/step_s") or 0.0
-    hidden = mean_of(logs, "perf/hidden_share") or 0.0
-    tail = mean_of(logs, "engine/tail_share")
+    step_s, hidden, tail = (mean_of(logs, name) for name in ("perf/step_s", "perf/hidden_share", "engine/tail_share"))
     in_flight = any("in_flight/mixed_rows" in log for log in logs)
-    generate = _slowest(ranks, "generate", kept) + hidden * step_s
+    generate = _slowest(ranks, "generate", kept) + (hidden or 0.0) * (step_s or 0.0)
     if in_flight:
-        generate = step_s  # engines always work
+        generate = step_s or 0.0  # engines always work
     training = max(nodes.values())
     return MeasuredRun(
         folder=str(path),
-        times=StepTimes(generate, _slowest(ranks, "train", kept), min(generate, (tail or 0.0) * step_s)),
+        times=StepTimes(generate, _slowest(ranks, "train", kept), min(generate, (tail or 0.0) * (step_s or 0.0))),
         sync_s=_slowest(ranks, "sync", kept),
         training=training,
         reserved=_reserved(logs, len(nodes), training, folder),
         nodes=len(nodes),
         steps=len(kept),
-        overlapped=in_flight or hidden > OVERLAPPED,
+        overlapped=in_flight or (hidden or 0.0) > OVERLAPPED,
         in_flight=in_flight,
         tail_known=tail is not None,
         mean_length=mean_of(logs, "completions/mean_length"),

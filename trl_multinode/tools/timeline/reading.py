@@ -89,14 +89,9 @@ def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
             f"{folders[0]} has no attempt {chosen} (got --attempt {chosen}, expected one of {attempts})."
         )
     states, broken_states = numbered_lines(folders, ENGINE, State)
-    ranks, engines = of_attempt(every, chosen), of_attempt(states, chosen)
+    ranks = of_attempt(every, chosen)
     offsets, notes = _offsets(ranks)
-    for line in (line for lines in (*ranks.values(), *engines.values()) for line in lines):
-        line.start -= offsets.get(line.node, 0.0)
-    lanes = [Lane(lines[0].node, "rank", rank, nested(lines)) for (rank,), lines in ranks.items()]
-    end = max(span.end for lane in lanes for span in lane.spans)
-    lanes += [engine_lane(node, number, lines, end) for (node, number), lines in engines.items()]
-    lanes.sort(key=lambda lane: (lane.node, lane.kind != "rank", lane.number))
+    lanes = _lanes(ranks, of_attempt(states, chosen), offsets)
     run = Run(lanes, chosen, attempts, notes, starts=_starts(lanes))
     if missing := {line.node for lines in every.values() for line in lines} - set(run.nodes):
         what = "it ended before its first phase, or was not part of it"
@@ -108,6 +103,20 @@ def read_run(folders: Sequence[Path], attempt: int | None = None) -> Run:
     if chosen == attempts[-1]:  # a launch deletes the endings before it
         run.endings = _endings(folders)
     return run
+
+
+def _lanes(
+    ranks: dict[Any, list[PhaseLine]], engines: dict[Any, list[State]], offsets: dict[int, float]
+) -> list[Lane]:
+    """Return the lanes by the clock of node 0, in the order of nodes, ranks before engines."""
+    every: list[list[Any]] = [*ranks.values(), *engines.values()]
+    for lines in every:
+        for line in lines:
+            line.start -= offsets.get(line.node, 0.0)
+    lanes = [Lane(lines[0].node, "rank", rank, nested(lines)) for (rank,), lines in ranks.items()]
+    end = max(span.end for lane in lanes for span in lane.spans)
+    lanes += [engine_lane(node, number, lines, end) for (node, number), lines in engines.items()]
+    return sorted(lanes, key=lambda lane: (lane.node, lane.kind != "rank", lane.number))
 
 
 def numbered_lines(folders: Sequence[Path], name: re.Pattern, kind: type) -> tuple[dict[tuple[int, ...], list], int]:
