@@ -25,13 +25,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> "Table":
+def rich_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], justify: Any = "left") -> "Table":
     """Return a table of rich; it has a head if a column has a name."""
     from rich.table import Table
 
     made = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
-        made.add_column(column, overflow="fold")
+        made.add_column(column, justify=justify, overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

@@ -74,6 +74,11 @@ class DeepSpeed:
         return self.config.get("zero_optimization") or {}
 
     @property
+    def where(self) -> str:
+        """Return the place of its keys."""
+        return f"in `{self.path}`" if self.path else "under `deepspeed_config:`"
+
+    @property
     def stage(self) -> int:
         return int(self.zero.get("stage", 0))
 

@@ -14,14 +14,29 @@ from .command_line import OWN_FLAGS, batch_of, parse
 from .flags import split_at_script
 from .launch import Batch, Engines, Launch, Problem, Script
 from .reading import read_launch
-from .rules import count_problems, device_problems, launcher_problems, variable_problems
-from .rules_batch import batch_problems
-from .rules_deepspeed import value_problems, zero_notes, zero_problems
+from .rules import count_problems, device_problems, launcher_problems, strategy_problems, variable_problems
+from .rules_batch import world_problems
+from .rules_deepspeed import offload_problems, value_problems, zero_notes, zero_problems
 from .rules_engines import engine_notes, engine_problems, head_problems
 from .rules_keys import key_problems
 from .rules_nodes import port_problems, rank_problems, scheduler_problems
 from .rules_preemption import preemption_notes, preemption_problems
 from .waiting import wait_and_run
+
+LAUNCH_RULES = (
+    launcher_problems,
+    strategy_problems,
+    count_problems,
+    rank_problems,
+    scheduler_problems,
+    variable_problems,
+    device_problems,
+    zero_problems,
+    offload_problems,
+    key_problems,
+    preemption_problems,
+)
+SCRIPT_RULES = (engine_problems, head_problems, value_problems, world_problems)
 
 
 def check(
@@ -63,29 +78,12 @@ def check(
         script, found = read_arguments(launch.args, script, partial(batch_of, batch))
     if launch is not None:
         launch = replace(launch, script=script)
-        problems += [*_launch_problems(launch), *found, *_script_problems(launch)]
-        problems += port_problems(launch) if port else ()
+        problems += [problem for rule in LAUNCH_RULES for problem in rule(launch)]
+        problems += found
+        problems += [problem for rule in SCRIPT_RULES for problem in rule(launch)]
+        if port:
+            problems += port_problems(launch)
     return launch, problems
-
-
-def _launch_problems(launch: Launch) -> Iterator[Problem]:
-    yield from launcher_problems(launch)
-    yield from count_problems(launch)
-    yield from rank_problems(launch)
-    yield from scheduler_problems(launch)
-    yield from variable_problems(launch)
-    yield from device_problems(launch)
-    yield from zero_problems(launch)
-    yield from key_problems(launch)
-    yield from preemption_problems(launch)
-
-
-def _script_problems(launch: Launch) -> Iterator[Problem]:
-    yield from engine_problems(launch)
-    yield from head_problems(launch)
-    yield from value_problems(launch)
-    if launch.script.batch is not None:
-        yield from batch_problems(launch.script.batch, launch.num_ranks)
 
 
 def notes(launch: Launch) -> Iterator[str]:
@@ -99,9 +97,8 @@ def notes(launch: Launch) -> Iterator[str]:
         yield f"`main_process_ip` {args.main_process_ip}: all {launch.num_nodes} nodes must be this one machine"
     if launch.num_nodes > 1 and launch.rank_in_file:
         yield f"`machine_rank` {args.machine_rank} comes from the file: every node that uses this file has that rank"
-    yield from engine_notes(launch)
-    yield from zero_notes(launch)
-    yield from preemption_notes(launch)
+    for more in (engine_notes, zero_notes, preemption_notes):
+        yield from more(launch)
     if script.ignored:
         names = ", ".join(f"`{name}`" for name in script.ignored)
         yield f"ignored in node mode: {names}, because each node's engines belong to its local main process"

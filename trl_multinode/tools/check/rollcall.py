@@ -29,20 +29,16 @@ async def call(place: Place, hello: Hello) -> Verdict:
     """Take part in a roll-call as `hello`, print its lines and its verdict, and return the verdict."""
     node = _Node(place, hello)
     serving = asyncio.create_task(node.serve())
-    attending = asyncio.create_task(node.attend())
-    reporting = asyncio.create_task(node.report_trouble())
     try:
-        async with asyncio.timeout(place.timeout_s):
-            verdict = await attending
+        verdict = await asyncio.wait_for(node.attend(), place.timeout_s)
     except TimeoutError:
         verdict = node.too_late()
-    reporting.cancel()
     for line in verdict.lines:
         say(printable(line))
     if node.meeting is not None:
         await node.meeting.end(verdict)
     serving.cancel()
-    await asyncio.gather(serving, reporting, return_exceptions=True)
+    await asyncio.gather(serving, return_exceptions=True)
     return verdict
 
 
@@ -68,11 +64,18 @@ class _Node:
     # ---- client -----------------------------------------------------------------------------------------------------
 
     async def attend(self) -> Verdict:
-        """Join until there is a verdict."""
+        """Join until there is a verdict. Print why this node has not: when the reason changes, and in intervals."""
+        said, at = "", 0.0
         while True:
             verdict = await self._join()
             if verdict is not None:
                 return verdict
+            now = time.monotonic()
+            seconds, kind = now - self._start, self._trouble.partition(" (")[0]
+            is_due = kind != said or now - at >= self.place.every_s
+            if is_due and seconds >= QUIET_S:
+                said, at = kind, now
+                say(f"{self._trouble}; {seconds:.0f} of {self.place.timeout_s:.0f} s")
             await asyncio.sleep(RETRY_S)
 
     async def _join(self) -> Verdict | None:
@@ -130,18 +133,6 @@ class _Node:
         if self.hello.rank != 0 and local:
             return f"; {place.address} is this node's own address, but it has machine_rank {self.hello.rank}, not 0"
         return ""
-
-    async def report_trouble(self) -> None:
-        """Print why this node has not joined: when the reason changes, and in intervals."""
-        said, at = "", 0.0
-        while True:
-            await asyncio.sleep(RETRY_S)
-            now = time.monotonic()
-            seconds, kind = now - self._start, self._trouble.partition(" (")[0]
-            is_due = kind != said or now - at >= self.place.every_s
-            if self._trouble and is_due and seconds >= QUIET_S:
-                said, at = kind, now
-                say(f"{self._trouble}; {seconds:.0f} of {self.place.timeout_s:.0f} s")
 
     def too_late(self) -> Verdict:
         """Return the verdict of this node when its time is over."""

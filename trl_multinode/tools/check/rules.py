@@ -52,6 +52,13 @@ def launcher_problems(launch: Launch) -> Iterator[Problem]:
             f"the trainer cannot run under this launch (got {kind}, expected DEEPSPEED, FSDP or MULTI_GPU)",
             "write `distributed_type: DEEPSPEED`",
         )
+
+
+def strategy_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield the settings of FSDP and of parallelism that node mode does not have."""
+    args = launch.args
+    if replaced_strategy(launch) is not None:
+        return
     if args.use_fsdp and str(args.fsdp_version) == "1":
         yield Problem(
             "node mode has no weights of FSDP1, accelerate's default (got fsdp_version 1, expected 2)",

@@ -3,7 +3,13 @@
 from collections.abc import Iterator
 from math import gcd, lcm
 
-from .launch import Batch, Problem
+from .launch import Batch, Launch, Problem
+
+
+def world_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield violations by the script's own batch, if it is known."""
+    if launch.script.batch is not None:
+        yield from batch_problems(launch.script.batch, launch.num_ranks)
 
 
 def batch_problems(batch: Batch, num_ranks: int) -> Iterator[Problem]:

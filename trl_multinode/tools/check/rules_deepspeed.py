@@ -7,33 +7,41 @@ from .launch import Launch, Problem
 
 
 def zero_problems(launch: Launch) -> Iterator[Problem]:
-    """Yield the keys without which ZeRO-3 saves no weights, or cannot offload them."""
+    """Yield the keys without which ZeRO-3 saves no weights or is not built in shards."""
     deepspeed = launch.deepspeed
-    if deepspeed is None:
+    if deepspeed is None or deepspeed.stage != 3:
         return
-    where = f"in `{deepspeed.path}`" if deepspeed.path else "under `deepspeed_config:`"
-    if deepspeed.stage == 3 and not deepspeed.zero.get("stage3_gather_16bit_weights_on_model_save"):
+    if not deepspeed.zero.get("stage3_gather_16bit_weights_on_model_save"):
         key = "zero3_save_16bit_model: true"
         if deepspeed.path:
             key = '"stage3_gather_16bit_weights_on_model_save": true'
         yield Problem(
             "a saved model would hold empty shards, which `from_pretrained` cannot read (got no"
             f" `{key.split(':')[0]}`, expected true)",
-            f"write `{key}` {where}",
+            f"write `{key}` {deepspeed.where}",
         )
     flag = deepspeed.config["zero3_init_flag"]
-    if deepspeed.stage == 3 and flag is not None and str(flag).lower() != "true":
+    if flag is not None and str(flag).lower() != "true":
         yield Problem(
             f"accelerate would not gather the shards that transformers builds (got `zero3_init_flag` {flag},"
             f" expected true)",
             "write `zero3_init_flag: true` under `deepspeed_config:`",
         )
+
+
+def offload_problems(launch: Launch) -> Iterator[Problem]:
+    """Yield a problem if something is offloaded to a disk without a folder."""
+    deepspeed = launch.deepspeed
+    if deepspeed is None:
+        return
     for name in ("offload_optimizer", "offload_param"):
         offload = deepspeed.zero.get(name) or {}
         if offload.get("device") == "nvme" and str(offload.get("nvme_path") or "none") == "none":
-            what = f"`{name}` to `nvme` has no path (got None, expected a folder on the node's NVMe disk)"
             key = "nvme_path" if deepspeed.path else f"{name}_nvme_path"
-            yield Problem(what, f"write `{key}: /local_nvme` {where}, with the node's own folder")
+            yield Problem(
+                f"`{name}` to `nvme` has no path (got None, expected a folder on the node's NVMe disk)",
+                f"write `{key}: /local_nvme` {deepspeed.where}, with the node's own folder",
+            )
 
 
 def value_problems(launch: Launch) -> Iterator[Problem]:

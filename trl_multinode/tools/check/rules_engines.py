@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -78,17 +79,11 @@ def _attention_heads(launch: Launch) -> int | None:
     name = launch.script.model
     if name is None:
         return None
-    path = Path(name) / "config.json"
-    if not path.is_file():
-        try:
-            cached = try_to_load_from_cache(name, "config.json", revision=launch.script.revision)
-        except ValueError:  # a path that does not exist is not a name on the Hub either
-            return None
-        if not isinstance(cached, str):
-            return None
-        path = Path(cached)
+    path: Any = Path(name) / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if not path.is_file():
+            path = try_to_load_from_cache(name, "config.json", revision=launch.script.revision)
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):  # not a name on the Hub, or not in the cache
         return None
     return (config.get("text_config") or config).get("num_attention_heads")

@@ -37,10 +37,15 @@ def _named(name: str, found: list[Gpu]) -> Gpu | None:
 
 def count_gpus(case: Case) -> int:
     """Return the number of GPUs that the launch sees on this node; 0 without any, or if it uses the CPU."""
+    return len(visible_gpus(known_gpus(), case.environ)) if case.on_gpus else 0
+
+
+def known_gpus() -> list[Gpu]:
+    """Return the GPUs of this machine, none if they cannot be listed."""
     try:
-        return len(visible_gpus(list_gpus(), case.environ)) if case.on_gpus else 0
+        return list_gpus()
     except NoTool:
-        return 0
+        return []
 
 
 def examine_gpus(case: Case) -> Iterator[Fact | Finding]:
@@ -92,14 +97,10 @@ def _occupied(seen: list[Gpu]) -> Iterator[Fact | Finding]:
     yield Fact("free GPUs", f"{len(seen) - len(busy)} of {len(seen)}")
     for gpu in busy:
         holders = [f"{process_name(pid)} has {size(used) if used else 'some'}" for pid, used in gpu.pids.items()]
-        who = (
-            "; ".join(holders) or "by processes that are not visible from here, in another container or of a past job"
-        )
-        cure = (
-            "end them (`kill PID`)"
-            if holders
-            else "look with `nvidia-smi` or `rocm-smi` on the host, outside of the container"
-        )
+        who, cure = "; ".join(holders), "end them (`kill PID`)"
+        if not holders:
+            who = "by processes that are not visible from here, in another container or of a past job"
+            cure = "look with `nvidia-smi` or `rocm-smi` on the host, outside of the container"
         yield Finding(
             "error",
             "free GPUs",

@@ -18,7 +18,7 @@ from ..check.waiting import INTERRUPTED
 from .case import Case
 from .cluster import examine_cluster
 from .facts import Finding, NodeReport
-from .gpu_list import NoTool, list_gpus
+from .gpus import known_gpus
 from .node import examine
 from .redaction import hide_names, hide_secrets, hide_secrets_in
 from .tables import Where, cluster_tables, links_table, node_table, print_findings
@@ -116,20 +116,13 @@ def _levels(options: argparse.Namespace, report: Report) -> None:
 
 
 def _static(options: argparse.Namespace, report: Report) -> Launch | None:
-    gpus = options.gpus_per_node or (options.level != "static" and _gpus_here()) or 8
+    gpus = options.gpus_per_node or (options.level != "static" and len(known_gpus())) or 8
     launch, problems = check(options.file, options.flags, options.batch, gpus, options.engines)
     lines = [table(launch), *(f"note: {note}" for note in notes(launch))] if launch else []
     found = [("", Finding("error", "launch", problem.what, problem.cure)) for problem in problems]
     report.section(*lines, findings=found)
     report.document["problems"] = [{"what": problem.what, "cure": problem.cure} for problem in problems]
     return launch
-
-
-def _gpus_here() -> int:
-    try:
-        return len(list_gpus())
-    except NoTool:
-        return 0
 
 
 def _cluster(case: Case, node: NodeReport, timeout_s: float, report: Report) -> None:

@@ -4,9 +4,8 @@ import sys
 from collections import defaultdict
 
 from rich.console import Console
-from rich.table import Table
 
-from ..text import count
+from ..text import count, rich_table
 from .lanes import STEP_PHASES, Lane
 from .reading import Run
 
@@ -23,13 +22,13 @@ def title(run: Run) -> str:
 
 def print_table(run: Run) -> None:
     """Print a row per node: seconds of a step by phase, as means over ranks, and what its engines did."""
-    table = Table(title=title(run), title_justify="left")
-    for name in ("node", *(f"{phase} s" for phase in STEP_PHASES), "engines busy", "swaps", "restarts"):
-        table.add_column(name, justify="right")
+    rows = []
     for node in run.nodes:
-        seconds = [phase_seconds(run.of(node, "rank"), phase) / len(run.starts) for phase in STEP_PHASES]
-        engines = _engine_cells(run.of(node, "engine"), run.end - run.begin)
-        table.add_row(str(node), *(f"{each:.2f}" for each in seconds), *engines)
+        ranks = run.of(node, "rank")
+        seconds = [f"{phase_seconds(ranks, phase) / len(run.starts):.2f}" for phase in STEP_PHASES]
+        rows.append([str(node), *seconds, *_engine_cells(run.of(node, "engine"), run.end - run.begin)])
+    phases = [f"{phase} s" for phase in STEP_PHASES]
+    table = rich_table(title(run), ("node", *phases, "engines busy", "swaps", "restarts"), rows, justify="right")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 
