@@ -4,7 +4,7 @@ The command line may mix arguments of the script and flags of `accelerate launch
 mistyped one is an error before any process starts.
 """
 
-import sys
+import argparse
 import tempfile
 from contextlib import ExitStack
 from dataclasses import fields
@@ -18,7 +18,7 @@ MODULE = "trl_multinode.examples.grpo"
 PROG = "trl-multinode grpo"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Launch this node's share of a run.
 
     Raises:
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
     launcher = launch_command_parser()
     with ExitStack() as stack:
-        script, launch = split(sys.argv[1:] if argv is None else argv, launcher, stack)
+        script, launch = split(argv, launcher, stack)
         launch_command(launcher.parse_args([*launch, "--module", MODULE, *script]))
     return 0
 
@@ -54,11 +54,8 @@ def split(argv: list[str], launcher: Any, stack: ExitStack) -> tuple[list[str], 
 
     parser = make_parser(PROG)
     parser.others = {"--accelerate_config", "-q", *(f"--{name}" for name in vars(launcher.parse_args(["script"])))}
-    arguments, config = list(argv), dict[str, Any]()
-    if "--config" in argv[:-1]:
-        at = argv.index("--config")
-        del arguments[at : at + 2]
-        config = _read_config(argv[at + 1], parser)
+    path, arguments = _taken(argv, "--config")
+    config = {} if path is None else _read_config(path, parser)
     in_config = parser.set_defaults_with_config(**{key: value for key, value in config.items() if key != "env"})
     namespace, in_arguments = parser.parse_known_args(arguments)
     check_script_arguments(parser, namespace)
@@ -103,17 +100,24 @@ def without(words: list[str], taken: list[str]) -> list[str]:
 
 def resolved(flags: list[str], parser: Any) -> list[str]:
     """Replace `--accelerate_config NAME`, a shipped config or a file, by accelerate's own `--config_file`."""
-    if "--accelerate_config" not in flags[:-1]:
+    name, others = _taken(flags, "--accelerate_config")
+    if name is None:
         return flags
-    at = flags.index("--accelerate_config")
-    name = flags[at + 1]
     path = Path(name) if Path(name).is_file() else CONFIGS / f"{name}.yaml"
     if not path.is_file():
         shipped = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
         parser.error(
             f"--accelerate_config is neither a file nor a shipped config (got {name}, expected one of {shipped})"
         )
-    return ["--config_file", str(path), *flags[:at], *flags[at + 2 :]]
+    return ["--config_file", str(path), *others]
+
+
+def _taken(words: list[str], flag: str) -> tuple[str | None, list[str]]:
+    """Return the value of a flag, and the words without it."""
+    parser = argparse.ArgumentParser(PROG, add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value")
+    found, others = parser.parse_known_args(words)
+    return found.value, others
 
 
 def _write(config: dict[str, Any], stack: ExitStack) -> str:

@@ -62,13 +62,12 @@ def node_flags(environ: Environment) -> tuple[int, str]:
 
 def _skypilot(environ: Environment) -> tuple[int, str]:
     addresses = _value(environ, "SKYPILOT_NODE_IPS", "SkyPilot sets it in `run`").split()
-    return _rank(environ, "SKYPILOT_NODE_RANK", len(addresses)), addresses[0]
+    return _rank(environ, "SKYPILOT_NODE_RANK", str(len(addresses))), addresses[0]
 
 
 def _torchrun(environ: Environment) -> tuple[int, str]:
     address = _value(environ, "PET_MASTER_ADDR", "a TrainJob sets it for a runtime with a `torch` policy")
-    count = environ.get("PET_NNODES", "").rpartition(":")[2]
-    return _rank(environ, "PET_NODE_RANK", int(count) if count.isdigit() else None), address
+    return _rank(environ, "PET_NODE_RANK", environ.get("PET_NNODES", "").rpartition(":")[2]), address
 
 
 def _slurm(environ: Environment) -> tuple[int, str]:
@@ -86,13 +85,12 @@ def _slurm(environ: Environment) -> tuple[int, str]:
                 "run it with srun, on every node"
             )
         nodes = _value(environ, "SLURM_JOB_NODELIST", "SLURM sets it in a job")
-    count = environ.get("SLURM_STEP_NUM_NODES", "")
-    return _rank(environ, "SLURM_NODEID", int(count) if count.isdigit() else None), first_host(nodes)
+    return _rank(environ, "SLURM_NODEID", environ.get("SLURM_STEP_NUM_NODES", "")), first_host(nodes)
 
 
 def _indexed_job(environ: Environment, full_name: Callable[[], str] = socket.getfqdn) -> tuple[int, str]:
     """Replace this pod's index in its own name by 0; the name resolves if the pods have a headless service."""
-    rank = _rank(environ, "JOB_COMPLETION_INDEX", None)
+    rank = _rank(environ, "JOB_COMPLETION_INDEX", "")
     name = full_name()
     host, dot, domain = name.partition(".")
     if not dot or not host.endswith(f"-{rank}"):
@@ -125,9 +123,13 @@ def _value(environ: Environment, name: str, who: str) -> str:
     return value
 
 
-def _rank(environ: Environment, name: str, nodes: int | None) -> int:
-    value = environ[name].strip()
-    if not value.isdigit() or (nodes is not None and int(value) >= nodes):
-        expected = "a number from 0" if nodes is None else f"0 to {nodes - 1}"
+def _rank(environ: Environment, name: str, count: str) -> int:
+    """Return the rank in a variable; it must be below a number of nodes that the scheduler has set."""
+    value, expected = environ[name].strip(), "a number from 0"
+    is_rank = value.isdigit()
+    if count.isdigit():
+        expected = f"0 to {int(count) - 1}"
+        is_rank = is_rank and int(value) < int(count)
+    if not is_rank:
         raise FlagsError(f"{name} is not the rank of a node (got {value!r}, expected {expected})")
     return int(value)
