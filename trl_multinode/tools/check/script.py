@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.abc import InspectLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType
 from typing import Any
 
 # Methods of `TrlParser` and of transformers' `HfArgumentParser`
@@ -132,6 +133,19 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
                 yield node.id
 
 
+class _Statements(InspectLoader):
+    """Loader of a module from its syntax tree."""
+
+    def __init__(self, tree: ast.Module, path: str):
+        self._tree, self._path = tree, path
+
+    def get_source(self, fullname: str) -> str:
+        return ast.unparse(self._tree)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._tree, self._path, "exec")
+
+
 @contextmanager
 def as_launched(name: str, arguments: list[str], is_module: bool) -> Iterator[None]:
     """Set `sys.argv`, `sys.path` and `os.environ` as for a script, and restore them."""
@@ -156,9 +170,13 @@ def build_parser(tree: ast.Module, call: ParserCall, path: str) -> Any:
     statements = needed_statements(tree, call)
     if load := _load_in(statements):
         raise ValueError(f"it needs the result of `{load}`")
-    module = sys.modules[MODULE] = ModuleType(MODULE)  # dataclasses look up the annotations of their module
+    loader = _Statements(statements, path)
+    spec = importlib.util.spec_from_loader(MODULE, loader, origin=path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
     module.__file__ = path
-    exec(compile(statements, path, "exec"), vars(module))  # noqa: S102  # of a script that is about to run
+    sys.modules[MODULE] = module  # dataclasses look up the annotations of their module
+    loader.exec_module(module)
     return vars(module)[PARSER]
 
 

@@ -77,7 +77,7 @@ def _layout(task: Task, name: str, training: int, reserved: int, engine: EngineM
     needed = nodes_needed(task, training)
     layout = Layout(name, training, reserved, memory, micro, needed, engine, engine.rows(task.row_tokens))
     if layout.fits and task.timed:
-        return replace(layout, seconds=_measured(task, layout) if task.run else _estimated(task, layout))
+        return replace(layout, seconds=_timed(task, layout))
     return layout
 
 
@@ -103,42 +103,45 @@ def gather_seconds(task: Task) -> float:
 
 def sync_seconds(task: Task, layout: Layout) -> float:
     """Return the projected seconds of a weight sync; with colocation, of a gather and of waking the engines."""
-    if layout.reserved:
-        sync = Sync(
-            2.0 * task.model.parameters, task.cluster.nodes, layout.training, workers=layout.reserved,
-            tensor_parallel=layout.engine.tensor_parallel, calls=task.model.loader_calls,
-        )  # fmt: skip
-        return projected(sync, Rates(nic=task.cluster.link))
-    return gather_seconds(task) + 2 * layout.engine.weights / HOST_LINK + WAKE_S
+    if not layout.reserved:
+        return gather_seconds(task) + 2 * layout.engine.weights / HOST_LINK + WAKE_S
+    sync = Sync(
+        num_bytes=2.0 * task.model.parameters,
+        nodes=task.cluster.nodes,
+        ranks=layout.training,
+        workers=layout.reserved,
+        tensor_parallel=layout.engine.tensor_parallel,
+        calls=task.model.loader_calls,
+    )
+    return projected(sync, Rates(nic=task.cluster.link))
 
 
-def _estimated(task: Task, layout: Layout) -> Seconds:
-    decoder = Decoder(task.model, task.cluster.gpu, layout.engine.tensor_parallel)
-    one = generate(task.rows, layout.engine, decoder, OPEN_ROUNDS + 1)
-    train = train_seconds(task, layout)
-    return _seconds(layout, sync_seconds(task, layout), one.seconds, one.tail_s, train, one.full_s)
-
-
-def _measured(task: Task, layout: Layout) -> Seconds:
-    """Scale the measured seconds to the GPUs of a layout, as the advice of a run does."""
+def _timed(task: Task, layout: Layout) -> Seconds:
+    """Return the seconds of a step: estimated, or those of a run, scaled to the GPUs of the layout."""
+    sync = sync_seconds(task, layout)
     run = task.run
-    assert run is not None
-    times, reserved = run.times, run.reserved or max(1, task.cluster.gpus - run.training)
-    gpus = (layout.reserved or layout.training) / reserved
-    drained = times.drained(gpus)
-    train = times.train_s * run.training / layout.training
-    sync = run.sync_s if layout.reserved else sync_seconds(task, layout)
-    return _seconds(layout, sync, drained, min(times.tail_s, drained), train, times.in_flight(gpus))
-
-
-def _seconds(layout: Layout, sync: float, generate: float, tail: float, train: float, full: float) -> Seconds:
-    apart = layout.reserved > 0
+    if run is None:
+        decoder = Decoder(task.model, task.cluster.gpu, layout.engine.tensor_parallel)
+        one = generate(task.rows, layout.engine, decoder, OPEN_ROUNDS + 1)
+        took, tail, full = one.seconds, one.tail_s, one.full_s
+        train = train_seconds(task, layout)
+    else:
+        reserved = run.reserved or max(1, task.cluster.gpus - run.training)
+        gpus = (layout.reserved or layout.training) / reserved
+        took, full = run.times.drained(gpus), run.times.in_flight(gpus)
+        tail = min(run.times.tail_s, took)
+        train = run.times.train_s * run.training / layout.training
+        if layout.reserved:
+            sync = run.sync_s
     return Seconds(
-        sync, generate, tail, train,
-        after=sync + generate + train,
-        beside=sync + max(generate, train) if apart else None,
-        in_flight=sync + max(full, train) if apart else None,
-    )  # fmt: skip
+        sync=sync,
+        generate=took,
+        tail=tail,
+        train=train,
+        after=sync + took + train,
+        beside=sync + max(took, train) if layout.reserved else None,
+        in_flight=sync + max(full, train) if layout.reserved else None,
+    )
 
 
 def fastest(layouts: list[Layout], way: str) -> Layout | None:

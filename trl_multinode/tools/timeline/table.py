@@ -14,10 +14,15 @@ def title(run: Run) -> str:
     """Return one line about a part of a run."""
     steps = run.steps()
     ranks = sum(lane.kind == "rank" for lane in run.lanes)
-    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    attempt = f", attempt {run.attempt} of {run.attempts[-1]}" if len(run.attempts) > 1 else ""
-    engines = len(run.lanes) - ranks
-    return f"{count(len(run.nodes), 'node')}, {count(ranks, 'rank')}, {count(engines, 'engine')}, {which}{attempt}"
+    parts = [
+        count(len(run.nodes), "node"),
+        count(ranks, "rank"),
+        count(len(run.lanes) - ranks, "engine"),
+        f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}",
+    ]
+    if len(run.attempts) > 1:
+        parts.append(f"attempt {run.attempt} of {run.attempts[-1]}")
+    return ", ".join(parts)
 
 
 def print_table(run: Run) -> None:
