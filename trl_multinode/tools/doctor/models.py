@@ -39,13 +39,12 @@ def find_model(case: Case) -> Model | None:
 @cache
 def _model(name: str, revision: str | None) -> Model | None:
     folder = _snapshot(name, "model", revision)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
-        index = folder / INDEX if folder else None
-        needed = set(json.loads(index.read_text())["weight_map"].values()) if index and index.is_file() else set()
-    except (OSError, ValueError, KeyError):
+    if folder is None:
         return None
-    if folder is None or config is None:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        needed = _needed(folder)
+    except (OSError, ValueError, KeyError):
         return None
     files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
     here = {file.name: file.stat().st_size for file in files if file.exists()}
@@ -57,6 +56,12 @@ def _model(name: str, revision: str | None) -> Model | None:
         element_bytes=4 if dtype == "float32" else 2,
         missing=tuple(sorted(missing)),
     )
+
+
+def _needed(folder: Path) -> set[str]:
+    """Return the files that the index of a model names; none without an index."""
+    index = folder / INDEX
+    return set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
 
 
 def _snapshot(name: str, kind: str, revision: str | None) -> Path | None:

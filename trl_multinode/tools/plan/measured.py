@@ -52,23 +52,24 @@ def read_run(folder: str) -> MeasuredRun:
     if not kept:
         raise PlanError(f"`--run` needs two steps at least (got {len(steps)} in {folder!r}): wait for more.")
     logs = [log for log in read_logs([path]) if log.get("step", 0) > kept[0] and "perf/step_s" in log]
-    step_s, hidden, tail = (mean_of(logs, name) for name in ("perf/step_s", "perf/hidden_share", "engine/tail_share"))
+    names = ("perf/step_s", "perf/hidden_share", "engine/tail_share")
+    step_s, hidden, tail = (mean_of(logs, name) or 0.0 for name in names)
     in_flight = any("in_flight/mixed_rows" in log for log in logs)
-    generate = _slowest(ranks, "generate", kept) + (hidden or 0.0) * (step_s or 0.0)
+    generate = _slowest(ranks, "generate", kept) + hidden * step_s
     if in_flight:
-        generate = step_s or 0.0  # engines always work
+        generate = step_s  # engines always work
     training = max(nodes.values())
     return MeasuredRun(
         folder=str(path),
-        times=StepTimes(generate, _slowest(ranks, "train", kept), min(generate, (tail or 0.0) * (step_s or 0.0))),
+        times=StepTimes(generate, _slowest(ranks, "train", kept), min(generate, tail * step_s)),
         sync_s=_slowest(ranks, "sync", kept),
         training=training,
         reserved=_reserved(logs, len(nodes), training, folder),
         nodes=len(nodes),
         steps=len(kept),
-        overlapped=in_flight or (hidden or 0.0) > OVERLAPPED,
+        overlapped=in_flight or hidden > OVERLAPPED,
         in_flight=in_flight,
-        tail_known=tail is not None,
+        tail_known=any("engine/tail_share" in log for log in logs),
         mean_length=mean_of(logs, "completions/mean_length"),
     )
 
