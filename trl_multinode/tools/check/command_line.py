@@ -15,7 +15,7 @@ CHECKS = (
     "Report what `accelerate launch` would run on this node, and every problem with its cure. With --wait, on "
     "every node, meet the other nodes at --main_process_ip and --main_process_port; nodes that are missing, "
     "have the rank of another one or other versions are named. Then run COMMAND, which is the usual "
-    "`accelerate launch ...`, and end with the exit code of the run (docs/errors.md)."
+    "`accelerate launch ...`, and end with the exit code of the run (docs/operate/errors.md)."
 )
 EXAMINES = (
     "Report what the launch would run (static), what this node has and what the launch needs of it (node), "
