@@ -6,23 +6,20 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from .. import store as stores
 from ..endings.ending import Ending
 from ..endings.fatal import Fatal
 from ..reporter import report
 from ..store import RunStore
-
-if TYPE_CHECKING:
-    from .watchdog import Watchdog
+from .attachment import Attachment
 
 PRINTING_S = 2.0  # longest wait for the main thread to print its traceback
 WRITING_S = 1.0  # longest wait for the files of the end, after that for the other ranks
 
 
 def leave(
-    fatal: Fatal, store: RunStore, ending: Ending, trainers: "Sequence[Watchdog]", printing: threading.Lock
+    fatal: Fatal, store: RunStore, ending: Ending, trainers: Sequence[Attachment], printing: threading.Lock
 ) -> None:
     """End this process with the line and the code of the run's failure. The watch thread calls it.
 
@@ -33,7 +30,7 @@ def leave(
             Keys of this process.
         ending ([`Ending`]):
             Ending file of this node.
-        trainers (`Sequence[Watchdog]`):
+        trainers (`Sequence[Attachment]`):
             Open trainers, whose cleanups are called.
         printing (`threading.Lock`):
             Lock that the main thread holds while it prints a traceback.

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import signal
 import sys
 import threading
 import time
@@ -10,12 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch.distributed import HashStore
-
 from ..endings.ending import Ending
 from ..endings.exit_codes import USER_CODE
 from ..store import when_written
 from ..topology import Topology
+from .attachment import Attachment
 from .early import early_watch
 from .exits import is_good
 from .signals import ends_well
@@ -45,7 +43,7 @@ def watch_of(topology: Topology) -> WatchThread:
     return _current  # type: ignore[return-value]
 
 
-class Watchdog:
+class Watchdog(Attachment):
     """Watch of one trainer of this rank.
 
     ```python
@@ -65,23 +63,12 @@ class Watchdog:
 
     def __init__(self, topology: Topology, phase: Callable[[], str] = lambda: "set-up"):
         self.topology = topology
-        self.phase = phase
         self.run = next(_runs)
-        self.cleanups: list[Callable[[], None]] = []
-        self.ticks: list[Callable[[], None]] = []
-        self._chores: list[Callable[[Store], None]] = []
-        self.closings: list[Callable[[], None]] = []
-        # returns `False` for a signal that ends the run at once
-        self.on_stop: Callable[[signal.Signals], bool] = lambda stop: False
-        self.explain: Callable[[BaseException], BaseException] = lambda error: error  # names a full disk
-        self.closes = False  # whether this rank is in `close`, and waits for the others or has waited
+        self._watch = watch_of(topology)
+        super().__init__(self._watch.store.of_trainer(self.run), self._watch.alone, phase)
         self._closed = threading.Event()
         self._exits = itertools.count()  # of this rank from the trainer's methods with a good code
         self._leaving: SystemExit | None = None
-        self._watch = watch_of(topology)
-        self._store = self._watch.store.of_trainer(self.run)
-        # a single process has limits too, whose chores write and read as those of a launch
-        self._own_store = HashStore() if self._watch.alone else None
         if (gone := self._watch.attach(self)) is not None:
             self._watch.fail(f"the script of rank {gone} has ended without this trainer", code=USER_CODE)
 
@@ -105,18 +92,6 @@ class Watchdog:
         """Stop watching this trainer's processes, before this rank shuts its engines down cleanly."""
         self._watch.processes.forget(self)
 
-    def add_cleanup(self, cleanup: Callable[[], None]) -> None:
-        """Register a function that the watch thread calls before a failed run exits; it must not wait long."""
-        self.cleanups.append(cleanup)
-
-    def add_chore(self, chore: "Callable[[Store], None]") -> None:
-        """Register a function that the watch thread calls twice a second with its client of the store."""
-        self._chores.append(chore)
-
-    def add_tick(self, tick: Callable[[], None]) -> None:
-        """Register a function that a thread calls twice a second, also while the store does not respond."""
-        self.ticks.append(tick)
-
     def limit_store(self, seconds: float) -> None:
         """Set the time after which a store that does not respond counts as gone."""
         self._watch.store_limit_s = seconds
@@ -125,30 +100,10 @@ class Watchdog:
         """Count a rank that is dead as a reader of the fatal line, so that no rank waits for it."""
         self._watch.store.count_as_reader(rank)
 
-    def do_chores(self) -> None:
-        """Call the registered functions. The watch thread calls this."""
-        for chore in self._chores:
-            if self._own_store is None:
-                self._store.lend(chore)
-            else:
-                chore(self._own_store)
-
-    def at_close(self, call: Callable[[], None]) -> None:
-        """Register a function that is called when this trainer is closed, or when the run fails."""
-        self.closings.append(call)
-
     def limit_start(self, seconds: float) -> None:
         """Set the time in which all ranks must have imported this library."""
         if self._watch.arrivals is not None:
             self._watch.arrivals.timeout_s = seconds
-
-    def is_first(self, key: str) -> bool:
-        """Return whether no other rank of this node has called this with `key`. Any thread may call it."""
-        return self._store.is_first(key)
-
-    def all_finished(self) -> bool:
-        """Return whether every rank has called `close`."""
-        return self._store.all_finished()
 
     def end_with(self, close: Callable[[], None]) -> None:
         """Make the watch thread call `close`, which closes this object too, and end. It takes no lock."""
