@@ -238,8 +238,7 @@ def settings_page() -> str:
     rows = ["| setting | type | default | range | meaning |", "|---|---|---|---|---|"]
     for one in declared.DESCRIBED:
         meaning = with_page_links(one.text, SETTINGS.parent).replace("|", "\\|")
-        kind = one.kind.replace("typing.", "")
-        rows.append(f"| `{one.name}` | {kind} | {one.default} | {one.range} | {meaning} |")
+        rows.append(f"| `{one.name}` | {one.kind} | {one.default} | {one.range} | {meaning} |")
     return f"{before}{TABLE_BEGINS}\n" + "\n".join(rows) + f"\n{TABLE_ENDS}{after}"
 
 

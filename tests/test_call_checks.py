@@ -1,8 +1,10 @@
 """What cannot be trained in node mode is refused by config alone, with the way out."""
 
 import functools
+import os
 import re
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from accelerate import ParallelismConfig
@@ -100,7 +102,8 @@ def test_folders_of_their_own_are_refused_where_other_nodes_would_have_no_weight
     fsdp, lora = {"ACCELERATE_USE_FSDP": "true"}, LoraConfig(target_modules=["q_proj"])
 
     def check(call=None, num_nodes=2, environ=None, stage=None, **fields):
-        check_own_folders(args(stage, **{**apart, **fields}), {"model": "m"} | (call or {}), num_nodes, environ or {})
+        with patch.dict(os.environ, environ or {}):
+            check_own_folders(args(stage, **{**apart, **fields}), {"model": "m"} | (call or {}), num_nodes)
 
     for environ, call in ({}, {}), (fsdp, {}), (fsdp, {"peft_config": lora}):
         with refused("save_on_each_node", "`output_dir`"):
@@ -152,25 +155,28 @@ SHARED_ROWS = {
 @pytest.mark.parametrize("found", SHARED_ROWS, ids=["tensor", "context", "sequence", "autotp", "tp_plan"])
 def test_ranks_that_share_rows_are_refused_wherever_they_are_asked_for(found, record_property):
     fields, environ = SHARED_ROWS[found]
-    with refused(found, "`vllm_tensor_parallel_size`") as caught:
-        call_checks.check_parallelism(SimpleNamespace(**fields), "a/model", environ)
+    with refused(found, "`vllm_tensor_parallel_size`") as caught, patch.dict(os.environ, environ):
+        call_checks.check_parallelism(SimpleNamespace(**fields), "a/model")
     record_property("message", str(caught.value))
 
 
 def test_ranks_with_rows_of_their_own_are_accepted():
     """Replicas and shards are data parallelism; without the launcher's switch accelerate does not read its sizes."""
     replicas = SimpleNamespace(parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
-    call_checks.check_parallelism(replicas, tiny_qwen2(), LAUNCHED | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"})
-    call_checks.check_parallelism(args(3), "a/model", {"PARALLELISM_CONFIG_TP_SIZE": "2"})
+    with patch.dict(os.environ, LAUNCHED | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}):
+        call_checks.check_parallelism(replicas, tiny_qwen2())
+    with patch.dict(os.environ, {"PARALLELISM_CONFIG_TP_SIZE": "2"}):
+        call_checks.check_parallelism(args(3), "a/model")
 
 
 def test_fsdp_1_is_refused_before_an_engine_starts():
     fsdp = {"ACCELERATE_USE_FSDP": "true"}
     for environ in (fsdp, fsdp | {"FSDP_VERSION": "1"}):
-        with refused("fsdp_version", "`fsdp_version: 2`"):
-            call_checks.check_fsdp_version(environ)
-    call_checks.check_fsdp_version(fsdp | {"FSDP_VERSION": "2"})
-    call_checks.check_fsdp_version({})
+        with refused("fsdp_version", "`fsdp_version: 2`"), patch.dict(os.environ, environ):
+            call_checks.check_fsdp_version()
+    with patch.dict(os.environ, fsdp | {"FSDP_VERSION": "2"}):
+        call_checks.check_fsdp_version()
+    call_checks.check_fsdp_version()
 
 
 def test_everything_else_passes_by_name_too(tmp_path):
@@ -318,6 +324,8 @@ def test_settings_of_a_server_are_named_as_ignored(monkeypatch, tmp_path):
     warned = []
     monkeypatch.setattr(call_checks, "warn", warned.append)
     config = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_port=8001, vllm_enable_sleep_mode=True)
-    call_checks.check_call(SimpleNamespace(topology=SimpleNamespace(num_nodes=2)), config, {"model": tiny_qwen2()})
+    call_checks.check_call(
+        SimpleNamespace(topology=SimpleNamespace(num_nodes=2, rank=0)), config, {"model": tiny_qwen2()}
+    )
     (line,) = warned
     assert "vllm_server_port" in line and "vllm_enable_sleep_mode" in line

@@ -9,13 +9,12 @@ from typing import Any
 
 import transformers
 from torch.nn import Module
-from torch.utils.data import IterableDataset
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, TrainingArguments
 
 from .deepspeed_values import check_deepspeed_values
 from .errors import ConfigurationError
-from .images import image_flags, shards_weights
-from .node_settings import NodeSettings, check_settings, ignored_settings
+from .images import has_index, image_flags, shards_weights
+from .node_settings import NodeSettings, check_settings, ignored_settings, uses_fsdp, zero_stage
 from .rollouts.scoring import COSINE, NEED_MAIN_THREAD, is_of_trl
 from .rollouts.scoring_pool import unwrapped
 from .run.reporter import warn
@@ -56,21 +55,25 @@ def check_call(host: Any, args: TrainingArguments, call: dict[str, Any]) -> None
     check_own_folders(args, call, host.topology.num_nodes)
     check_push(args, call)
     check_model(call["model"], args, call)
+    config = config_of(call["model"], args)
     if call.get("tools") or call.get("environment_factory"):
-        context = getattr(config_of(call["model"], args).get_text_config(), "max_position_embeddings", 0)
-        check_context(args, context)
-    dropouts = dropouts_of(config_of(call["model"], args), call.get("peft_config"))
-    if dropouts and not getattr(args, "disable_dropout", False) and host.topology.rank == 0:
+        check_context(args, getattr(config.get_text_config(), "max_position_embeddings", 0))
+    if host.topology.rank == 0:
+        for text in uneven_evaluations(args, call):
+            warn(text)
+        warn_of_dropout(args, dropouts_of(config, call.get("peft_config")))
+    if ignored := ignored_settings(args):
+        reason = "engines belong to their node's local main process, and any rank may send a request at any time"
+        warn(f"{', '.join(ignored)}: no effect in node mode, because {reason}.")
+
+
+def warn_of_dropout(args: TrainingArguments, dropouts: list[str]) -> None:
+    """Warn of dropout layers that are on."""
+    if dropouts and not getattr(args, "disable_dropout", False):
         warn(
             f"dropout is on ({', '.join(dropouts)}): its noise is in the trainer's log-probs, where TRL's importance "
             "ratio and the check for stale weights count it. `disable_dropout=True` turns it off."
         )
-    for text in uneven_evaluations(args, call):
-        if host.topology.rank == 0:
-            warn(text)
-    if ignored := ignored_settings(args):
-        reason = "engines belong to their node's local main process, and any rank may send a request at any time"
-        warn(f"{', '.join(ignored)}: no effect in node mode, because {reason}.")
 
 
 def check_context(args: Any, max_positions: int) -> None:
@@ -102,9 +105,9 @@ def dropouts_of(config: PreTrainedConfig, adapter: Any) -> list[str]:
     ]
 
 
-def check_fsdp_version(environ: Mapping[str, str] = os.environ) -> None:
+def check_fsdp_version() -> None:
     """Reject FSDP1, accelerate's default: its flat parameters lack the names and shapes that an engine loads."""
-    if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and environ.get("FSDP_VERSION", "1") == "1":
+    if uses_fsdp() and os.environ.get("FSDP_VERSION", "1") == "1":
         raise ConfigurationError(
             "Node mode sends weights of FSDP2, not of FSDP1.",
             setting="fsdp_version",
@@ -114,9 +117,7 @@ def check_fsdp_version(environ: Mapping[str, str] = os.environ) -> None:
         )  # fmt: skip
 
 
-def check_own_folders(
-    args: TrainingArguments, call: dict[str, Any], num_nodes: int, environ: Mapping[str, str] = os.environ
-) -> None:
+def check_own_folders(args: TrainingArguments, call: dict[str, Any], num_nodes: int) -> None:
     """Reject `save_on_each_node` where transformers writes the weights on rank 0 only: no run could resume.
 
     Under ZeRO every rank writes its own part, and PEFT saves an adapter on every process that calls it. Under FSDP2
@@ -124,7 +125,7 @@ def check_own_folders(
     """
     if not args.save_on_each_node or num_nodes == 1 or args.save_strategy == "no" or args.deepspeed_plugin is not None:
         return
-    fsdp = environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    fsdp = uses_fsdp()
     has_adapter = call.get("peft_config") is not None or hasattr(call["model"], "peft_config")
     if fsdp or (hasattr(PreTrainedModel, "should_save_on_this_rank") and not has_adapter):
         raise ConfigurationError(
@@ -138,12 +139,10 @@ def check_own_folders(
         )
 
 
-def check_parallelism(
-    args: TrainingArguments, model: str | PreTrainedModel, environ: Mapping[str, str] = os.environ
-) -> None:
+def check_parallelism(args: TrainingArguments, model: str | PreTrainedModel) -> None:
     """Reject tensor, context and sequence parallelism: all ranks of a group train the same rows, and in node mode each
     rank would generate other completions for them."""
-    if found := [*group_sizes(args, model, environ), *parallel_loading(args)]:
+    if found := [*group_sizes(args, model), *parallel_loading(args)]:
         raise ConfigurationError(
             f"In node mode every rank has rows of its own, and with {found[0]} ranks would share rows but not "
             "their completions.",
@@ -153,17 +152,17 @@ def check_parallelism(
         )
 
 
-def group_sizes(args: TrainingArguments, model: str | PreTrainedModel, environ: Mapping[str, str]) -> Iterator[str]:
+def group_sizes(args: TrainingArguments, model: str | PreTrainedModel) -> Iterator[str]:
     """Yield the settings, with their values, that make groups of ranks train the same rows."""
     config = getattr(args, "parallelism_config", None)
-    launched = config is None and environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
+    launched = config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
     deepspeed = getattr(getattr(args, "deepspeed_plugin", None), "deepspeed_config", None) or {}
     sizes = {
         "tensor_parallel.autotp_size": deepspeed.get("tensor_parallel", {}).get("autotp_size"),
         "model.tp_size": getattr(model, "tp_size", None),
     }
     for name in ("tp_size", "cp_size", "sp_size"):
-        of_launch = environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
+        of_launch = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") if launched else "1"
         sizes[f"parallelism_config.{name}"] = getattr(config, name, None) or int(of_launch)
     return (f"`{name}={size}`" for name, size in sizes.items() if (size or 1) > 1)
 
@@ -176,7 +175,7 @@ def parallel_loading(args: TrainingArguments) -> Iterator[str]:
     )
 
 
-def check_in_flight(args: TrainingArguments, dataset: Any, environ: Mapping[str, str] = os.environ) -> None:
+def check_in_flight(args: TrainingArguments, dataset: Any) -> None:
     """Raise `ConfigurationError` if rounds in flight or dynamic sampling cannot work with the training dataset."""
     settings = NodeSettings.of(args)
     if dataset is None or not (settings.in_flight or settings.dynamic_sampling):
@@ -189,7 +188,7 @@ def check_in_flight(args: TrainingArguments, dataset: Any, environ: Mapping[str,
             got=type(dataset).__name__,
             cure="Use a `Dataset`, or `max_staleness=1`.",
         )
-    if has_index(dataset) and shards_weights(args, environ) and len(set(image_flags(dataset))) > 1:
+    if has_index(dataset) and shards_weights(args) and len(set(image_flags(dataset))) > 1:
         setting = "max_staleness" if settings.in_flight else "dynamic_sampling"
         raise ConfigurationError(
             f"Only some rows of the dataset have images. With `{setting}={getattr(settings, setting)}`, which rank "
@@ -199,11 +198,6 @@ def check_in_flight(args: TrainingArguments, dataset: Any, environ: Mapping[str,
             cure="Use `max_staleness=1` without `dynamic_sampling`, ZeRO-2 or DDP, or give every row an image, such "
             "as a blank one.",
         )
-
-
-def has_index(dataset: Any) -> bool:
-    """Return whether a dataset gives a row by its index; a stream does not."""
-    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
 
 
 def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> None:
@@ -219,9 +213,8 @@ def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> Non
             got=type(dataset).__name__,
             cure="Use a `Dataset`.",
         )
-    rewards = call.get("reward_funcs") or []
-    several = rewards if isinstance(rewards, list) else [rewards]
-    if COSINE in map(name_in_trl, several):
+    rewards = rewards_of(call)
+    if COSINE in map(name_in_trl, rewards):
         raise ConfigurationError(
             "`dynamic_sampling` needs all rewards of a group before its round is chosen, and TRL's "
             f"`{COSINE}` can only be called in the main thread, with the whole batch: its time limit is a "
@@ -230,22 +223,17 @@ def check_dynamic_sampling(args: TrainingArguments, call: dict[str, Any]) -> Non
             got=COSINE,
             cure="Use a function of your own around `math_verify`, or leave `dynamic_sampling` out.",
         )
-    models = [one for one in several if is_reward_model(one)]
+    # TRL runs a module, or a name from which it loads one, on all ranks
+    models = [name_of(one) for one in rewards if isinstance(one, str | Module)]
     if models:
-        name = models[0] if isinstance(models[0], str) else type(models[0]).__name__
         raise ConfigurationError(
             "`dynamic_sampling` needs all rewards of a group before its round is chosen, and the forward of "
-            f"a reward model ({name}) is a collective of all ranks.",
+            f"a reward model ({models[0]}) is a collective of all ranks.",
             setting="dynamic_sampling",
-            got=name,
+            got=models[0],
             cure="Use reward functions, for example one that asks a server with that model, or leave "
             "`dynamic_sampling` out.",
         )
-
-
-def is_reward_model(reward: Any) -> bool:
-    """Return whether TRL runs a reward as a model on all ranks: a module, or a name from which it loads one."""
-    return isinstance(reward, str | Module)
 
 
 def check_dataset(dataset: Any, args: TrainingArguments) -> None:
@@ -272,7 +260,6 @@ def check_evaluation(args: TrainingArguments, call: dict[str, Any]) -> None:
         raise ConfigurationError(
             f"`eval_strategy` {getattr(strategy, 'value', strategy)} needs an `eval_dataset`, got None.",
             setting="eval_dataset",
-            got=None,
             cure="Pass one to the trainer, or set `eval_strategy='no'`.",
         )
 
@@ -311,23 +298,38 @@ def _even_evaluation(args: TrainingArguments, rows: int, per_prompt: int) -> str
 
 def check_rewards(call: dict[str, Any], removes_columns: bool = False) -> None:
     """Raise `ConfigurationError` if a reward function lacks a package or a column, or cannot be called as TRL does."""
-    rewards = call.get("reward_funcs") or []
-    functions = [one for one in (rewards if isinstance(rewards, list) else [rewards]) if callable(one)]
-    for name in (NEED_MAIN_THREAD | {COSINE}) & {name_in_trl(one) for one in functions}:
-        if find_spec("math_verify") is None:
-            raise ConfigurationError(
-                f"The reward `{name}` needs the package math-verify, which is not installed here.",
-                setting="reward_funcs",
-                got=name,
-                cure="Run `pip install math-verify` on every node.",
-            )
+    functions = [one for one in rewards_of(call) if callable(one)]
+    check_math_verify(functions)
+    names = set(OF_EVERY_REWARD)
+    if call.get("environment_factory"):
+        names.add("environments")
     for reward in functions:
-        check_accepts(reward, OF_EVERY_REWARD | ({"environments"} if call.get("environment_factory") else set()))
+        check_accepts(reward, names)
     # these two make prompts, or pass further arguments to the rewards
-    if functions and not (call.get("rollout_func") or call.get("environment_factory")):
-        for which in ("train_dataset", "eval_dataset"):
-            for dataset in datasets_of(call.get(which)):
-                check_columns(which, dataset, functions, removes_columns)
+    if not functions or call.get("rollout_func") or call.get("environment_factory"):
+        return
+    for which in ("train_dataset", "eval_dataset"):
+        for dataset in datasets_of(call.get(which)):
+            check_columns(which, dataset, functions, removes_columns)
+
+
+def rewards_of(call: dict[str, Any]) -> list[Any]:
+    """Return the rewards of a trainer: functions, modules and names."""
+    rewards = call.get("reward_funcs") or []
+    return rewards if isinstance(rewards, list) else [rewards]
+
+
+def check_math_verify(functions: list[Callable]) -> None:
+    """Raise `ConfigurationError` if a reward function of TRL lacks its package."""
+    if find_spec("math_verify") is not None:
+        return
+    for name in (NEED_MAIN_THREAD | {COSINE}) & set(map(name_in_trl, functions)):
+        raise ConfigurationError(
+            f"The reward `{name}` needs the package math-verify, which is not installed here.",
+            setting="reward_funcs",
+            got=name,
+            cure="Run `pip install math-verify` on every node.",
+        )
 
 
 def name_in_trl(reward: Any) -> str:
@@ -360,10 +362,12 @@ def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_col
             got=taken,
             cure="Rename the columns.",
         )
-    passed_on = set(columns) & KEPT_COLUMNS if removes_columns else set(columns)
+    passed_on = set(columns) - NOT_PASSED_ON
+    if removes_columns:
+        passed_on &= KEPT_COLUMNS
     note = ", of which `remove_unused_columns` leaves the prompt only" if removes_columns else ""
     for reward in rewards:
-        lacking = [name for name in required(reward) if name not in OF_EVERY_REWARD | passed_on - NOT_PASSED_ON]
+        lacking = [name for name in required(reward) if name not in OF_EVERY_REWARD | passed_on]
         if lacking:
             raise ConfigurationError(
                 f"The reward `{name_of(reward)}` requires {lacking}, which the `{which}` does not have, got "
@@ -373,14 +377,13 @@ def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_col
                 expected=lacking,
                 cure="Add or rename a column, or give the argument a default.",
             )
-        check_accepts(reward, passed_on - NOT_PASSED_ON)
+        check_accepts(reward, passed_on)
 
 
 def check_accepts(reward: Callable, names: set[str]) -> None:
     """Raise `ConfigurationError` if a reward function does not accept keywords with which TRL calls it."""
-    try:
-        signature = inspect.signature(reward, follow_wrapped=False)  # a decorator may accept more, or give more
-    except (TypeError, ValueError):  # a callable without a signature
+    signature = signature_of(reward)
+    if signature is None:
         return
     try:
         signature.bind_partial(**dict.fromkeys(names))
@@ -396,17 +399,23 @@ def check_accepts(reward: Callable, names: set[str]) -> None:
         ) from None
 
 
-def name_of(reward: Callable) -> str:
-    """Return the name of a function, or of the class of another callable."""
-    return reward.__name__ if inspect.isfunction(reward) else type(reward).__name__
+def name_of(reward: Any) -> str:
+    """Return the name of a function, of an object's class, or of a reward model. An object may have its node's URL."""
+    return reward if isinstance(reward, str) else getattr(reward, "__name__", type(reward).__name__)
+
+
+def signature_of(reward: Callable) -> inspect.Signature | None:
+    """Return the signature of a reward function, of its decorator if it has one; `None` if Python finds none."""
+    try:
+        return inspect.signature(reward, follow_wrapped=False)  # a decorator may accept more, or give more
+    except (TypeError, ValueError):
+        return None
 
 
 def required(reward: Callable) -> list[str]:
     """Return the arguments of a reward function that have no default."""
-    try:
-        arguments = inspect.signature(reward, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):  # a callable without a signature
-        return []
+    signature = signature_of(reward)
+    arguments = signature.parameters.values() if signature is not None else ()
     return [one.name for one in arguments if one.default is one.empty and one.kind in NAMED]
 
 
@@ -432,11 +441,9 @@ def check_trained(model: str | PreTrainedModel, peft_config: Any) -> None:
     """Reject a model without a trained parameter: every step would have a gradient of zero, or fail under ZeRO-3."""
     if isinstance(model, str) or peft_config is not None or any(one.requires_grad for one in model.parameters()):
         return
-    cure = (
-        "Load the adapter with `PeftModel.from_pretrained(model, adapter, is_trainable=True)`."
-        if hasattr(model, "peft_config")
-        else "Let some parameters have `requires_grad=True`, or pass a `peft_config`."
-    )
+    cure = "Let some parameters have `requires_grad=True`, or pass a `peft_config`."
+    if hasattr(model, "peft_config"):
+        cure = "Load the adapter with `PeftModel.from_pretrained(model, adapter, is_trainable=True)`."
     raise ConfigurationError(
         f"No parameter of the model ({type(model).__name__}) is trained.",
         setting="model",
@@ -448,12 +455,13 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
     """Reject a tensor parallel size that does not divide the attention heads: vLLM refuses it in each engine."""
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int) and heads % size:
+        divisors = [number for number in range(1, size) if heads % number == 0]
         raise ConfigurationError(
             f"`vllm_tensor_parallel_size` must divide the attention heads of the model, got {size} for {heads} heads.",
             setting="vllm_tensor_parallel_size",
             got=size,
-            expected=[n for n in range(1, size) if heads % n == 0],
-            cure=f"Use one of {[n for n in range(1, size) if heads % n == 0]}, and more engines.",
+            expected=divisors,
+            cure=f"Use one of {divisors}, and more engines.",
         )
 
 
@@ -503,9 +511,7 @@ def check_adapters(model: str | PreTrainedModel, peft_config: Any) -> None:
 
 def check_dora(model: str | PreTrainedModel, args: TrainingArguments, peft_config: Any) -> None:
     """Reject DoRA under ZeRO-3: PEFT 0.21 reads weights outside of their layer's forward, where they are sharded."""
-    configs = adapters_of(model, peft_config)
-    plugin = getattr(args, "deepspeed_plugin", None)
-    if plugin is not None and plugin.zero_stage == 3 and any(getattr(one, "use_dora", False) for one in configs):
+    if zero_stage(args) == 3 and any(getattr(one, "use_dora", False) for one in adapters_of(model, peft_config)):
         raise ConfigurationError(
             "PEFT's DoRA cannot be trained under ZeRO-3 (`IndexError: tuple index out of range` in its forward).",
             setting="peft_config",

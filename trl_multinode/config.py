@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 else:
     _Arguments = object  # at run time, a TRL config follows the mixin in the list of bases
 
+BY_GROUPS = "only GRPO's rollouts are made group by group. Leave it out, or use GRPO."
 GRPO_ONLY = {
     "max_staleness": "only GRPO corrects for completions that older weights made. Leave it out, or use GRPO.",
     "micro_batch_tokens": "only GRPO's micro-batches can be regrouped. Leave it out, or use GRPO.",
     "rehearse_longest": "only GRPO's batches can be made up. Leave it out, or use GRPO.",
-    "score_groups": "only GRPO's rollouts are made group by group. Leave it out, or use GRPO.",
-    "dynamic_sampling": "only GRPO's rollouts are made group by group. Leave it out, or use GRPO.",
+    "score_groups": BY_GROUPS,
+    "dynamic_sampling": BY_GROUPS,
 }
 NO_LOGPROBS = {
     "logprob_divergence_limit": "this trainer never scores what it sampled, so there is nothing to compare. Leave it "
@@ -69,26 +70,27 @@ class NodeFields(Settings, _Arguments):
         try:
             super().__post_init__()
         except ValueError as error:
-            if "divisible by num_generations" in str(error):
-                raise ConfigurationError(
-                    str(error),
-                    setting="num_generations",
-                    got=self.num_generations,
-                    cure=self._batches_that_work(),
-                ) from error
-            raise
+            if "divisible by num_generations" not in str(error):
+                raise
+            raise ConfigurationError(
+                str(error),
+                setting="num_generations",
+                got=self.num_generations,
+                cure=self._batches_that_work(),
+            ) from error
         check_settings(self)
 
     def _correct_per_token(self) -> None:
         """Replace TRL's default correction where completions stay in flight: it is per sequence, and a completion with
         many tokens of older weights would be dropped. Only these tokens are to be corrected."""
-        changed = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
-        mode = next(iter(changed))
-        if self.max_staleness < 2 or not hasattr(self, mode) or getattr(self, mode) != trls_default(type(self), mode):
+        if self.max_staleness < 2 or not self._has_trls_default("vllm_importance_sampling_mode"):
             return
-        for name, value in changed.items():
-            if getattr(self, name) == trls_default(type(self), name):
-                setattr(self, name, value)
+        self.vllm_importance_sampling_mode = "token_truncate"
+        if self._has_trls_default("vllm_importance_sampling_clip_max"):
+            self.vllm_importance_sampling_clip_max = 2.0
+
+    def _has_trls_default(self, name: str) -> bool:
+        return hasattr(self, name) and getattr(self, name) == trls_default(type(self), name)
 
     def _batches_that_work(self) -> str:
         """List batch sizes that hold whole groups; with 7 ranks per node there are few."""

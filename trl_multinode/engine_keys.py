@@ -127,6 +127,7 @@ def fields_in_vllm(file: str, *kinds: str) -> frozenset[str]:
         return frozenset()
     source = Path(package.origin).parent / file
     tree = ast.parse(source.read_text() if source.is_file() else "")
-    lines = [line for one in tree.body if isinstance(one, ast.ClassDef) and one.name in kinds for line in one.body]
-    names = [line.target.id for line in lines if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in kinds]
+    annotated = [line for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
+    names = [line.target.id for line in annotated if isinstance(line.target, ast.Name)]
     return frozenset(name for name in names if not name.startswith("_"))

@@ -1,6 +1,6 @@
 """Batches in which some prompts have images and others have none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from datasets import Dataset
 from torch.utils.data import IterableDataset
 
 from .errors import ConfigurationError
+from .node_settings import uses_fsdp, zero_stage
 
 
 def images_of(row: dict) -> list:
@@ -19,9 +20,11 @@ def images_of(row: dict) -> list:
 
 def has_images(row: dict) -> bool:
     """Return whether a dataset row has images, in a column or in the messages of its prompt."""
+    if images_of(row):
+        return True
     messages = row["prompt"] if isinstance(row.get("prompt"), list) else []
     contents = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-    return bool(images_of(row)) or any(part.get("type") == "image" for content in contents for part in content)
+    return any(part.get("type") == "image" for content in contents for part in content)
 
 
 def image_flags(dataset: Any) -> Iterator[bool]:
@@ -29,15 +32,27 @@ def image_flags(dataset: Any) -> Iterator[bool]:
     if not isinstance(dataset, Dataset):
         yield from (has_images(dataset[index]) for index in range(len(dataset)))
         return
-    columns = [name for name in ("prompt", "image", "images") if name in dataset.column_names]
-    for table in dataset.select_columns(columns).with_format("arrow").iter(1000):
-        found = [False] * table.num_rows
-        if "image" in columns:
-            found = table["image"].is_valid().to_pylist()
-        if "images" in columns:  # of which only the lengths are read, because an encoded image is large
-            found = [bool(count) for count in table["images"].combine_chunks().value_lengths().to_pylist()]
-        prompts = table["prompt"].to_pylist() if "prompt" in columns else [None] * table.num_rows
-        yield from (one or has_images({"prompt": prompt}) for one, prompt in zip(found, prompts, strict=True))
+    columns = {"prompt", "image", "images"}.intersection(dataset.column_names)
+    for table in dataset.select_columns(sorted(columns)).with_format("arrow").iter(1000):
+        yield from _flags_of(table, columns)
+
+
+def _flags_of(table: Any, columns: set[str]) -> Iterator[bool]:
+    found = [False] * table.num_rows
+    if "image" in columns:
+        found = table["image"].is_valid().to_pylist()
+    if "images" in columns:
+        # only their numbers are read, because an encoded image is large
+        counts = table["images"].combine_chunks().value_lengths()
+        found = list(map(bool, counts.to_pylist()))
+    prompts = table["prompt"].to_pylist() if "prompt" in columns else [None] * table.num_rows
+    for flag, prompt in zip(found, prompts, strict=True):
+        yield flag or has_images({"prompt": prompt})
+
+
+def has_index(dataset: Any) -> bool:
+    """Return whether a dataset gives a row by its index; a stream does not."""
+    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
 
 
 def may_have_images(dataset: Any, is_vlm: bool) -> bool:
@@ -47,9 +62,10 @@ def may_have_images(dataset: Any, is_vlm: bool) -> bool:
     """
     if {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
         return True
-    if not is_vlm or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not len(dataset):
+    if not is_vlm or not has_index(dataset) or not len(dataset):
         return False
-    return has_images(dataset[0]) or any(image_flags(dataset))  # the first row has what a transform adds
+    # the first row has what a transform adds
+    return has_images(dataset[0]) or any(image_flags(dataset))
 
 
 def with_lists_of_images(inputs: list[dict]) -> list[dict]:
@@ -69,7 +85,8 @@ def check_images(accelerator: Any, inputs: list[dict]) -> None:
     Raises:
         `ConfigurationError`: on every rank, if only some ranks have images.
     """
-    if not is_sharded(accelerator.state):
+    state = accelerator.state
+    if getattr(state, "fsdp_plugin", None) is None and zero_stage(state) != 3:
         return
     some = torch.tensor([any(map(has_images, inputs))], device=accelerator.device)
     flags = accelerator.gather(some).tolist()
@@ -84,14 +101,6 @@ def check_images(accelerator: Any, inputs: list[dict]) -> None:
         )
 
 
-def shards_weights(args: Any, environ: Mapping[str, str]) -> bool:
+def shards_weights(args: Any) -> bool:
     """Return whether a launch shards the weights, before its accelerator exists."""
-    plugin = getattr(args, "deepspeed_plugin", None)
-    is_fsdp = environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    return is_fsdp or (plugin is not None and plugin.zero_stage == 3)
-
-
-def is_sharded(state: Any) -> bool:
-    """Return whether parameters are sharded: under ZeRO-3 or FSDP."""
-    plugin = getattr(state, "deepspeed_plugin", None)
-    return getattr(state, "fsdp_plugin", None) is not None or (plugin is not None and plugin.zero_stage == 3)
+    return uses_fsdp() or zero_stage(args) == 3

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .call_checks import config_of
+from .call_checks import config_of, name_of
 from .errors import ConfigurationError
 from .host import NodeHost
 from .node_settings import NodeSettings
@@ -145,7 +145,9 @@ def warn_of(host: NodeHost, args: Any) -> None:
     """Warn, on rank 0, of what may differ but rarely should: versions of libraries, fields of the user's own class."""
     facts = host.agreement.facts()
     facts.add_all({f"version of {library}": version for library, version in local_versions().items()})
-    facts.add_all({f"`{one.name}`": getattr(args, one.name) for one in fields(args) if not is_ours(args, one.name)})
+    for one in fields(args):
+        if not is_ours(args, one.name):
+            facts.add(f"`{one.name}`", getattr(args, one.name))
     found = host.agreement.compare(facts)
     if found and host.topology.rank == 0:
         warn(f"the ranks differ in {'; '.join(map(str, found))}. The run goes on.")
@@ -193,8 +195,8 @@ def add_model(facts: Facts, args: Any, call: Mapping[str, Any]) -> None:
     """Add the configs of model and adapter, and the contents of tokenizer and chat template."""
     model = call["model"]
     facts.add("model config", without_copies(config_of(model, args).to_dict()))
-    given = call.get("peft_config") or getattr(model, "peft_config", None)
-    adapters = given if isinstance(given, Mapping) else {"default": given} if given else {}
+    given = call.get("peft_config") or getattr(model, "peft_config", None) or {}
+    adapters = given if isinstance(given, Mapping) else {"default": given}
     for name, adapter in adapters.items():
         facts.add(f"adapter {name}", without_copies(adapter.to_dict()))
     tokenizer = call.get("processing_class")
@@ -246,11 +248,6 @@ def add_functions(facts: Facts, call: Mapping[str, Any]) -> None:
         facts.add(f"`{argument}`", [name_of(one) for one in one_by_one])
 
 
-def name_of(function: Any) -> str:
-    """Return the name of a function, of an object's class, or of a reward model. An object may have its node's URL."""
-    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
-
-
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
@@ -276,13 +273,15 @@ def check_rows(host: NodeHost, args: Any, call: Mapping[str, Any]) -> None:
     datasets = {f"`{name}`": dataset for name, dataset in named_datasets(call)}
     facts.add_all({name: getattr(dataset, "_fingerprint", None) for name, dataset in datasets.items()})
     differing = {one.name for one in host.agreement.compare(facts)}
+    # a list has no fingerprint
+    compared = [name for name, dataset in datasets.items() if name in differing or isinstance(dataset, list)]
+    if not compared:
+        return
     rows = host.agreement.facts()
-    for name, dataset in datasets.items():
-        # a list has no fingerprint
-        if name in differing or isinstance(dataset, list):
-            rows.add_all({f"row {row} of {name}": text for row, text in stored_rows(dataset, args.seed)})
-    if differing or any(isinstance(dataset, list) for dataset in datasets.values()):
-        refuse(host.agreement.compare(rows))
+    for name in compared:
+        for row, text in stored_rows(datasets[name], args.seed):
+            rows.add(f"row {row} of {name}", text)
+    refuse(host.agreement.compare(rows))
 
 
 def stored_rows(dataset: Any, seed: int) -> Iterator[tuple[int, str]]:
@@ -290,9 +289,12 @@ def stored_rows(dataset: Any, seed: int) -> Iterator[tuple[int, str]]:
     count = len(dataset)
     drawn = random.Random(seed).sample(range(count), min(count, ROWS))
     numbers = sorted({*drawn[: ROWS - 2], 0, count - 1}) if count else []
-    stored = dataset.with_format("arrow") if hasattr(dataset, "with_format") else dataset
-    rows = stored[numbers].to_pylist() if stored is not dataset else [dataset[number] for number in numbers]
-    return zip(numbers, (text_of(without_paths(row)) for row in rows), strict=True)
+    if hasattr(dataset, "with_format"):
+        rows = dataset.with_format("arrow")[numbers].to_pylist()
+    else:
+        rows = [dataset[number] for number in numbers]
+    for number, row in zip(numbers, rows, strict=True):
+        yield number, text_of(without_paths(row))
 
 
 def without_paths(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """`NodeSettings`: the settings of node mode as the library reads them, and all checks that need only a config."""
 
 import json
+import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -87,6 +88,17 @@ def _parsed(text: str) -> dict[str, Any]:
 def is_node_mode(args: Any) -> bool:
     """Return whether a config selects node mode, in which this library runs the engines."""
     return args.use_vllm and args.vllm_mode == "node"
+
+
+def uses_fsdp() -> bool:
+    """Return whether a launch shards by FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+
+
+def zero_stage(args: Any) -> int:
+    """Return the ZeRO stage in a config, or in an accelerator's state; 0 without DeepSpeed."""
+    plugin = getattr(args, "deepspeed_plugin", None)
+    return 0 if plugin is None else plugin.zero_stage
 
 
 def ignored_settings(args: Any) -> list[str]:
@@ -215,11 +227,11 @@ def _check_scoring(args: Any, settings: NodeSettings) -> None:
         setting = f"score_groups={settings.score_groups}"
         _check_node_mode(args, setting)
         _check_whole_groups(args, setting)
-    elif value := settings.score_with_batch:
+    elif settings.score_with_batch:
         raise ConfigurationError(
-            f"`score_with_batch` needs `score_groups`, got {value}.",
+            f"`score_with_batch` needs `score_groups`, got {settings.score_with_batch}.",
             setting="score_with_batch",
-            got=value,
+            got=settings.score_with_batch,
             cure="Set that, or leave it out.",
         )
 
@@ -243,15 +255,14 @@ def _check_dynamic_sampling(args: Any, settings: NodeSettings) -> None:
             "`dynamic_sampling` needs `score_groups`, got None: whether a group is used depends on its "
             "rewards, which TRL computes once the round is chosen.",
             setting="score_groups",
-            got=None,
             cure="Set `score_groups=0`, or a number of processes for them.",
         )
-    if later := list(getattr(args, "score_with_batch", None) or ()):
+    if settings.score_with_batch:
         raise ConfigurationError(
-            f"`dynamic_sampling` needs all rewards of a group before its round is chosen, got {later} in "
-            "`score_with_batch`, which TRL calls with the whole batch.",
+            "`dynamic_sampling` needs all rewards of a group before its round is chosen, got "
+            f"{settings.score_with_batch} in `score_with_batch`, which TRL calls with the whole batch.",
             setting="score_with_batch",
-            got=later,
+            got=settings.score_with_batch,
             cure="Leave them out, or `dynamic_sampling`.",
         )
 
@@ -281,7 +292,6 @@ def _check_length(args: Any, settings: NodeSettings) -> None:
         raise ConfigurationError(
             "`loss_type='dr_grpo'` divides the loss by `max_completion_length`, got None.",
             setting="max_completion_length",
-            got=None,
             cure="Give a number.",
         )
     if cap is not None and cap < (longest or 0) + 1:

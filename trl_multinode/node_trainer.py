@@ -30,11 +30,10 @@ from .rollouts.one_prompt import check_one_prompt
 from .rollouts.rewards import RewardCalls
 from .rollouts.staleness import StalenessMeter
 from .rollouts.text_logging import TextLogging
-from .saving.by_time import SaveByTime
+from .saving.callbacks import SaveAtPreemption, SaveByTime
+from .saving.checkpoint_files import newest_whole
 from .saving.checkpoints import CheckpointLog, fast_forward
 from .saving.hub import HubTrainer
-from .saving.newest import newest_whole
-from .saving.preempted import SaveAtPreemption
 from .saving.resume import Resume
 
 
@@ -95,7 +94,8 @@ class NodeTrainer(HubTrainer):
             self._check_call(self.host, settings, call)
             if self.host.topology.rank == 0:
                 report_start(settings, self.host)
-            with self._replacing(self.host):
+            build = partial(self._build_generation, self.host)
+            with replaced(self._builds_in or self._code(), "VLLMGeneration", build):
                 super().__init__(**call)
             self._wire(self.host)
 
@@ -112,12 +112,6 @@ class NodeTrainer(HubTrainer):
     def _default_args(self, model: Any) -> Any:
         name = model if isinstance(model, str) else model.config._name_or_path or type(model).__name__
         return self._config(f"{name.split('/')[-1]}-{self._name}")
-
-    @contextmanager
-    def _replacing(self, host: NodeHost) -> Iterator[None]:
-        """Replace TRL's `VLLMGeneration` with [`NodeGeneration`] while TRL's `__init__` runs."""
-        with replaced(self._builds_in or self._code(), "VLLMGeneration", partial(self._build_generation, host)):
-            yield
 
     @staticmethod
     def _build_generation(host: NodeHost, *, mode: str, **keywords: Any) -> NodeGeneration:
@@ -301,10 +295,6 @@ class NodeTrainer(HubTrainer):
         saving = self.host.phases("checkpoint")
         with self._resume.rotating(), self._pushing_afterwards(), saving, self._resume.saving():
             super()._save_checkpoint(model, trial)
-
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        with self._resume.showing_limit() if self.host is not None else nullcontext():
-            super()._save(*args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         with self._resume.rotating_at_end() if self.host is not None else nullcontext():

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from .errors import ConfigurationError
 
@@ -38,9 +38,11 @@ class Number:
         return isfinite(value) and not is_low and value <= self.most
 
     def __str__(self) -> str:
-        least = f"above {self.above:g}" if self.above is not None else f"at least {self.least:g}"
-        most = f"{self.most:g}".replace("e+0", "e").replace("e+", "e")
-        return f"{least}{f' and at most {most}' if self.most != MOST else ''} {self.unit}".rstrip()
+        words = f"above {self.above:g}" if self.above is not None else f"at least {self.least:g}"
+        if self.most != MOST:
+            most = f"{self.most:g}".replace("e+0", "e").replace("e+", "e")
+            words += f" and at most {most}"
+        return f"{words} {self.unit}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,41 @@ class OneOf:
 
     values: tuple[str, ...]
 
+    def contains(self, value: str) -> bool:
+        """Return whether a value is one of the choices."""
+        return value in self.values
+
+    def __str__(self) -> str:
+        return ", ".join(f'`"{value}"`' for value in self.values)
+
 
 @dataclass(frozen=True)
 class DefaultIs:
     """Meaning of the default `None`."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Annotation of a setting, in parts."""
+
+    kinds: tuple[Any, ...]  # alternatives, `None` among them
+    limit: Number | OneOf | None
+    default: str  # meaning of `None`
+
+    @classmethod
+    def of(cls, hint: Any) -> "Rule":
+        """Read an annotation, with or without notes."""
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        kinds = get_args(kind) if get_origin(kind) is types.UnionType else (kind,)
+        limit, default = None, "none"
+        for note in notes:
+            if isinstance(note, DefaultIs):
+                default = note.text
+            else:
+                limit = note
+        return cls(kinds, limit, default)
 
 
 SECONDS = Number("s", above=0, most=1e7)
@@ -306,22 +337,25 @@ def check_value(name: str, value: Any, hint: Any) -> None:
     Raises:
         `ConfigurationError`: if it has another type, or is not in the range.
     """
-    kind, notes = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
-    if not any(_is_of(value, one) for one in _alternatives(kind)):
-        expected = " or ".join(_name(one) for one in _alternatives(kind))
-        raise _refusal(name, value, expected, f" ({type(value).__name__})")
+    rule = Rule.of(hint)
+    if not any(_is_of(value, kind) for kind in rule.kinds):
+        raise _refusal(name, value, " or ".join(map(_name, rule.kinds)), f" ({type(value).__name__})")
     if value is None:
         return
-    for note in notes:
-        if isinstance(note, OneOf) and value not in note.values:
-            raise _refusal(name, value, f"one of {note.values}")
-        if isinstance(note, Number):
-            for one in value if isinstance(value, list | tuple) else [value]:
-                if not note.contains(one):
-                    why = f": {GREEDY}" if name.startswith("`temperature`") and one == 0 else ""
-                    raise _refusal(name, one, str(note), why)
-    if isinstance(value, list | tuple) and (not value or len(set(value)) < len(value)):
+    is_list = isinstance(value, list | tuple)
+    if rule.limit is not None:
+        for one in value if is_list else [value]:
+            _check_limit(name, one, rule.limit)
+    if is_list and (not value or len(set(value)) < len(value)):
         raise _refusal(name, value, "a list that names one at least, and each once")
+
+
+def _check_limit(name: str, value: Any, limit: Number | OneOf) -> None:
+    if limit.contains(value):
+        return
+    expected = f"one of {limit}" if isinstance(limit, OneOf) else str(limit)
+    is_greedy = name.startswith("`temperature`") and value == 0
+    raise _refusal(name, value, expected, f": {GREEDY}" if is_greedy else "")
 
 
 def _refusal(name: str, got: Any, expected: str, why: str = "") -> ConfigurationError:
@@ -329,10 +363,6 @@ def _refusal(name: str, got: Any, expected: str, why: str = "") -> Configuration
     return ConfigurationError(
         f"{name} must be {expected}, got {got!r}{why}.", setting=name.split("`")[1], got=got, expected=expected
     )
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -350,10 +380,14 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _name(kind: Any) -> str:
-    if kind is type(None):
-        return "None"
-    names = {bool: "True or False", int: "an integer", float: "a number", str: "a text"}
-    return names.get(kind) or f"a {str(kind).replace('typing.', '')}"
+    """Return a type as an error names it."""
+    names = {type(None): "None", bool: "True or False", int: "an integer", float: "a number", str: "a text"}
+    return names.get(kind) or f"a {_written(kind)}"
+
+
+def _written(kind: Any) -> str:
+    """Return a type as an annotation is written, such as `list[int]`."""
+    return str(kind).replace("typing.", "") if get_args(kind) else kind.__name__
 
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
@@ -378,18 +412,11 @@ class Described:
 def _described() -> Iterator[Described]:
     hints = get_type_hints(Settings, include_extras=True)
     for one in fields(Settings):
-        hint = hints[one.name]
-        kind, notes = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
-        names = [each for each in _alternatives(kind) if each is not type(None)]
-        plain = " or ".join(
-            each.__name__ if isinstance(each, type) and not get_args(each) else str(each) for each in names
-        )
-        meaning = next((note.text for note in notes if isinstance(note, DefaultIs)), "none")
-        default = meaning if one.default is None else f"`{one.default!r}`".replace("'", '"')
-        number = next((note for note in notes if isinstance(note, Number)), None)
-        choices = [", ".join(f'`"{value}"`' for value in note.values) for note in notes if isinstance(note, OneOf)]
-        limits = str(number) if number is not None else choices[0] if choices else ""
-        yield Described(one.name, plain, default, limits, one.metadata["help"])
+        rule = Rule.of(hints[one.name])
+        kind = " or ".join(_written(each) for each in rule.kinds if each is not type(None))
+        default = rule.default if one.default is None else f"`{one.default!r}`".replace("'", '"')
+        limits = "" if rule.limit is None else str(rule.limit)
+        yield Described(one.name, kind, default, limits, one.metadata["help"])
 
 
 def docstring() -> str:

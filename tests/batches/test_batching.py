@@ -86,7 +86,7 @@ def test_worth(ranks, rows, share, lock_step):
         found = plan_micro_steps(lengths, ranks, CAP, LINEAR)
         assert lengths.sum() / found.slots().sum() > share
         assert lengths.sum() / (ranks * found.slots().max(axis=0).sum()) > 0.85
-        assert found.lock_step_efficiency() > lock_step and found.mean_rows >= 4
+        assert found.lock_step_efficiency() > lock_step and lengths.size / (ranks * found.micro_steps) >= 4
 
 
 @pytest.mark.nightly  # the plans' worth and cost

@@ -6,10 +6,10 @@ from refusals import refused
 from replays import PROMPTS, logged, make, on_ranks
 
 from trl_multinode import GRPOConfig
-from trl_multinode.batches import microbatches
+from trl_multinode.batches import shares
 from trl_multinode.batches.batching import plan_micro_steps
 from trl_multinode.batches.layouts import join_rows
-from trl_multinode.batches.microbatches import Balance
+from trl_multinode.batches.shares import RowDealer
 
 CAP = 200  # the longest row has 84 tokens, TRL's micro-batch of 4 rows up to 336 slots
 EVERYTHING = {"engine": "token_truncate", "beta": 0.05, "num_iterations": 2, "max_steps": 2}
@@ -83,14 +83,14 @@ def test_a_micro_batch_of_truncated_rows_has_two_columns_and_rows_have_the_same_
 def compare_between_nodes(folder, rank: int, settings) -> dict:
     """Compares, and notes the ranks that held the rows which this rank trained."""
     owners: set[int] = set()
-    share = Balance._share
+    share = RowDealer.share
 
     def spy(self, inputs):
         result = share(self, inputs)
         owners.update(int(result.owners[number]) for rows in result.steps for number in rows)
         return result
 
-    Balance._share = spy
+    RowDealer.share = spy
     return compare(folder, settings) | {"owners": sorted(owners)}
 
 
@@ -116,7 +116,7 @@ def test_rows_are_dealt_to_all_nodes_and_the_gradient_is_trls(tmp_path):
             pools.append(found.order.shape[1])
             return found
 
-        microbatches.plan_micro_steps = plan
+        shares.plan_micro_steps = plan
         return [compare_between_nodes(tmp_path, rank, settings) | {"pools": pools.copy()}
                 for settings in (blocks, blocks | one_row)]  # fmt: skip
 

@@ -20,7 +20,7 @@ from waiting import HANG_S, until
 from multinode_kit.faults import HOOK, TREE
 from multinode_kit.namespaces import namespaces_available
 from multinode_kit.nodes import Nodes
-from trl_multinode.saving.newest import newest_whole
+from trl_multinode.saving.checkpoint_files import newest_whole
 from trl_multinode.wire.supervisor import descendants, title_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "endless.py"

@@ -26,7 +26,7 @@ from trl_multinode.run import disk
 from trl_multinode.run import store as run_store
 from trl_multinode.run.disk import as_disk_error, written_folders
 from trl_multinode.run.endings.exit_codes import DISK, code_of
-from trl_multinode.saving.newest import newest_whole
+from trl_multinode.saving.checkpoint_files import newest_whole
 
 SCRIPT = Path(__file__).parent.parent / "e2e" / "scripts" / "continued.py"
 BIG = torch.zeros(2**20)

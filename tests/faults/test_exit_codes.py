@@ -21,7 +21,7 @@ from trl_multinode.run.endings.error_text import described
 from trl_multinode.run.endings.fatal import Fatal
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
-from trl_multinode.saving.newest import newest_whole
+from trl_multinode.saving.checkpoint_files import newest_whole
 
 
 def raised_in(*modules: str, error: BaseException | None = None, functions: tuple[str, ...] = ()) -> BaseException:
@@ -100,7 +100,7 @@ def test_row_ending_files_of_local_main_processes(tmp_path, monkeypatch):
     whole = tmp_path / "checkpoint-4"
     for name in ("checkpoint-4", "checkpoint-20", "checkpoint-best"):
         (tmp_path / name).mkdir()
-    (whole / "trainer_state.json").write_text("{}")
+    (whole / "trainer_state.json").write_text('{"epoch": 0}')
     for topology in (node(1, 1), node(1)):
         ending = Ending(topology)
         folder.mkdir(exist_ok=True)

@@ -34,9 +34,8 @@ from trl_multinode.run.watch import early
 from trl_multinode.run.watch import watch_thread as watch_module
 from trl_multinode.run.watch.signals import Preempted, StopSignals, noop_handler
 from trl_multinode.run.watch.watchdog import Watchdog
-from trl_multinode.saving.checkpoint_files import MARKERS
-from trl_multinode.saving.newest import newest_whole
-from trl_multinode.saving.preempted import SaveAtPreemption
+from trl_multinode.saving.callbacks import SaveAtPreemption
+from trl_multinode.saving.checkpoint_files import MARKERS, newest_whole
 from trl_multinode.wire.stop_signals import (
     END_ENGINE,
     OF_LAUNCHERS,
@@ -375,7 +374,7 @@ def test_row_15_the_newest_whole_checkpoint_is_found(tmp_path):
     assert newest_whole(tmp_path) is None
     for step in (2, 10, 9, 11):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}" if step != 9 else "{")
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"epoch": 0}' if step != 9 else "{")
     (tmp_path / MARKERS).mkdir(parents=True)
     (tmp_path / MARKERS / "checkpoint-11.rank3").touch()
     assert newest_whole(tmp_path) == tmp_path / "checkpoint-10"

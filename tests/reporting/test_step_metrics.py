@@ -19,7 +19,7 @@ from trl_multinode.reporting.lines import node_table, rendered, step_line
 from trl_multinode.reporting.metrics import NUM_NUMBERS, RankNumbers, RunShape, StepSums, step_metrics
 from trl_multinode.reporting.steps import StepReport, count_tokens, gpu_memory
 from trl_multinode.rollouts.staleness import RoundSums, StalenessMeter, summarize_rounds
-from trl_multinode.run.phases import Phases
+from trl_multinode.run.phases import PHASES, Phases
 from trl_multinode.weights.timings import STAGES, SyncTimings, sync_metrics
 
 ROUNDS = RoundSums(*[1.0] * len(astuple(RoundSums())))
@@ -28,7 +28,7 @@ ROUNDS = RoundSums(*[1.0] * len(astuple(RoundSums())))
 def rank(phases=(1.0, 20.0, 0.5, 15.0, 4.0), **step) -> RankNumbers:
     values = {"wall_s": 80.0, "tokens": 1000.0, "squares": 1e5, "trained_tokens": 600.0, "gpu_gib": 60.0,
               "gpu_share": 0.8, "host_gib": 10.0} | step  # fmt: skip
-    return RankNumbers(list(phases), [0.0] * len(STAGES), ROUNDS, StepSums(**values))
+    return RankNumbers(dict(zip(PHASES, phases, strict=True)), [0.0] * len(STAGES), ROUNDS, StepSums(**values))
 
 
 # ---- seconds and throughput

@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState
 from trl_multinode.run.decision import StepDecision
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
-from trl_multinode.saving.by_time import SaveByTime
+from trl_multinode.saving.callbacks import SaveByTime
 
 MINUTE = 60.0
 ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)

@@ -15,6 +15,7 @@ from trl_multinode.saving.checkpoint_files import (
     check_format,
     epochs_behind,
     has_optimizer,
+    newest_whole,
     read_metadata,
 )
 from trl_multinode.saving.checkpoints import (
@@ -22,7 +23,6 @@ from trl_multinode.saving.checkpoints import (
     fast_forward,
     micro_steps_done,
 )
-from trl_multinode.saving.newest import newest_whole
 from trl_multinode.saving.saved_rollouts import (
     load_rollouts,
     pack_block,
@@ -294,7 +294,7 @@ def test_a_checkpoint_names_its_format_and_one_without_is_taken(tmp_path):
         "files": {"trainer_state.json": None},
     }  # fmt: skip
     check_format(folder)
-    (folder / "multinode.json").unlink()  # before format 1, or plain TRL
+    (folder / "multinode.json").unlink()  # plain TRL
     check_format(folder)
 
 

@@ -1,8 +1,10 @@
 """`HubTrainer` on transformers' own Trainer, in one process: what is checked, told and raised where."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -51,7 +53,8 @@ def host() -> SimpleNamespace:
 
 
 def push_checkpoint(trainer: HubTrainer) -> None:
-    trainer._push_from_checkpoint(f"{trainer.args.output_dir}/checkpoint-1")
+    with trainer._pushing_afterwards():
+        trainer._push_from_checkpoint(f"{trainer.args.output_dir}/checkpoint-1")
 
 
 def spoil(folder: str) -> None:
@@ -150,6 +153,7 @@ def test_pushes_that_would_have_no_weights_are_refused_before_the_model(push, st
 
 def test_under_fsdp_a_push_needs_the_whole_state():
     args, fsdp = SimpleNamespace(push_to_hub=True), {"ACCELERATE_USE_FSDP": "true"}
-    with refused("fsdp_state_dict_type", expected="FULL_STATE_DICT"):
-        check_push(args, {"model": "name"}, fsdp)
-    check_push(args, {"model": "name"}, fsdp | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"})
+    with refused("fsdp_state_dict_type", expected="FULL_STATE_DICT"), patch.dict(os.environ, fsdp):
+        check_push(args, {"model": "name"})
+    with patch.dict(os.environ, fsdp | {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}):
+        check_push(args, {"model": "name"})

@@ -12,7 +12,7 @@ from waiting import HANG_S
 from multinode_kit.hub import LoopbackHub
 from trl_multinode.errors import HubPushError, SavedWeightsError
 from trl_multinode.saving import pushing
-from trl_multinode.saving.pushing import CheckedHub, Settings, hide
+from trl_multinode.saving.pushing import CheckedHub, hide
 
 TOKEN = "hf_SecretOfTheTest"
 COMMIT, UPLOAD = "/commit/", "PUT /lfs/"
@@ -37,7 +37,7 @@ def folder(tmp_path):
 def connect(hub: LoopbackHub, folder: Path, **changes) -> CheckedHub:
     settings = {"where": "node 0, rank 0", "output_dir": folder, "must_succeed": False, "token": TOKEN}
     settings |= {"check": lambda folder: None} | changes
-    return CheckedHub(HfApi(endpoint=hub.endpoint), Settings(**settings))
+    return CheckedHub(HfApi(endpoint=hub.endpoint), **settings)
 
 
 def push(checked: CheckedHub, folder: Path, **changes):
@@ -67,7 +67,8 @@ def test_a_push_that_fails_is_told_with_the_command_that_repeats_it(hub, folder,
     fault(hub)
     assert push(connect(hub, folder), folder) is None
     told = capsys.readouterr().out
-    assert f"({pushing.counted(tries)} in" in told and said in told and "node 0, rank 0" in told
+    counted = "1 try" if tries == 1 else f"{tries} tries"
+    assert f"({counted} in" in told and said in told and "node 0, rank 0" in told
     assert told.count("Next try") == tries - 1
     assert told.count("`trainer.push_to_hub()`") == 1
     command = (

@@ -189,7 +189,6 @@ def saved_at(step: int, tmp_path, ahead: bool = True, **fields):
 
 @pytest.mark.parametrize("has_format", [True, False])
 def test_inside_a_block_position_block_and_the_round_ahead_come_back(has_format, tmp_path):
-    """The first version wrote no `multinode.json`; its other files are the same."""
     folder = saved_at(3, tmp_path)
     if not has_format:
         (folder / "multinode.json").unlink()
@@ -339,18 +338,13 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused_with_the_way_out(tmp
         check_zero_ranks(zero_checkpoint(tmp_path, *mine), Accelerator([list(others)]))
 
 
-@pytest.mark.parametrize("from_rollouts", [True, False])
-def test_a_node_that_sees_only_its_own_ranks_knows_the_others(from_rollouts, tmp_path):
-    """From its rollouts or, with `save_only_model`, from the note about the checkpoint."""
-    folder, wide, other = zero_checkpoint(tmp_path, 0), Accelerator(), 2
-    if from_rollouts:
-        save_rollouts(folder, 0, SavedRollouts({}, {"block": [], "layout": [4, 1, 1, 1, 1]}))
-    else:
-        wide.num_processes = other = 4
-        with CheckpointLog(tmp_path, wide).saving(4):
-            pass
+def test_a_node_that_sees_only_its_own_ranks_knows_the_others(tmp_path):
+    folder, wide = zero_checkpoint(tmp_path, 0), Accelerator()
+    wide.num_processes = 4
+    with CheckpointLog(tmp_path, wide).saving(4):
+        pass
     with refused("num_processes", got=2, expected=4):
-        check_zero_ranks(folder, Accelerator([[other, 1]]))
+        check_zero_ranks(folder, Accelerator([[4, 1]]))
 
 
 def test_nodes_that_changed_places_are_told(tmp_path):

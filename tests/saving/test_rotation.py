@@ -223,7 +223,7 @@ def folders_with(tmp_path: Path, times: dict[int, float]) -> Path:
     for step, seconds in times.items():
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        (folder / "trainer_state.json").write_text("{}")
+        (folder / "trainer_state.json").write_text('{"epoch": 0}')
         os.utime(folder, (seconds, seconds))
     return tmp_path
 
@@ -271,7 +271,7 @@ def test_the_old_checkpoint_stays_until_no_rank_marks_the_new_one_as_unfinished(
 
     log = CheckpointLog(folders_with(tmp_path, {1: 10}), Ranks(others=(1,), meet=meet))
     with log.saving(2) as folder:
-        (folder / "trainer_state.json").write_text("{}")
+        (folder / "trainer_state.json").write_text('{"epoch": 0}')
     with pytest.raises(ConnectionError, match="the other rank is gone"):
         log.rotate(2, 1, None, deletes=True)
     assert seen == [(marked, ["checkpoint-1", "checkpoint-2"]) for marked in (True, True, False)]

@@ -59,10 +59,6 @@ class Plan:
         return self.order.shape[1] * self.pool_ranks
 
     @property
-    def mean_rows(self) -> float:
-        return len(self.lengths) / (self.ranks * self.micro_steps)
-
-    @property
     def owners(self) -> np.ndarray:
         """Rank that holds each row now, shape `(rows,)`."""
         return np.arange(len(self.lengths)) // (len(self.lengths) // self.ranks)
@@ -70,15 +66,18 @@ class Plan:
     def bins(self, rank: int) -> list[list[int]]:
         """Return the row numbers of each micro-step of a rank."""
         pool, member = divmod(rank, self.pool_ranks)
-        return [self.order[start:end, pool].tolist() for start, end in self.edges[:, member : member + 2]]
+        edges = self.edges[:, member : member + 2]
+        return [self.order[start:end, pool].tolist() for start, end in edges]
 
     def targets(self) -> np.ndarray:
         """Return the rank that runs each row, shape `(rows,)`."""
         members = np.empty(len(self.order), dtype=np.int64)
         for edges in self.edges:
-            members[edges[0] : edges[-1]] = np.repeat(np.arange(self.pool_ranks), np.diff(edges))
+            rows = np.diff(edges)
+            members[edges[0] : edges[-1]] = np.repeat(np.arange(self.pool_ranks), rows)
+        pools = np.arange(self.order.shape[1])
         targets = np.empty_like(self.lengths)
-        targets[self.order] = members[:, None] + np.arange(self.order.shape[1]) * self.pool_ranks
+        targets[self.order] = members[:, None] + pools * self.pool_ranks
         return targets
 
     def slots(self) -> np.ndarray:
@@ -94,13 +93,16 @@ class Plan:
         """Return the rows and the width of every bin. A bin's first row is its longest."""
         pools = self.order.shape[1]
         rows = np.tile(np.diff(self.edges).T, (pools, 1))
-        widths = self.lengths[self.order[self.edges[:, :-1]]]  # (micro_steps, ranks of a pool, pools)
-        return rows, widths.transpose(2, 1, 0).reshape(self.ranks, self.micro_steps)
+        first_rows = self.order[self.edges[:, :-1]]
+        widths = self.lengths[first_rows]  # (micro_steps, ranks of a pool, pools)
+        by_rank = widths.transpose(2, 1, 0)
+        return rows, by_rank.reshape(self.ranks, self.micro_steps)
 
     def lock_step_efficiency(self) -> float:
         """Return the mean cost of a rank divided by the summed cost of each micro-step's most expensive bin."""
         costs = self.costs()
-        return float(costs.sum() / (len(costs) * costs.max(axis=0).sum()))
+        lock_step = len(costs) * costs.max(axis=0).sum()
+        return float(costs.sum() / lock_step)
 
 
 def cost(rows: int | np.ndarray, width: int | np.ndarray, linear: int) -> Any:
@@ -140,8 +142,11 @@ def plan_micro_steps(
     flat = lengths.reshape(-1).astype(np.int64)
     most = max(1, min(across, pool_ranks, pool_rows // rows))
     size = max(size for size in range(1, most + 1) if across % size == 0)
-    order = deal(flat.reshape(ranks // across, -1), across // size)
-    edges = Cuts(flat[order].max(axis=1), size, cap, linear).cheapest(cap * linear // OVERHEAD)
+    parts = flat.reshape(ranks // across, -1)
+    order = deal(parts, across // size)
+    longest = flat[order].max(axis=1)
+    overhead = cap * linear // OVERHEAD
+    edges = Cuts(longest, size, cap, linear).cheapest(overhead)
     return Plan(order, edges, flat, linear)
 
 
@@ -155,11 +160,16 @@ def deal(lengths: np.ndarray, pools: int) -> np.ndarray:
             Pools of each part.
     """
     parts, rows = lengths.shape
-    shorter_by = (lengths.max() - lengths).astype(np.min_scalar_type(lengths.max()))  # 16 bits sort 6 times as fast
-    order = np.argsort(shorter_by, axis=1, kind="stable") + np.arange(parts)[:, None] * rows
-    order = order.reshape(parts, rows // pools, pools)
+    places = rows // pools
+    longest = lengths.max()
+    # numpy sorts 16 bits six times as fast as 64
+    shorter_by = (longest - lengths).astype(np.min_scalar_type(longest))
+    order = np.argsort(shorter_by, axis=1, kind="stable")
+    order += np.arange(parts)[:, None] * rows
+    order = order.reshape(parts, places, pools)
     order[:, 1::2] = order[:, 1::2, ::-1].copy()
-    return np.ascontiguousarray(order.transpose(1, 0, 2).reshape(rows // pools, parts * pools))
+    by_place = order.transpose(1, 0, 2)
+    return np.ascontiguousarray(by_place.reshape(places, parts * pools))
 
 
 class Cuts:
@@ -177,9 +187,12 @@ class Cuts:
     """
 
     def __init__(self, lengths: np.ndarray, ranks: int, cap: int, linear: int):
-        self.ranks, self._cap, self._linear = ranks, cap, linear
+        self._ranks = ranks
+        self._cap = cap
+        self._linear = linear
+        self._lengths = lengths
+        self._units = cost(1, lengths, linear)
         self._fits = cap // lengths  # most rows of a bin that begins at each row
-        self._lengths, self._units = lengths, cost(1, lengths, linear)
         self._edges, self._costs = self._all_steps()
 
     def _all_steps(self) -> tuple[np.ndarray, np.ndarray]:
@@ -189,20 +202,25 @@ class Cuts:
         the next micro-step fewer rows than ranks.
         """
         n, units = len(self._lengths), self._units
-        largest = np.minimum(self._cap * (self._linear + self._lengths), units.sum() // self.ranks + units)
+        full_bin = self._cap * (self._linear + self._lengths)
+        share_of_a_rank = units.sum() // self._ranks + units
+        largest = np.minimum(full_bin, share_of_a_rank)
         budgets = largest[:, None] * np.arange(BUDGETS + 1) // BUDGETS
         position = np.broadcast_to(np.arange(n)[:, None], budgets.shape)
         costs = np.zeros(budgets.shape, dtype=np.int64)
-        for rank in range(self.ranks):
+        for later_ranks in reversed(range(self._ranks)):
             at = np.minimum(position, n - 1)
             unit = units[at]
-            rows = np.minimum(self._fits[at], np.maximum(1, budgets // unit))
-            left = n - position - (self.ranks - rank - 1)  # one row for each later rank
+            rows = np.maximum(1, budgets // unit)
+            rows = np.minimum(self._fits[at], rows)
+            left = n - position - later_ranks  # one row for each later rank
             rows = np.maximum(np.minimum(rows, left), 0)
-            costs = np.maximum(costs, np.where(rows > 0, rows * unit, NEVER))
+            of_bin = np.where(rows > 0, rows * unit, NEVER)
+            costs = np.maximum(costs, of_bin)
             position = position + rows
         left = n - position
-        return position, np.where((left > 0) & (left < self.ranks), NEVER, costs)
+        too_few = (left > 0) & (left < self._ranks)
+        return position, np.where(too_few, NEVER, costs)
 
     def cheapest(self, overhead: int) -> np.ndarray:
         """Return the bin edges of the cheapest micro-steps, the most expensive one first: `(micro_steps, ranks + 1)`.
@@ -212,24 +230,31 @@ class Cuts:
                 Fixed cost of each micro-step.
         """
         fewest = self._count_fewest()
-        most = max(fewest, min(len(self._lengths) // self.ranks, MORE_STEPS * fewest))
+        possible = len(self._lengths) // self._ranks
+        most = max(fewest, min(possible, MORE_STEPS * fewest))
         curve, choice = self._curve(most)
-        counts = np.arange(most + 1)
-        count = fewest + int((curve + overhead * counts)[fewest:].argmin())
+        total = curve + overhead * np.arange(most + 1)
+        count = fewest + int(total[fewest:].argmin())
         found, start = [], 0
         for left in range(count, 0, -1):
             budget = choice[start, left]
-            found.append(self._even(start, int(self._edges[start, budget]), int(self._costs[start, budget])))
-            start = found[-1][-1]
+            end = int(self._edges[start, budget])
+            largest = int(self._costs[start, budget])
+            found.append(self._even(start, end, largest))
+            start = end
         edges = np.array(found)
-        costs = (np.diff(edges) * self._units[edges[:, :-1]]).max(axis=1)
+        of_bins = np.diff(edges) * self._units[edges[:, :-1]]
+        costs = of_bins.max(axis=1)
         return edges[np.argsort(-costs, kind="stable")]
 
     def _count_fewest(self) -> int:
         """Return the fewest micro-steps of any candidate cut: follow all candidates from the first row."""
-        possible, reached, steps = self._costs < NEVER, np.array([0]), 0
+        possible = self._costs < NEVER
+        reached, steps = np.array([0]), 0
         while reached[-1] < len(self._lengths):
-            reached, steps = np.unique(self._edges[reached][possible[reached]]), steps + 1
+            ends = self._edges[reached][possible[reached]]
+            reached = np.unique(ends)
+            steps += 1
         return steps
 
     def _curve(self, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -249,14 +274,18 @@ class Cuts:
 
     def _even(self, start: int, end: int, budget: int) -> list[int]:
         """Return the bin edges of the rows from `start` to `end`, with the smallest budget that fits them all."""
-        fits, units = self._fits[start:end].tolist(), self._units[start:end].tolist()
+        count = end - start
+        fits = self._fits[start:end].tolist()
+        units = self._units[start:end].tolist()
 
         def edges(budget: int) -> list[int]:
             found = [0]
-            for later in range(self.ranks - 1, -1, -1):
+            for later_ranks in reversed(range(self._ranks)):
                 at = found[-1]
-                found.append(at + min(fits[at], max(1, budget // units[at]), end - start - at - later))
+                left = count - at - later_ranks
+                rows = min(fits[at], max(1, budget // units[at]), left)
+                found.append(at + rows)
             return found
 
-        best = bisect_left(range(budget), True, key=lambda some: edges(some)[-1] == end - start)
+        best = bisect_left(range(budget), True, key=lambda some: edges(some)[-1] == count)
         return [start + edge for edge in edges(best)]

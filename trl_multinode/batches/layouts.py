@@ -45,19 +45,20 @@ def cut_rows(inputs: Mapping[str, torch.Tensor], per_token: frozenset[str]) -> l
     """
     sizes = lengths(inputs).tolist()
     width = inputs["prompt_ids"].shape[1]
-    rows: list[Row] = [
-        {"prompt_ids": ids[width - p :]} for ids, (p, _) in zip(inputs["prompt_ids"], sizes, strict=True)
-    ]
+    rows: list[Row] = []
+    for ids, (prompt, _) in zip(inputs["prompt_ids"], sizes, strict=True):
+        rows.append({"prompt_ids": ids[width - prompt :]})
     for name, values in inputs.items():
-        if name == "prompt_ids" or name in MASKS or values is None or values.ndim == 0:
+        is_scalar = values is None or values.ndim == 0
+        if is_scalar or name in ("prompt_ids", *MASKS):
             continue
         if name not in per_token and values[0].numel() != 1:
             raise ValueError(
                 f"`micro_batch_tokens` cannot cut the field {name!r} of shape {tuple(values.shape)} into rows: "
                 f"expected one value per row, or one of {sorted(per_token)}. Unset `micro_batch_tokens`."
             )
-        for row, value, (_, c) in zip(rows, values, sizes, strict=True):
-            row[name] = value[:c] if name in per_token else value
+        for row, value, (_, completion) in zip(rows, values, sizes, strict=True):
+            row[name] = value[:completion] if name in per_token else value
     return rows
 
 
@@ -72,30 +73,38 @@ def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int)
     """
     if different := {name for row in rows for name in row.keys() ^ rows[0].keys()}:
         raise ValueError(f"Rows of a micro-batch differ in {sorted(different)}. Unset `micro_batch_tokens`.")
-    batch = {}
+    prompts = [row["prompt_ids"] for row in rows]
+    batch = {
+        "prompt_ids": pad_sequence(prompts, True, pad_token_id, padding_side="left"),
+        "prompt_mask": pad_sequence(list(map(torch.ones_like, prompts)), True, 0, padding_side="left"),
+    }
     for name in rows[0]:
-        values = [row[name] for row in rows]
         if name == "prompt_ids":
-            batch[name] = pad_sequence(values, True, pad_token_id, padding_side="left")
-            batch["prompt_mask"] = pad_sequence([torch.ones_like(v) for v in values], True, 0, padding_side="left")
-        elif name in per_token:
+            continue
+        values = [row[name] for row in rows]
+        if name in per_token:
             fill = pad_token_id if name == "completion_ids" else PER_TOKEN.get(name, 0)
-            batch[name] = _two_columns(pad_sequence(values, True, fill), fill)
+            batch[name] = _two_columns(values, fill)
         else:
             batch[name] = torch.stack(values)
-    ones = [torch.ones_like(row["completion_ids"]) for row in rows]
-    batch["completion_mask"] = _two_columns(pad_sequence(ones, True, 0), 0)
+    batch["completion_mask"] = _two_columns([torch.ones_like(row["completion_ids"]) for row in rows], 0)
     return batch
 
 
-def _two_columns(values: torch.Tensor, fill: float) -> torch.Tensor:
-    return nn.functional.pad(values, (0, max(0, 2 - values.shape[1])), value=fill)
+def _two_columns(values: list[torch.Tensor], fill: float) -> torch.Tensor:
+    """Pad values on the right, to two columns at least."""
+    padded = pad_sequence(values, True, fill)
+    missing = max(0, 2 - padded.shape[1])
+    return nn.functional.pad(padded, (0, missing), value=fill)
 
 
 def row_to_record(row: Row) -> torch.Tensor:
     """Pack a row into one int32 vector; floats keep their float32 bits."""
-    flat = [value.reshape(-1) for value in row.values()]
-    return torch.cat([v.float().view(torch.int32) if v.is_floating_point() else v.to(torch.int32) for v in flat])
+    parts = []
+    for value in row.values():
+        flat = value.reshape(-1)
+        parts.append(flat.float().view(torch.int32) if flat.is_floating_point() else flat.to(torch.int32))
+    return torch.cat(parts)
 
 
 def record_to_row(record: torch.Tensor, like: Row, sizes: Sequence[int], per_token: frozenset[str]) -> Row:
@@ -114,11 +123,16 @@ def record_to_row(record: torch.Tensor, like: Row, sizes: Sequence[int], per_tok
     prompt, completion = sizes
     row, start = {}, 0
     for name, example in like.items():
-        size = prompt if name == "prompt_ids" else completion if name in per_token else example.numel()
-        part = record[start : start + size]
-        part = part.view(torch.float32) if example.is_floating_point() else part
-        row[name] = part.to(example.dtype).reshape(-1 if name == "prompt_ids" or name in per_token else example.shape)
-        start += size
+        shape = example.shape
+        if name == "prompt_ids":
+            shape = torch.Size([prompt])
+        elif name in per_token:
+            shape = torch.Size([completion])
+        part = record[start : start + shape.numel()]
+        if example.is_floating_point():
+            part = part.view(torch.float32)
+        row[name] = part.to(example.dtype).reshape(shape)
+        start += shape.numel()
     return row
 
 
@@ -137,11 +151,15 @@ class Compact:
     def __init__(self, attention_mask: torch.Tensor, logits_to_keep: int, multiple: int):
         self._prompts = attention_mask[:, :-logits_to_keep].sum(1)
         ends = attention_mask.sum(1)
-        width = -(-max(int(ends.max()), 2) // multiple) * multiple
+        longest = max(int(ends.max()), 2)
+        width = -(-longest // multiple) * multiple
         columns = torch.arange(width, device=attention_mask.device)
-        self._source = (columns + attention_mask.argmax(1)[:, None]).clamp(max=attention_mask.shape[1] - 1)
+        starts = attention_mask.argmax(1)
+        source = columns + starts[:, None]
+        self._source = source.clamp(max=attention_mask.shape[1] - 1)
         self.attention_mask = (columns < ends[:, None]).to(attention_mask.dtype)
-        self.logits_to_keep = max(1, width - max(1, int(self._prompts.min())))
+        shortest_prompt = max(1, int(self._prompts.min()))
+        self.logits_to_keep = max(1, width - shortest_prompt)
         self._first = width - self.logits_to_keep  # column of the first kept logit
         self._columns = torch.arange(logits_to_keep, device=attention_mask.device)
         self._real = self._columns < (ends - self._prompts)[:, None]
@@ -156,11 +174,14 @@ class Compact:
         TRL masks the columns before the first kept logit, that is up to the end of the shortest prompt. On GPUs its
         head computes the vocabulary for each label that is left.
         """
-        return labels.masked_fill(torch.arange(labels.shape[1], device=labels.device) < self._prompts[:, None], -100)
+        columns = torch.arange(labels.shape[1], device=labels.device)
+        return labels.masked_fill(columns < self._prompts[:, None], -100)
 
     def restore(self, values: torch.Tensor | None) -> torch.Tensor | None:
         """Move values from `(rows, self.logits_to_keep)` to `(rows, completion)`; zero after the end, as in TRL."""
         if values is None:
             return None
-        index = (self._prompts - self._first)[:, None] + self._columns
-        return values.gather(1, index.clamp(0, values.shape[1] - 1)).masked_fill(~self._real, 0.0)
+        first = self._prompts - self._first
+        index = first[:, None] + self._columns
+        index = index.clamp(0, values.shape[1] - 1)
+        return values.gather(1, index).masked_fill(~self._real, 0.0)

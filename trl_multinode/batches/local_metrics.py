@@ -8,6 +8,8 @@ maximum over all its rows, as TRL logs them for a step of a single micro-batch.
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from trl import GRPOTrainer
@@ -51,12 +53,16 @@ class LocalMetrics:
         if not self._values:
             return
         names = sorted(self._values)
-        device = trainer.accelerator.device
-        mine = torch.stack([_combine(name, torch.stack(self._values[name]).to(device)) for name in names])
-        every = trainer.accelerator.gather(mine.unsqueeze(0))
+        mine = []
+        for name in names:
+            pairs = torch.stack(self._values[name]).to(trainer.accelerator.device)
+            mine.append(_combine(name, pairs))
+        every = trainer.accelerator.gather(torch.stack(mine).unsqueeze(0))
         for index, name in enumerate(names):
-            first, count = _combine(name, every[:, index]).tolist()
-            trainer._metrics["train"][name].append(first if name.endswith(EXTREMES) else first / max(count, 1.0))
+            value, count = _combine(name, every[:, index]).tolist()
+            if not name.endswith(EXTREMES):
+                value /= max(count, 1.0)
+            trainer._metrics["train"][name].append(value)
         self._values.clear()
 
 
@@ -76,13 +82,5 @@ class _Lists(dict):
         super().__init__()
         self._append = append
 
-    def __missing__(self, name: str) -> "_List":
-        return _List(name, self._append)
-
-
-class _List:
-    def __init__(self, name: str, append: Callable[[str, float], None]):
-        self._name, self._append = name, append
-
-    def append(self, value: float) -> None:
-        self._append(self._name, value)
+    def __missing__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(append=partial(self._append, name))

@@ -16,21 +16,17 @@ import torch
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from ..errors import ConfigurationError
 from ..node_settings import NodeSettings
 from ..run.reporter import report
-from ..run.topology import Topology
-from .batching import Plan, plan_micro_steps
-from .layouts import PER_TOKEN, Compact, Row, cut_rows, join_rows, lengths, record_to_row, row_to_record
+from .layouts import Compact, Row, join_rows
 from .local_metrics import LocalMetrics
 from .own_loss import reason_of_loss
-from .row_exchange import RowExchange
+from .shares import RowDealer, Share, Tensors
 
 MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # the loss of a micro-batch is a mean over its rows
 SUM_OVER_TOKENS = ("dapo", "cispo", "vespo")  # the loss is a sum, divided by the tokens of the generation block
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
-Tensors = dict[str, torch.Tensor]
 Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # log-probs, entropies, auxiliary loss
 
 
@@ -185,7 +181,7 @@ def _call_with_labels(
 
 
 class Balance:
-    """Owner of this rank's rows during an optimizer step: it plans, moves and runs them.
+    """Owner of this rank's rows during an optimizer step: it collects and runs them.
 
     Args:
         trainer ([`BalancedGRPOTrainer`]):
@@ -194,31 +190,17 @@ class Balance:
     """
 
     def __init__(self, trainer: BalancedGRPOTrainer):
-        settings = NodeSettings.of(trainer.args)
-        assert settings.micro_batch_tokens is not None
-        self._trainer, self._args, self._cap = trainer, trainer.args, settings.micro_batch_tokens
-        self._topology = Topology.from_environment()
-        self._exchange = RowExchange(self._topology, settings.balance_across, trainer.accelerator.device)
-        self._linear = 6 * trainer.model.config.get_text_config().hidden_size
-        self._multiple = trainer.pad_to_multiple_of or 1
-        per_sequence = trainer.vllm_importance_sampling_mode.startswith("sequence_")
-        self._per_token = frozenset(PER_TOKEN) - ({"importance_sampling_ratio"} if per_sequence else set())
-        self.slices: list[Tensors] = []  # slices of this optimizer step; TRL may use these objects again
-        self.metrics = LocalMetrics()
+        self._trainer = trainer
+        self.dealer = RowDealer(trainer)
         self.inside = False  # true during a micro-step
         self._slice_rows = 0
-        self._planned_lengths = np.empty(0)  # of `_last_plan`
-        self._moved_bytes, self._crossed_bytes = 0, 0  # sums over all ranks; the second between nodes only
+        self.reset()
 
     def reset(self) -> None:
         """Drop the slices and metrics of an optimizer step that did not end."""
-        self.slices, self.metrics = [], LocalMetrics()
-        self._moved_bytes, self._crossed_bytes = 0, 0
-
-    @property
-    def across(self) -> int:
-        """Number of ranks between which rows move."""
-        return self._exchange.across
+        self.slices: list[Tensors] = []  # slices of this optimizer step; TRL may use these objects again
+        self.metrics = LocalMetrics()
+        self.dealer.take_moved()
 
     @contextlib.contextmanager
     def rehearsing(self, rows: int) -> Iterator[None]:
@@ -239,9 +221,9 @@ class Balance:
         """Run all micro-steps of an optimizer step; return this rank's loss, scaled like the sum over TRL's calls."""
         slices, self.slices = self.slices, []
         self._slice_rows = len(slices[0]["prompt_ids"])
-        shares = [self._share(block) for block in self._blocks(slices)]
+        shares = [self.dealer.share(block) for block in self._blocks(slices)]
         batches = [(share.scalars, rows) for share in shares for rows in share.steps]
-        loss = torch.zeros((), device=self._args.device)
+        loss = torch.zeros((), device=self._trainer.args.device)
         start, self.inside = time.perf_counter(), True
         try:
             for index, (scalars, rows) in enumerate(batches):
@@ -283,110 +265,44 @@ class Balance:
         keep: int,
     ) -> torch.Tensor:
         """Return the completions' per-token log-probs, shape `(rows, keep)`, equal to those of TRL's fixed chunks."""
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        columns = (slice(None, -keep), slice(-keep, None))
-        values = [tensor[:, part] for part in columns for tensor in (input_ids, mask)]
-        share = self._share([dict(zip(names, values, strict=True))])
+        rows_of_trl = {
+            "prompt_ids": input_ids[:, :-keep],
+            "prompt_mask": mask[:, :-keep],
+            "completion_ids": input_ids[:, -keep:],
+            "completion_mask": mask[:, -keep:],
+        }
+        share = self.dealer.share([rows_of_trl])
         found: dict[int, torch.Tensor] = {}
         for rows in share.steps:
             batch = self._join(rows)
-            ids, masks = (torch.cat([batch[f"prompt_{x}"], batch[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            masks = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
             logps = compact(ids, masks, batch["completion_ids"].shape[1])[0]
-            found |= {n: row[: share.sizes[n, 1]] for n, row in zip(rows, logps, strict=True)}
-        guests = [number for number in found if share.owners[number] != self._exchange.rank]
-        records = {number: row_to_record({"logps": found[number]}) for number in guests}
-        back = self._exchange.move(records, share.sizes[:, 1], share.targets, share.owners)
-        self._count(share.sizes[:, 1], share)
+            for number, row in zip(rows, logps, strict=True):
+                found[number] = row[: share.sizes[number, 1]]
+        found |= self.dealer.send_back(share, found)
         result = logps.new_zeros(len(input_ids), keep)
         for row, number in zip(result, share.own, strict=True):
-            values_of_row = back[number].view(torch.float32) if number in back else found[number]
-            row[: len(values_of_row)] = values_of_row
+            row[: len(found[number])] = found[number]
         return result
 
-    def _share(self, inputs: list[Tensors]) -> "Share":
-        """Plan the rows of all ranks, exchange them, and return this rank's share. A collective of all ranks."""
-        table = self._exchange.all_lengths(torch.cat([lengths(part) for part in inputs]))
-        padded = -(-table.sum(2) // self._multiple) * self._multiple
-        self._check(padded)
-        plan = self._plan(padded)
-        share = Share(plan, table.reshape(-1, 2), self._exchange.rank, inputs[0])
-        mine = dict(zip(share.own, (row for part in inputs for row in cut_rows(part, self._per_token)), strict=True))
-        like = next(iter(mine.values()))
-        in_row = [name for name in like if name in self._per_token]
-        others = sum(value.numel() for name, value in like.items() if name not in (*in_row, "prompt_ids"))
-        record_sizes = share.sizes[:, 0] + len(in_row) * share.sizes[:, 1] + others
-        away = {number: row for number, row in mine.items() if share.targets[number] != self._exchange.rank}
-        leaving = {number: row_to_record(row) for number, row in away.items()}
-        arrived = self._exchange.move(leaving, record_sizes, share.owners, share.targets)
-        self._count(record_sizes, share)
-        mine |= {n: record_to_row(record, like, share.sizes[n], self._per_token) for n, record in arrived.items()}
-        share.steps = [{number: mine[number] for number in numbers} for numbers in plan.bins(self._exchange.rank)]
-        return share
-
-    def _plan(self, padded: np.ndarray) -> Plan:
-        """Plan rows of these lengths. The passes of the old and the reference log-probs share a plan."""
-        if not np.array_equal(self._planned_lengths, padded):
-            self._last_plan = plan_micro_steps(padded, self._exchange.across, self._cap, self._linear)
-            self._planned_lengths = padded
-        return self._last_plan
-
-    def _count(self, sizes: np.ndarray, share: "Share") -> None:
-        """Add the bytes of all records that left their rank; every rank has the sizes of all."""
-        per_node, owners = self._topology.ranks_per_node, share.owners
-        self._moved_bytes += 4 * int(sizes[share.targets != owners].sum())
-        self._crossed_bytes += 4 * int(sizes[share.targets // per_node != owners // per_node].sum())
-
     def _join(self, rows: dict[int, Row]) -> Tensors:
-        return join_rows(list(rows.values()), self._per_token, self._trainer._tokenizer.pad_token_id)
+        return join_rows(list(rows.values()), self.dealer.per_token, self._trainer._tokenizer.pad_token_id)
 
-    def _check(self, padded: np.ndarray) -> None:
-        """Raise on every rank if any row is too long; every rank has all lengths."""
-        if padded.max() > self._cap:
-            rank = int(padded.max(axis=1).argmax())
-            raise ConfigurationError(
-                f"a row of rank {rank} has {padded.max()} tokens with its prompt, more than "
-                f"`micro_batch_tokens` {self._cap}.",
-                setting="micro_batch_tokens",
-                got=int(padded.max()),
-                node=self._topology.node,
-                rank=self._topology.rank,
-                cure="Raise `micro_batch_tokens` to at least the longest prompt + completion "
-                f"(`max_completion_length` {self._args.max_completion_length}), or shorten prompts.",
-            )
-
-    def _log(self, shares: "list[Share]", seconds: float) -> None:
+    def _log(self, shares: list[Share], seconds: float) -> None:
         """Log TRL's metrics, with a collective of all ranks, and the `balance/` metrics, which need no collective."""
         self.metrics.finish(self._trainer)
         costs = np.concatenate([share.plan.costs() for share in shares], axis=1)
+        cheapest_rank, lock_step = costs.sum(axis=1).min(), costs.max(axis=0).sum()
         slots = np.concatenate([share.plan.slots() for share in shares], axis=1)
+        moved, crossed = self.dealer.take_moved()
         values = {
             "real_token_share": float(sum(share.sizes.sum() for share in shares) / slots.sum()),
             "mean_rows": sum(len(share.sizes) for share in shares) / costs.size,
             "micro_steps": costs.shape[1],
-            "moved_mib": self._moved_bytes / 2**20,
-            "moved_between_nodes_mib": self._crossed_bytes / 2**20,
-            "lost_s": seconds * float(1 - costs.sum(axis=1).min() / costs.max(axis=0).sum()),
+            "moved_mib": moved / 2**20,
+            "moved_between_nodes_mib": crossed / 2**20,
+            "lost_s": seconds * float(1 - cheapest_rank / lock_step),
         }
-        self._moved_bytes, self._crossed_bytes = 0, 0
         for name, value in values.items():
             self._trainer._metrics["train"][f"balance/{name}"].append(value)
-
-
-class Share:
-    """Rows that one rank runs, with the source and target rank of every row.
-
-    Args:
-        plan ([`Plan`]), sizes (`np.ndarray` of shape `(rows, 2)`):
-            Plan, and prompt and completion tokens, of the rows of all ranks.
-        rank (`int`):
-            This rank.
-        inputs (`dict[str, torch.Tensor]`):
-            Slice of the rows, whose scalars hold for all rows.
-    """
-
-    def __init__(self, plan: Plan, sizes: np.ndarray, rank: int, inputs: Tensors):
-        self.plan, self.sizes = plan, sizes
-        self.owners, self.targets = plan.owners, plan.targets()
-        self.own = np.flatnonzero(self.owners == rank).tolist()  # rows that this rank holds before the exchange
-        self.scalars = {name: value for name, value in inputs.items() if value is not None and value.ndim == 0}
-        self.steps: list[dict[int, Row]] = []  # rows that this rank runs, by micro-step

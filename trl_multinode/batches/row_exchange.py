@@ -29,15 +29,20 @@ class RowExchange:
 
     def __init__(self, topology: Topology, across: str, device: torch.device):
         self._distributed = dist.is_available() and dist.is_initialized()
-        self.rank: int = dist.get_rank() if self._distributed else 0
-        world: int = dist.get_world_size() if self._distributed else 1
+        self.rank, world = 0, 1
         if self._distributed:
             topology.check()
+            self.rank, world = dist.get_rank(), dist.get_world_size()
         self._per_node = min(topology.ranks_per_node, world)
-        self.across = world if across == "world" else self._per_node  # ranks between which rows move
         nodes = np.arange(world).reshape(-1, self._per_node)
-        peers = nodes.T if across == "world" else np.arange(world)[:, None]
-        self._between, self._within = (Hop(groups, self.rank, device) for groups in (peers, nodes))
+        if across == "world":
+            self.across = world  # ranks between which rows move
+            peers = nodes.T
+        else:
+            self.across = self._per_node
+            peers = np.arange(world)[:, None]
+        self._between = Hop(peers, self.rank, device)
+        self._within = Hop(nodes, self.rank, device)
 
     def all_lengths(self, mine: torch.Tensor) -> np.ndarray:
         """Gather the prompt and completion tokens of all ranks' rows, shape `(world_size, rows, 2)`.
@@ -68,10 +73,12 @@ class RowExchange:
                 Length of each row's record, the rank that holds it, and the rank that receives it; the same on every
                 rank.
         """
-        via = targets - targets % self._per_node + sources % self._per_node  # on the target's node
+        first_of_node = targets - targets % self._per_node
+        via = first_of_node + sources % self._per_node
         held = records | self._between.move(records, sizes, sources, via)
         held |= self._within.move(held, sizes, via, targets)
-        return {row: held[row] for row in np.flatnonzero((targets == self.rank) & (sources != self.rank)).tolist()}
+        arrived = np.flatnonzero((targets == self.rank) & (sources != self.rank))
+        return {row: held[row] for row in arrived.tolist()}
 
 
 class Hop:
@@ -87,10 +94,14 @@ class Hop:
     """
 
     def __init__(self, groups: np.ndarray, rank: int, device: torch.device):
-        index, self._rank, self._device = int((groups == rank).any(axis=1).argmax()), rank, device
+        index = int((groups == rank).any(axis=1).argmax())
+        self._rank = rank
+        self._device = device
         self._ranks = groups[index]
-        whole = len(groups) == 1 or len(self._ranks) == 1  # the default group, or no communication
-        self._group = None if whole else [dist.new_group(ranks.tolist()) for ranks in groups][index]
+        self._group = None
+        # one group is the default group, and a group of one rank needs no communication
+        if len(groups) > 1 and len(self._ranks) > 1:
+            self._group = [dist.new_group(ranks.tolist()) for ranks in groups][index]
 
     def move(
         self, records: dict[int, torch.Tensor], sizes: np.ndarray, sources: np.ndarray, targets: np.ndarray
@@ -99,17 +110,21 @@ class Hop:
         if len(self._ranks) == 1:
             return {}
         moving = sources != targets
-        leaving, out_sizes = self._by_peer(np.flatnonzero(moving & (sources == self._rank)), targets, sizes)
-        arriving, in_sizes = self._by_peer(np.flatnonzero(moving & (targets == self._rank)), sources, sizes)
-        sent = [records[row] for row in leaving.tolist()]
-        outgoing = torch.cat(sent) if sent else torch.empty(0, dtype=torch.int32, device=self._device)
-        incoming = torch.empty(sum(in_sizes), dtype=torch.int32, device=self._device)
+        out = np.flatnonzero(moving & (sources == self._rank))
+        leaving, out_sizes = self._by_peer(out, targets, sizes)
+        into = np.flatnonzero(moving & (targets == self._rank))
+        arriving, in_sizes = self._by_peer(into, sources, sizes)
+        nothing = torch.empty(0, dtype=torch.int32, device=self._device)
+        outgoing = torch.cat([nothing, *(records[row] for row in leaving.tolist())])
+        incoming = nothing.new_empty(sum(in_sizes))
         dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes, group=self._group)
-        return dict(zip(arriving.tolist(), incoming.split(sizes[arriving].tolist()), strict=True))
+        parts = incoming.split(sizes[arriving].tolist())
+        return dict(zip(arriving.tolist(), parts, strict=True))
 
     def _by_peer(self, rows: np.ndarray, peers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, list[int]]:
         """Sort rows by their peer; return them and the summed size for each rank of the group."""
-        rows = rows[np.argsort(peers[rows], kind="stable")]
+        order = np.argsort(peers[rows], kind="stable")
+        rows = rows[order]
         index = np.searchsorted(self._ranks, peers[rows])
         total = np.zeros(len(self._ranks), dtype=np.int64)
         np.add.at(total, index, sizes[rows])

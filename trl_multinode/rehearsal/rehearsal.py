@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from ..errors import EngineDiedError, RehearsalError
 from ..libraries import replaced
 from ..run.reporter import report
-from .rows import Rows, batch_of, longest_prompt, longest_row, prompts_of, row_limit, training_rows
+from .rows import Rows, batch_of, longest_prompt, longest_row, made_up, row_limit, training_rows
 from .state_memory import reserve_state
 from .untouched import untouched
 
@@ -36,7 +36,7 @@ class Rehearsal(TrainerCallback):
     def __init__(self, trainer: Any):
         self._trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.run()
 
     def run(self) -> None:
@@ -59,7 +59,8 @@ class Rehearsal(TrainerCallback):
             self._generate(prompt + completion)
         for each in rows:
             self._train(each)
-        self._report(f"rehearsed in {time.monotonic() - start:.0f} s: {' and '.join(map(str, rows))}{self._peak()}")
+        seconds = time.monotonic() - start
+        self._report(f"rehearsed in {seconds:.0f} s: {' and '.join(map(str, rows))}{self._peak()}")
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ class Rehearsal(TrainerCallback):
         trainer, args = self._trainer, self._trainer.args
         completion = min(COMPLETION, length - 1)
         count = args.per_device_train_batch_size * args.steps_per_generation
-        prompts = prompts_of(trainer, count, length - completion)
+        prompts = made_up(trainer, count, length - completion).tolist()
         trainer.vllm_generation.sync_weights()  # engines refuse to generate with dummy weights
         note = (
             f"This was the rehearsal of generation, with {count} rows of {length} tokens from each rank "

@@ -1,7 +1,6 @@
 """Longest rows that the settings allow, and a batch of them with the fields that TRL's loss reads."""
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,10 +59,12 @@ def micro_batches(prompt: int, completion: int, cap: int, multiple: int, most: i
             Rows of an optimizer step in a pool of ranks.
     """
     length = -(-(prompt + completion) // multiple) * multiple
-    longest = Rows(min(max(1, cap // length), most), prompt, completion)
+    fitting = max(1, cap // length)
+    longest = Rows(min(fitting, most), prompt, completion)
     count = min(longest.count + 1, most)
     width = cap // count // multiple * multiple
-    if longest.count * length >= FULL * cap or width < 2 or count == longest.count:
+    is_full = longest.count * length >= FULL * cap
+    if is_full or width < 2 or count == longest.count:
         return [longest]
     part = max(1, width * prompt // (prompt + completion))
     return [longest, Rows(count, part, width - part)]
@@ -87,22 +88,26 @@ def longest_prompt(trainer: Any) -> int | None:
     The prompts with the most bytes are tokenized with TRL's own method, which applies the chat template.
     """
     data = trainer.train_dataset
-    if trainer.environment_factories is not None or trainer.rollout_func is not None or not hasattr(data, "__len__"):
+    makes_prompts = trainer.environment_factories is not None or trainer.rollout_func is not None
+    if makes_prompts or not hasattr(data, "__len__"):
         return None
-    if "prompt" not in data.column_names or {"image", "images"} & {*data.column_names}:
-        return None  # TRL builds prompts with images only while it scores
-    prompts = list(data["prompt"])
-    sizes = [len(str(prompt).encode()) for prompt in prompts]
-    largest = heapq.nlargest(CANDIDATES, range(len(prompts)), key=sizes.__getitem__)
-    return max(map(len, trainer._tokenize_prompts([prompts[index] for index in largest])[0]))
+    columns = set(data.column_names)
+    # TRL builds prompts with images only while it scores
+    if "prompt" not in columns or columns & {"image", "images"}:
+        return None
+    largest = heapq.nlargest(CANDIDATES, data["prompt"], key=lambda prompt: len(str(prompt).encode()))
+    prompt_ids = trainer._tokenize_prompts(largest)[0]
+    return max(map(len, prompt_ids))
 
 
 def training_rows(trainer: Any, prompt: int, completion: int) -> list[Rows]:
     """Return the batches of one forward and backward pass that need the most memory."""
-    args, cap = trainer.args, NodeSettings.of(trainer.args).micro_batch_tokens
-    if cap is None or trainer._balance is None:
+    args, balance = trainer.args, trainer._balance
+    cap = NodeSettings.of(args).micro_batch_tokens
+    if cap is None or balance is None:
         return [Rows(args.per_device_train_batch_size, prompt, completion)]
-    most = args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer._balance.across
+    of_a_rank = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    most = of_a_rank * balance.dealer.across
     return micro_batches(prompt, completion, cap, trainer.pad_to_multiple_of or 1, most)
 
 
@@ -114,15 +119,16 @@ def plain_tokens(trainer: Any) -> np.ndarray:
     return np.array([token for token in range(size) if token not in special] or range(size))
 
 
-def made_up(tokens: np.ndarray, count: int, length: int, rank: int) -> np.ndarray:
+def made_up(trainer: Any, count: int, length: int) -> np.ndarray:
     """Return random rows `(count, length)`, other ones on every rank, so that no engine finds a row in its cache."""
-    return np.random.default_rng(rank).choice(tokens, (count, length))
+    random = np.random.default_rng(trainer.accelerator.process_index)
+    return random.choice(plain_tokens(trainer), (count, length))
 
 
 def batch_of(trainer: Any, rows: Rows) -> dict[str, torch.Tensor]:
     """Build a batch with the fields, shapes and dtypes that TRL's `_prepare_inputs` would return for such rows."""
     args, device = trainer.args, trainer.accelerator.device
-    ids = made_up(plain_tokens(trainer), rows.count, rows.length, trainer.accelerator.process_index)
+    ids = made_up(trainer, rows.count, rows.length)
     prompt_ids, completion_ids = torch.from_numpy(ids).to(device).split([rows.prompt, rows.completion], dim=1)
     per_token = torch.zeros(completion_ids.shape, device=device)
     batch = {
@@ -145,8 +151,3 @@ def batch_of(trainer: Any, rows: Rows) -> dict[str, torch.Tensor]:
     if trainer.tools:
         batch["tool_mask"] = torch.ones_like(completion_ids)
     return batch
-
-
-def prompts_of(trainer: Any, count: int, length: int) -> Sequence[list[int]]:
-    """Return made-up prompts for this rank's engines."""
-    return made_up(plain_tokens(trainer), count, length, trainer.accelerator.process_index).tolist()

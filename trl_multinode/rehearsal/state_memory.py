@@ -27,8 +27,11 @@ def reserve_state(trainer: Any) -> tuple[list[torch.Tensor], str]:
         each = state_bytes(optimizer, parameters[0])
     except Exception as error:  # an optimizer of the user's: its constructor or its step may need anything
         return [], f"{type(optimizer).__name__} cannot be tried on a small parameter: {type(error).__name__}: {error}"
-    sizes = [int(each * part.numel()) for part in parameters]
-    return [torch.empty(n, dtype=torch.uint8, device=p.device) for n, p in zip(sizes, parameters, strict=True)], ""
+    held = []
+    for part in parameters:
+        size = int(each * part.numel())
+        held.append(torch.empty(size, dtype=torch.uint8, device=part.device))
+    return held, ""
 
 
 def trained_parts(zero: Any | None, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -48,7 +51,8 @@ def state_bytes(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> float:
     probe = torch.nn.Parameter(torch.zeros(PROBE, dtype=like.dtype, device=like.device))
     probe.grad = torch.zeros_like(probe)
     accepted = inspect.signature(type(optimizer)).parameters
-    twin = type(optimizer)([probe], **{name: value for name, value in optimizer.defaults.items() if name in accepted})
+    settings = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    twin = type(optimizer)([probe], **settings)
     twin.step()
     state = [value for value in twin.state[probe].values() if torch.is_tensor(value) and value.numel() > 1]
     return sum(value.nbytes for value in state) / PROBE

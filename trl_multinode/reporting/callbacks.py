@@ -29,26 +29,24 @@ class StepLines(ProgressCallback, PrinterCallback):
         self._bar = bar and sys.stderr.isatty()
         self._table_at = TABLE_STEPS
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
         self._table_at = state.global_step + TABLE_STEPS
         if self._bar:
-            super().on_train_begin(args, state, control, **kwargs)
+            super().on_train_begin(args, state, *rest, **kwargs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self._bar:
-            super().on_step_end(args, state, control, **kwargs)
+            super().on_step_end(*args, **kwargs)
 
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         if self._bar:
-            super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+            super().on_prediction_step(*args, **kwargs)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._bar:
-            super().on_train_end(args, state, control, **kwargs)
+            super().on_train_end(*args, **kwargs)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if "perf/step_s" not in logs:

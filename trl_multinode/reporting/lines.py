@@ -24,6 +24,7 @@ COLUMNS = {
 SHARES = ("engine_busy", "kv_use")
 MARKED = (*(f"{name}_s" for name in PHASES), "memory_gib", "kv_use")
 FIRST = {"reward": 0, "loss": 1, "runtime": 2}
+UNSHOWN = ("epoch", "total_flos")
 LIMIT_OF_OTHERS = 8  # entries of the line for a log that is not of a training step
 
 Nodes = dict[int, dict[str, float]]  # node -> its values by the names of `COLUMNS`
@@ -46,7 +47,9 @@ def clock(seconds: float) -> str:
 
 def in_seconds(seconds: float) -> str:
     """Return seconds with at most two decimals: 0.03, 4.57, 45.7, 457."""
-    return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f}"
+    if seconds < 10:
+        return f"{seconds:.2f}"
+    return f"{seconds:.1f}" if seconds < 100 else f"{seconds:.0f}"
 
 
 def percent(share: float) -> str:
@@ -64,55 +67,61 @@ def step_line(logs: Mapping[str, object], step: int, max_steps: int) -> str:
             Last optimizer step, and the number of all.
     """
     found = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
-    seconds = [f"{name} {in_seconds(found[f'perf/{name}_s'])}" for name in PHASES if f"perf/{name}_s" in found]
+    seconds = [_if(found, f"perf/{name}_s", in_seconds, f"{name} {{}}") for name in PHASES]
     parts = [
-        f"step {step}/{max_steps}" + _if(found, "perf/eta_s", lambda s: f", eta {clock(s)}"),
-        f"{in_seconds(found['perf/step_s'])} s: {', '.join(seconds)}",
-        _if(found, "perf/tokens_per_s", lambda rate: f"{short(rate)} tokens/s")
-        + _if(found, "perf/tokens_per_s_per_device", lambda rate: f", {short(rate)} per device"),
-        _if(found, "perf/mfu", lambda share: f"MFU {percent(share)}"),
+        f"step {step}/{max_steps}" + _if(found, "perf/eta_s", clock, ", eta {}"),
+        f"{in_seconds(found['perf/step_s'])} s: {_listed(*seconds)}",
+        _listed(
+            _if(found, "perf/tokens_per_s", short, "{} tokens/s"),
+            _if(found, "perf/tokens_per_s_per_device", short, "{} per device"),
+        ),
+        _if(found, "perf/mfu", percent, "MFU {}"),
         _memory(found),
         _engines(found),
-        ", ".join(f"{label} {short(found[name])}" for label, name in _quality(found)),
+        _listed(
+            _if(found, "reward", short, "reward {}"),
+            _if(found, "kl", short, "KL {}"),
+            "" if "reward" in found else _if(found, "loss", short, "loss {}"),
+        ),
     ]
     return " | ".join(filter(None, parts))
 
 
-def _if(found: Mapping[str, float], name: str, make: Callable[[float], str]) -> str:
-    return make(found[name]) if name in found else ""
+def _if(found: Mapping[str, float], name: str, form: Callable[[float], str], text: str) -> str:
+    """Return a text with a value in the place of `{}`; an empty one if the value was not logged."""
+    return text.format(form(found[name])) if name in found else ""
+
+
+def _listed(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
 
 
 def _memory(found: Mapping[str, float]) -> str:
-    if "memory/gpu_gib/max" in found:
-        share = _if(found, "memory/gpu_share/max", lambda value: f" ({percent(value)})")
-        return f"GPU {short(found['memory/gpu_gib/max'])} GiB{share}"
-    return _if(found, "memory/host_gib/max", lambda value: f"memory {short(value)} GiB")
+    gpu = _if(found, "memory/gpu_gib/max", short, "GPU {} GiB")
+    if gpu:
+        return gpu + _if(found, "memory/gpu_share/max", percent, " ({})")
+    return _if(found, "memory/host_gib/max", short, "memory {} GiB")
 
 
 def _engines(found: Mapping[str, float]) -> str:
-    parts = [_if(found, "engine/busy", lambda value: f"busy {percent(value)}")]
-    parts.append(_if(found, "engine/kv_use", lambda value: f"KV {percent(value)}"))
-    text = ", ".join(filter(None, parts))
+    busy = _if(found, "engine/busy", percent, "busy {}")
+    text = _listed(busy, _if(found, "engine/kv_use", percent, "KV {}"))
     return text and f"engines {text}"
-
-
-def _quality(found: Mapping[str, float]) -> list[tuple[str, str]]:
-    names = [("reward", "reward"), ("KL", "kl")]
-    if "reward" not in found:
-        names.append(("loss", "loss"))
-    return [(label, name) for label, name in names if name in found]
 
 
 def other_line(logs: Mapping[str, object], step: int) -> str:
     """Return the line of a log that is not of a training step: an evaluation, the end of a run, a script's own log."""
-    kind = next((word for word in ("eval", "train") if any(name.startswith(f"{word}_") for name in logs)), "")
-    label = {"eval": f"evaluation at step {step}", "train": f"end at step {step}"}.get(kind, f"step {step}")
-    entries = {
-        name.removeprefix(f"{kind}_"): value for name, value in logs.items() if name not in ("epoch", "total_flos")
-    }
-    order = sorted(entries, key=lambda name: (FIRST.get(name, len(FIRST)), name.count("/")))
-    parts = [f"{name} {short(v) if isinstance(v := entries[name], (int, float)) else v}" for name in order]
-    more = f", and {len(parts) - LIMIT_OF_OTHERS} more" if len(parts) > LIMIT_OF_OTHERS else ""
+    prefix, label = "", f"step {step}"
+    for word, its_label in (("eval_", f"evaluation at step {step}"), ("train_", f"end at step {step}")):
+        if not prefix and any(name.startswith(word) for name in logs):
+            prefix, label = word, its_label
+    entries = {name.removeprefix(prefix): value for name, value in logs.items() if name not in UNSHOWN}
+    parts = []
+    for name in sorted(entries, key=lambda name: (FIRST.get(name, len(FIRST)), name.count("/"))):
+        value = entries[name]
+        parts.append(f"{name} {short(value) if isinstance(value, (int, float)) else value}")
+    left = len(parts) - LIMIT_OF_OTHERS
+    more = f", and {left} more" if left > 0 else ""
     return f"{label}: {', '.join(parts[:LIMIT_OF_OTHERS])}{more}"
 
 
@@ -140,20 +149,22 @@ def ratios(nodes: Nodes) -> Nodes:
 def marked(nodes: Nodes, step_s: float) -> dict[int, list[str]]:
     """Return the columns in which a node is more than `OFF_THE_MEAN` times the mean; short times do not count."""
     over = ratios(nodes)
-    return {
-        node: [
-            column
-            for column in MARKED
-            if over[node].get(column, 0.0) > OFF_THE_MEAN
-            and (not column.endswith("_s") or row[column] * (1 - 1 / over[node][column]) > SMALLEST_SHARE * step_s)
-        ]
-        for node, row in nodes.items()
-    }
+    found = {}
+    for node, row in nodes.items():
+        found[node] = [name for name in MARKED if _is_off(row, over[node], name, step_s)]
+    return found
 
 
-def reasons(node: int, columns: list[str], nodes: Nodes) -> list[str]:
+def _is_off(row: dict[str, float], over: dict[str, float], column: str, step_s: float) -> bool:
+    times_the_mean = over.get(column, 0.0)
+    if times_the_mean <= OFF_THE_MEAN:
+        return False
+    above_the_mean = row[column] * (1 - 1 / times_the_mean)
+    return not column.endswith("_s") or above_the_mean > SMALLEST_SHARE * step_s
+
+
+def reasons(node: int, columns: list[str], nodes: Nodes, over: Nodes) -> list[str]:
     """Return why a node is off the mean, as far as its numbers show it: one phrase per marked column."""
-    over = ratios(nodes)
     tokens = over[node].get("tokens", 0.0)
     more = f"{tokens:.1f} x the tokens" if tokens >= MORE_TOKENS else ""
     phrases = {
@@ -170,8 +181,12 @@ def reasons(node: int, columns: list[str], nodes: Nodes) -> list[str]:
 def _waits_for(node: int, nodes: Nodes, over: Nodes) -> str:
     """Name the node for which `node` waits: the one that waits least, and its phase that is longest over the mean."""
     late = min((other for other in nodes if other != node), key=lambda other: nodes[other].get("wait_s", 0.0))
-    own = {name: nodes[late].get(f"{name}_s", 0.0) for name in PHASES if name != "wait"}
-    phase = max(own, key=lambda name: own[name] - own[name] / (over[late].get(f"{name}_s") or 1.0))
+
+    def over_the_mean(phase: str) -> float:
+        seconds = nodes[late].get(f"{phase}_s", 0.0)
+        return seconds - seconds / (over[late].get(f"{phase}_s") or 1.0)
+
+    phase = max((name for name in PHASES if name != "wait"), key=over_the_mean)
     return f"for node {late} ({phase})"
 
 
@@ -191,29 +206,39 @@ def node_table(logs: Mapping[str, object], step: int) -> Group | None:
     over = ratios(nodes)
     columns = [name for name in COLUMNS if any(name in row for row in nodes.values())]
     title = f"nodes at step {step}, per step; marked: more than {OFF_THE_MEAN} x the mean"
-    table = Table(title=title, box=None, title_justify="left", padding=(0, 0, 0, 2))  # ASCII in any locale
+    # without a box, because a terminal may know ASCII only
+    table = Table(title=title, box=None, title_justify="left", padding=(0, 0, 0, 2))
     for heading in ("node", *(COLUMNS[name] for name in columns)):
         table.add_column(heading, justify="right", no_wrap=True)
-    shown = sorted(sorted(nodes, key=lambda node: not off[node])[:MOST_ROWS])
-    for node in shown:
-        cells = [_cell(nodes[node], name, over[node].get(name, 1.0), name in off[node]) for name in columns]
+    marked_first = sorted(nodes, key=lambda node: not off[node])
+    lines: list[Table | Text | str] = [table]
+    for node in sorted(marked_first[:MOST_ROWS]):
+        row = nodes[node]
+        cells = [_cell(row, name, over[node].get(name, 1.0), name in off[node]) for name in columns]
         table.add_row(str(node), *cells)
-    more = f"{len(nodes) - len(shown)} more nodes, {sum(map(bool, off.values()))} of {len(nodes)} marked"
-    notes = [_note(node, off[node], nodes) for node in shown if off[node]]
-    return Group(table, *notes, *([more] if len(shown) < len(nodes) else []))
+        if off[node]:
+            lines.append(_note(node, off[node], reasons(node, off[node], nodes, over)))
+    if len(nodes) > MOST_ROWS:
+        num_marked = sum(map(bool, off.values()))
+        lines.append(f"{len(nodes) - MOST_ROWS} more nodes, {num_marked} of {len(nodes)} marked")
+    return Group(*lines)
 
 
 def _cell(row: dict[str, float], name: str, over: float, is_marked: bool) -> Text:
     if name not in row:
         return Text("")
-    form = percent if name in SHARES else in_seconds if name.endswith("_s") else short
-    text = form(row[name])
+    if name in SHARES:
+        text = percent(row[name])
+    elif name.endswith("_s"):
+        text = in_seconds(row[name])
+    else:
+        text = short(row[name])
     return Text(f"{text} ({over:.1f} x)", style="bold red") if is_marked else Text(text)
 
 
-def _note(node: int, columns: list[str], nodes: Nodes) -> Text:
-    why = zip(columns, reasons(node, columns, nodes), strict=True)
-    return Text(f"node {node}: " + "; ".join(f"{COLUMNS[name].removesuffix(' s')}: {text}" for name, text in why))
+def _note(node: int, columns: list[str], why: list[str]) -> Text:
+    parts = [f"{COLUMNS[name].removesuffix(' s')}: {text}" for name, text in zip(columns, why, strict=True)]
+    return Text(f"node {node}: {'; '.join(parts)}")
 
 
 def rendered(table: Group, color: bool = False) -> str:

@@ -31,7 +31,7 @@ NUM_NUMBERS = len(PHASES) + len(STAGES) + NUM_SUMS + len(fields(StepSums))
 class RankNumbers:
     """Numbers that one rank contributes to a log."""
 
-    phases: list[float]  # seconds, in the order of `PHASES`
+    phases: dict[str, float]  # seconds, by the names of `PHASES`
     stages: list[float]  # seconds of the last sync, in the order of `STAGES`
     rounds: RoundSums
     step: StepSums
@@ -43,9 +43,11 @@ class RankNumbers:
         rounds_from = stages_from + len(STAGES)
         step_from = rounds_from + NUM_SUMS
         return cls(
-            row[:stages_from], row[stages_from:rounds_from], RoundSums(*row[rounds_from:step_from]),
-            StepSums(*row[step_from:]),
-        )  # fmt: skip
+            phases=dict(zip(PHASES, row[:stages_from], strict=True)),
+            stages=row[stages_from:rounds_from],
+            rounds=RoundSums(*row[rounds_from:step_from]),
+            step=StepSums(*row[step_from:]),
+        )
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,16 @@ def step_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[
     metrics |= _largest("memory/gpu_share", [rank.step.gpu_share for rank in ranks])
     metrics |= _largest("memory/host_gib", [rank.step.host_gib for rank in ranks], shape.ranks_per_node)
     if len(ranks) > shape.ranks_per_node:
-        for node in range(len(ranks) // shape.ranks_per_node):
-            of_node = ranks[node * shape.ranks_per_node : (node + 1) * shape.ranks_per_node]
-            metrics |= {f"node{node}/{name}": value for name, value in _node_metrics(of_node, steps).items()}
+        for node, start in enumerate(range(0, len(ranks), shape.ranks_per_node)):
+            of_node = _node_metrics(ranks[start : start + shape.ranks_per_node], steps)
+            metrics |= {f"node{node}/{name}": value for name, value in of_node.items()}
     return metrics
 
 
 def _phase_metrics(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[str, float]:
     metrics = {"perf/step_s": max(rank.step.wall_s for rank in ranks) / steps}
-    for index, name in enumerate(PHASES):
-        seconds = [rank.phases[index] / steps for rank in ranks]
+    for name in PHASES:
+        seconds = [rank.phases[name] / steps for rank in ranks]
         metrics |= {
             f"perf/{name}_s": sum(seconds) / len(seconds),
             f"perf/{name}_s/min": min(seconds),
@@ -105,34 +107,36 @@ def _throughput(ranks: list[RankNumbers], steps: int, shape: RunShape) -> dict[s
         "perf/tokens_per_s_per_device": tokens / wall / shape.devices,
         "perf/valid_tokens_per_device_hour": trained / wall / shape.devices * SECONDS_PER_HOUR,
     }
-    train_s = sum(rank.phases[PHASES.index("train")] for rank in ranks)
-    if shape.flops is not None and shape.peak_flops is not None and train_s:
-        flops = shape.flops.of(tokens, sum(rank.step.squares for rank in ranks))
-        metrics["perf/mfu"] = flops / (train_s * shape.peak_flops)
-    return metrics
+    return metrics | _utilization(ranks, tokens, shape)
+
+
+def _utilization(ranks: list[RankNumbers], tokens: float, shape: RunShape) -> dict[str, float]:
+    train_s = sum(rank.phases["train"] for rank in ranks)
+    if shape.flops is None or shape.peak_flops is None or not train_s:
+        return {}
+    flops = shape.flops.of(tokens, sum(rank.step.squares for rank in ranks))
+    return {"perf/mfu": flops / (train_s * shape.peak_flops)}
 
 
 def _largest(name: str, values: list[float], ranks_per_node: int | None = None) -> dict[str, float]:
     """Return the largest value of any rank, and its node on request; nothing if no rank measured it."""
-    if all(map(math.isnan, values)):
+    measured = [value for value in values if not math.isnan(value)]
+    if not measured:
         return {}
-    largest = max(value for value in values if not math.isnan(value))
-    node = {} if ranks_per_node is None else {f"{name}/fullest_node": float(values.index(largest) // ranks_per_node)}
-    return {f"{name}/max": largest} | node
+    largest = {f"{name}/max": max(measured)}
+    if ranks_per_node is not None:
+        largest[f"{name}/fullest_node"] = float(values.index(max(measured)) // ranks_per_node)
+    return largest
 
 
 def _node_metrics(ranks: list[RankNumbers], steps: int) -> dict[str, float]:
     """Return the metrics of one node: mean seconds of its ranks per step, its tokens, memory and engines."""
-    metrics = {
-        f"{name}_s": sum(rank.phases[index] for rank in ranks) / len(ranks) / steps
-        for index, name in enumerate(PHASES)
-    }
+    metrics = {f"{name}_s": sum(rank.phases[name] for rank in ranks) / len(ranks) / steps for name in PHASES}
     if tokens := sum(rank.step.tokens for rank in ranks):
         metrics["tokens"] = tokens / steps
-    gpu = [rank.step.gpu_gib for rank in ranks]
-    memory = gpu if not all(map(math.isnan, gpu)) else [rank.step.host_gib for rank in ranks]
-    if largest := _largest("memory_gib", memory):
-        metrics["memory_gib"] = largest["memory_gib/max"]
+    gpu = _largest("gib", [rank.step.gpu_gib for rank in ranks])
+    largest = gpu or _largest("gib", [rank.step.host_gib for rank in ranks])
+    metrics["memory_gib"] = largest["gib/max"]
     if kv_use := max(rank.rounds.engine_kv_use for rank in ranks):
         metrics["kv_use"] = kv_use
     if clock_s := sum(rank.rounds.engine_clock_s for rank in ranks):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, is_node_mode
+from ..node_settings import GPU_SHARE_OF_RESERVED, GPU_SHARE_OF_TRAINING, NodeSettings, is_node_mode
 from ..run.preemption import grace_note
 from ..run.reporter import report
 
@@ -43,42 +43,49 @@ def report_choices(args: Any, ours: type, is_ours: bool) -> None:
 
 def report_start(args: Any, host: Any) -> None:
     """Print the set-up of node mode, including the changed defaults. Rank 0 calls it."""
-    topology, share = host.topology, host.settings.vllm_gpu_memory_utilization
-    where = "CPU" if not host.devices.per_engine[0] else f"GPUs {list(host.devices.per_engine)}"
-    seed = host.settings.rollout_seed
+    topology, settings = host.topology, host.settings
+    per_engine, share = host.devices.per_engine, settings.vllm_gpu_memory_utilization
+    where = f"GPUs {list(per_engine)}" if per_engine[0] else "CPU"
     by_kind = f"{GPU_SHARE_OF_RESERVED} on a reserved GPU, else {GPU_SHARE_OF_TRAINING}"
+    depends = " (rollouts depend on the layout of the run)" if settings.rollout_seed is None else ""
     lines = [
         f"{topology.num_nodes} node(s) x {topology.ranks_per_node} training ranks, "
-        f"{len(host.devices.per_engine)} engine(s) per node on {where}",
+        f"{len(per_engine)} engine(s) per node on {where}",
         f"defaults that differ from TRL's: use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}, "
         f"vllm_gpu_memory_utilization={share if share is not None else by_kind}",
-        f"rollout_seed={seed}" + ("" if seed is not None else " (rollouts depend on the layout of the run)"),
+        f"rollout_seed={settings.rollout_seed}{depends}",
+        f"weight_transport={host.rank.transport[0]!r}: {host.rank.transport[1]}",
     ]
-    lines.append(f"weight_transport={host.rank.transport[0]!r}: {host.rank.transport[1]}")
-    if share == GPU_SHARE_OF_TRAINING and not host.devices.shared_with_training and host.devices.per_engine[0]:
+    if share == GPU_SHARE_OF_TRAINING and not host.devices.shared_with_training and per_engine[0]:
         lines.append(
             f"warning: vllm_gpu_memory_utilization={share} leaves most of a reserved GPU idle; unset, it is "
             f"{GPU_SHARE_OF_RESERVED}"
         )
     if topology.launched:
-        lines.append(grace_note(host.settings.preemption_grace))
-    if host.settings.max_staleness == 1:
-        lines.append("max_staleness=1: completions are generated one round before the ranks train on them")
-        if args.vllm_importance_sampling_mode == "sequence_mask":
-            lines.append(
-                "warning: vllm_importance_sampling_mode='sequence_mask' drops whole completions that older weights "
-                "made; recommended: 'token_truncate' with vllm_importance_sampling_clip_max=2.0"
-            )
-    if host.settings.in_flight:
-        lines.append(
-            f"max_staleness={host.settings.max_staleness}: so many rounds are open while the ranks train, and their "
-            f"completions continue across weight updates; max_age={host.settings.oldest_rounds}: a round waits for "
-            "groups that were begun so many rounds before"
-        )
-        lines.append(
-            f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}, "
-            f"vllm_importance_sampling_clip_max={args.vllm_importance_sampling_clip_max}: tokens of older weights are "
-            "corrected one by one (TRL's default, 'sequence_mask', would drop whole completions)"
-        )
+        lines.append(grace_note(settings.preemption_grace))
+    lines += _lines_ahead(args, settings)
     for line in lines:
         report(line)
+
+
+def _lines_ahead(args: Any, settings: NodeSettings) -> list[str]:
+    """Return the lines about rounds ahead; none without them."""
+    if not settings.max_staleness:
+        return []
+    mode = args.vllm_importance_sampling_mode
+    if settings.in_flight:
+        return [
+            f"max_staleness={settings.max_staleness}: so many rounds are open while the ranks train, and their "
+            f"completions continue across weight updates; max_age={settings.oldest_rounds}: a round waits for "
+            "groups that were begun so many rounds before",
+            f"vllm_importance_sampling_mode={mode!r}, "
+            f"vllm_importance_sampling_clip_max={args.vllm_importance_sampling_clip_max}: tokens of older weights are "
+            "corrected one by one (TRL's default, 'sequence_mask', would drop whole completions)",
+        ]
+    lines = ["max_staleness=1: completions are generated one round before the ranks train on them"]
+    if mode == "sequence_mask":
+        lines.append(
+            "warning: vllm_importance_sampling_mode='sequence_mask' drops whole completions that older weights "
+            "made; recommended: 'token_truncate' with vllm_importance_sampling_clip_max=2.0"
+        )
+    return lines

@@ -63,7 +63,9 @@ class StepReport:
     def _reserved(self) -> int:
         """Devices per node that only engines use; on a CPU, an engine counts as one device."""
         devices = self._host.devices
-        return 0 if devices.shared_with_training else sum(map(len, devices.per_engine)) or len(devices.per_engine)
+        if devices.shared_with_training:
+            return 0
+        return sum(map(len, devices.per_engine)) or len(devices.per_engine)
 
     def restart(self) -> None:
         """Forget the time since the last log, because the script trains again."""
@@ -95,21 +97,27 @@ class StepReport:
             steps_left (`int`):
                 Optimizer steps until the end of the run.
         """
-        steps = max(1, self._host.step() - self._logged_step)
-        mine = self._host.phases.take_sums() + sync.stages()
-        ahead, kv_use = self._generation.take_seconds_ahead(), self._host.updates.clocks.take_kv_use()
-        mine += self._meter.take(ahead, self._host.updates.clocks.seconds, kv_use, self._host.updates.num_restarts)
-        mine += astuple(self._take_step())
+        host, generation = self._host, self._generation
+        steps = max(1, host.step() - self._logged_step)
+        self._logged_step = host.step()
+        rounds = self._meter.take(
+            generation.take_seconds_ahead(),
+            host.updates.clocks.seconds,
+            host.updates.clocks.take_kv_use(),
+            host.updates.num_restarts,
+        )
+        mine = [*host.phases.take_sums(), *sync.stages(), *rounds, *astuple(self._take_step())]
         rows = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
         ranks = [RankNumbers.of(row) for row in rows]
         self._advise(ranks, steps)
-        per_node, busy = self._shape.ranks_per_node, [list(astuple(rank.rounds)) for rank in ranks]
-        idle = [rank.phases[PHASES.index("generate")] + rank.phases[PHASES.index("wait")] for rank in ranks]
-        found = step_metrics(ranks, steps, self._shape) | self._eta(ranks, steps, steps_left)
-        found |= summarize_rounds(busy, idle) | sync_metrics(sync, [rank.stages for rank in ranks], per_node)
-        found |= self._host_device_traffic(sync)
-        self._logged_step = self._host.step()
-        return found
+        idle = [rank.phases["generate"] + rank.phases["wait"] for rank in ranks]
+        return {
+            **step_metrics(ranks, steps, self._shape),
+            **self._eta(ranks, steps, steps_left),
+            **summarize_rounds([list(astuple(rank.rounds)) for rank in ranks], idle),
+            **sync_metrics(sync, [rank.stages for rank in ranks], self._shape.ranks_per_node),
+            **self._host_device_traffic(sync),
+        }
 
     def _take_step(self) -> StepSums:
         now = time.perf_counter()
@@ -144,22 +152,27 @@ class StepReport:
         """Print the advice once. Skip the first interval, because it includes the warm-up."""
         if self._intervals is None:
             return
-        host, per_engine = self._host, self._host.devices.per_engine
-        seconds = {name: max(rank.phases[i] for rank in ranks) / steps for i, name in enumerate(PHASES)}
-        overlapped = host.settings.max_staleness > 0
-        slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds.engine_busy_s)
-        if overlapped:  # a rank measures only its waits; the engines' clocks measure all generation
-            seconds["generate"] = slowest.engine_busy_s / len(per_engine) / steps
-        seconds["tail"] = min(seconds["generate"], slowest.engine_tail_s / len(per_engine) / steps)
-        self._intervals.append(seconds)
+        host = self._host
+        self._intervals.append(self._seconds_per_step(ranks, steps))
         if host.step() < ADVICE_AT_STEP or len(self._intervals) < 2 or host.devices.shared_with_training:
             return
         rows, self._intervals = self._intervals[1:], None
         mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("generate", "tail", "train")}
-        times = StepTimes(mean["generate"], mean["train"], mean["tail"])
         if host.topology.rank == 0:
-            in_flight = host.settings.in_flight
+            times = StepTimes(mean["generate"], mean["train"], mean["tail"])
+            overlapped, in_flight = host.settings.max_staleness > 0, host.settings.in_flight
             report(split_advice(times, host.topology.ranks_per_node, self._reserved, overlapped, in_flight))
+
+    def _seconds_per_step(self, ranks: list[RankNumbers], steps: int) -> dict[str, float]:
+        """Return the slowest rank's seconds per step in each phase, and those of the tail of generation."""
+        engines = len(self._host.devices.per_engine)
+        slowest = max((rank.rounds for rank in ranks), key=lambda rounds: rounds.engine_busy_s)
+        seconds = {name: max(rank.phases[name] for rank in ranks) / steps for name in PHASES}
+        # with rounds ahead a rank measures only its waits; the engines' clocks measure all generation
+        if self._host.settings.max_staleness > 0:
+            seconds["generate"] = slowest.engine_busy_s / engines / steps
+        seconds["tail"] = min(seconds["generate"], slowest.engine_tail_s / engines / steps)
+        return seconds
 
 
 def count_tokens(inputs: dict[str, Any]) -> torch.Tensor | None:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..libraries import upgrade_command
-from .rotation import sync
+from .rotation import step_of, sync
 
+PREFIX = "checkpoint-"
 STATE_FILE = "trainer_state.json"  # transformers writes it last
 METADATA_FILE = "multinode.json"
-# Format of the files that this library adds. A checkpoint without `METADATA_FILE` has format 0, which differs in
-# nothing else. A change that a version without it would misread needs a new number, in the checkpoints that have it.
+# Format of the files that this library adds. A checkpoint without `METADATA_FILE` is one of plain TRL. A change that a
+# version without it would misread needs a new number, in the checkpoints that have it.
 FORMAT = 1
 FORMAT_IN_FLIGHT = 2  # groups of several rounds are open
 OWN = Path("_multinode")  # beside the checkpoints; Hub pushes exclude `_*`
@@ -21,6 +22,24 @@ MARKERS = OWN / "saving"
 # Users edit these (a learning rate, a chat template), so only their presence and their form are compared.
 TEXTS = (".json", ".jinja", ".md", ".model", ".py", ".txt")
 END_BYTES = 64 * 1024  # of both ends of a file: headers of safetensors, directories of `torch.save`
+TAKE_ANOTHER = "Name another one, or use `resume_from_checkpoint=True`, which takes the newest that is finished."
+
+
+def checkpoints_in(output_dir: Path) -> list[Path]:
+    """Return the folders of checkpoints, in any state, by their steps."""
+    found = [path for path in output_dir.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit()]
+    return sorted(filter(Path.is_dir, found), key=step_of)
+
+
+def newest_whole(output_dir: Path) -> Path | None:
+    """Return the newest checkpoint in a folder that is finished and undamaged on this node, or `None`.
+
+    `CheckpointLog.last_whole` asks all ranks.
+    """
+    for folder in reversed(checkpoints_in(output_dir)):
+        if why_unusable(folder) is None:
+            return folder
+    return None
 
 
 def why_unfinished(folder: Path) -> str | None:
@@ -28,12 +47,12 @@ def why_unfinished(folder: Path) -> str | None:
     if any((folder.parent / MARKERS).glob(f"{folder.name}.rank*")):
         return "unfinished, because the run ended while it was written"
     try:
-        json.loads((folder / STATE_FILE).read_text())
+        epochs_behind(folder)
         if any(folder.glob("global_step*")) and not (folder / "latest").is_file():
             return "unfinished, DeepSpeed's file `latest` is missing on this node"
     except FileNotFoundError:
         return f"unfinished, {STATE_FILE} is missing on this node"
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         return f"unfinished, its {STATE_FILE} is cut off"
     except OSError as error:
         return f"not readable on this node ({error})"
@@ -47,8 +66,7 @@ def why_damaged(folder: Path) -> str | None:
     and a file that is empty, cut, or of another model differs there. A bit that changed in the middle is not seen.
     """
     try:
-        recorded = read_metadata(folder).get("files", {})
-        for name, expected in recorded.items():
+        for name, expected in read_metadata(folder).get("files", {}).items():
             if (reason := _difference(folder / name, expected)) is not None:
                 return f"damaged on this node: {name} {reason}"
     except (OSError, ValueError, AttributeError) as error:
@@ -102,12 +120,17 @@ def check_finished(folder: Path, reads_files: bool) -> None:
     """
     reason = why_unusable(folder) if reads_files else why_unfinished(folder)
     if reason is not None:
-        raise ConfigurationError(
-            f"{folder} cannot be resumed: it is {reason}.",
-            setting="resume_from_checkpoint",
-            got=folder,
-            cure="Name another one, or use `resume_from_checkpoint=True`, which takes the newest that is finished.",
-        )
+        raise no_resume(folder, f"{folder} cannot be resumed: it is {reason}.", TAKE_ANOTHER)
+
+
+def no_resume(folder: Path, problem: str, cure: str) -> ConfigurationError:
+    """Return the error for a checkpoint from which a run cannot go on."""
+    return ConfigurationError(problem, setting="resume_from_checkpoint", got=folder, cure=cure)
+
+
+def from_its_weights(folder: Path) -> str:
+    """Return the way to begin anew from a checkpoint, as the end of a sentence."""
+    return f"begin anew from its weights: `model={str(folder)!r}` and no `resume_from_checkpoint`."
 
 
 def has_optimizer(folder: Path) -> bool:
@@ -122,13 +145,11 @@ def has_optimizer(folder: Path) -> bool:
     optimizer, schedule = any(folder.glob("optimizer*")), (folder / "scheduler.pt").is_file()
     if optimizer != schedule:
         present, missing = ("optimizer", "schedule") if optimizer else ("schedule", "optimizer")
-        raise ConfigurationError(
+        raise no_resume(
+            folder,
             f"{folder} has the state of the {present}, but not of the {missing} (files `optimizer.pt` and "
             "`scheduler.pt`), so training would go on with a fresh optimizer.",
-            setting="resume_from_checkpoint",
-            got=folder,
-            cure=f"Name another checkpoint, or begin anew from its weights: `model={str(folder)!r}` and no "
-            "`resume_from_checkpoint`.",
+            f"Name another checkpoint, or {from_its_weights(folder)}",
         )
     return optimizer
 
@@ -143,11 +164,10 @@ def check_format(folder: Path) -> None:
         found = read_metadata(folder)
         number = int(found.get("format", 0))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigurationError(
+        raise no_resume(
+            folder,
             f"{folder}/{METADATA_FILE} cannot be read ({error}), so the checkpoint may be damaged.",
-            setting="resume_from_checkpoint",
-            got=folder,
-            cure="Name another one: `train(resume_from_checkpoint=PATH)`.",
+            "Name another one: `train(resume_from_checkpoint=PATH)`.",
         ) from error
     if number > FORMAT_IN_FLIGHT:
         writer = found.get("trl_multinode")
@@ -157,13 +177,12 @@ def check_format(folder: Path) -> None:
             setting="resume_from_checkpoint",
             got=number,
             expected=FORMAT_IN_FLIGHT,
-            cure=f"Upgrade it ({upgrade_command()}), or begin anew from its weights: `model={str(folder)!r}` "
-            "and no `resume_from_checkpoint`.",
+            cure=f"Upgrade it ({upgrade_command()}), or {from_its_weights(folder)}",
         )
 
 
 def read_metadata(folder: Path) -> dict:
-    """Read the metadata of a checkpoint; empty for one of plain TRL, or of a version before format 1."""
+    """Read the metadata of a checkpoint; empty for one of plain TRL."""
     try:
         return json.loads((folder / METADATA_FILE).read_text())
     except FileNotFoundError:
@@ -208,18 +227,6 @@ def _version() -> str:
         return "(not installed)"
 
 
-def epochs_behind(checkpoint: Path) -> int:
-    """Return the number of epochs completed before a checkpoint.
-
-    Raises:
-        `ConfigurationError`: if the folder is not a checkpoint, or is an unfinished one.
-    """
-    try:
-        return int(json.loads((checkpoint / STATE_FILE).read_text())["epoch"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"{checkpoint} is no finished checkpoint: its {STATE_FILE} cannot be read ({error}).",
-            setting="resume_from_checkpoint",
-            got=checkpoint,
-            cure="Name another one, or use `resume_from_checkpoint=True`, which takes the newest that is finished.",
-        ) from error
+def epochs_behind(folder: Path) -> int:
+    """Return the number of epochs completed before a checkpoint that is finished."""
+    return int(json.loads((folder / STATE_FILE).read_text())["epoch"])

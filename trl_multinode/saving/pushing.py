@@ -11,7 +11,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,17 +43,6 @@ NOT_PUSHED = ["_*", "checkpoint-*"]  # the patterns of transformers' Trainer
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of one trainer's pushes."""
-
-    where: str  # "node 0, rank 0"
-    output_dir: Path
-    must_succeed: bool
-    token: str | None  # `hub_token`
-    check: Callable[[Path], None]  # raises `SavedWeightsError`
-
-
 class CheckedHub:
     """
     Replacement for `HfApi` while the Trainer pushes. Only the main process calls its methods.
@@ -62,8 +50,16 @@ class CheckedHub:
     Args:
         api (`HfApi`):
             Wrapped client.
-        settings ([`Settings`]):
-            Settings of the trainer's pushes.
+        where (`str`):
+            Node and rank, for messages.
+        output_dir (`Path`):
+            Folder of the trainer.
+        must_succeed (`bool`):
+            Value of `hub_push_must_succeed`.
+        token (`str`, *optional*):
+            Value of `hub_token`.
+        check (`Callable[[Path], None]`):
+            Function that raises `SavedWeightsError` if the weights in a folder are not the trained model.
 
     Raises (from its methods):
         `SavedWeightsError`: before anything is sent, if the weights in a folder are not the trained model.
@@ -71,19 +67,32 @@ class CheckedHub:
         raises it through its `Future`). A push that runs in the background or need not succeed prints it.
     """
 
-    def __init__(self, api: HfApi, settings: Settings):
+    def __init__(
+        self,
+        api: HfApi,
+        *,
+        where: str,
+        output_dir: Path,
+        must_succeed: bool,
+        token: str | None,
+        check: Callable[[Path], None],
+    ):
         self._api = api
-        self._settings = settings
+        self._where = where
+        self._output_dir = output_dir
+        self._must_succeed = must_succeed
+        self._token = token
+        self._check = check
 
     def create_repo(self, repo_id: str, *, token: str | None = None, **keywords: Any) -> RepoUrl:
-        token = token or self._settings.token
-        push = {"repo_id": repo_id, "folder_path": self._settings.output_dir, "ignore_patterns": NOT_PUSHED}
+        token = token or self._token
+        push = {"repo_id": repo_id, "folder_path": self._output_dir, "ignore_patterns": NOT_PUSHED}
         try:
             return self._try_often(lambda: self._api.create_repo(repo_id, token=token, **keywords), token)
         except HubPushError as error:
             raise HubPushError(
-                f"{self._settings.where}: the repository {repo_id} could not be created or found: {error} Nothing is "
-                f"lost: the model is saved in {self._settings.output_dir}, and every push tries again. Once it is "
+                f"{self._where}: the repository {repo_id} could not be created or found: {error} Nothing is "
+                f"lost: the model is saved in {self._output_dir}, and every push tries again. Once it is "
                 f"saved, you can push with `trainer.push_to_hub()`, or from a shell:\n    {command(push)}"
             ) from None
 
@@ -93,8 +102,8 @@ class CheckedHub:
         """Check and push a folder with the Trainer's keywords; return `HfApi`'s result, or `None` after a failure."""
         if push["repo_id"] is None:
             return None  # the creation of the repository failed and was reported
-        self._settings.check(Path(push["folder_path"]))
-        push["token"] = token or self._settings.token
+        self._check(Path(push["folder_path"]))
+        push["token"] = token or self._token
         return self._api.run_as_future(self._push, push, True) if run_as_future else self._push(push)
 
     def _push(self, push: dict[str, Any], in_background: bool = False) -> CommitInfo | None:
@@ -102,13 +111,13 @@ class CheckedHub:
             return self._try_often(lambda: self._api.upload_folder(**copy.deepcopy(push)), push["token"])
         except HubPushError as error:
             failure = HubPushError(
-                f"{self._settings.where}: the push of {push['folder_path']} to {push['repo_id']} "
+                f"{self._where}: the push of {push['folder_path']} to {push['repo_id']} "
                 f"({push['commit_message']!r}) failed: {error} Nothing is lost: the files are in that folder. Push "
                 f"them again with `trainer.push_to_hub()`, or from a shell:\n    {command(push)}"
             )
-        if in_background or not self._settings.must_succeed:
+        if in_background or not self._must_succeed:
             report(failure)
-        if self._settings.must_succeed:
+        if self._must_succeed:
             raise failure
         return None
 
@@ -122,14 +131,14 @@ class CheckedHub:
                 limit_silence()
                 return action()
             except Exception as error:  # any error: the files are saved, so the run can continue
-                reason = hide(describe(error), token, self._settings.token, get_token())
+                reason = hide(describe(error), token, self._token, get_token())
                 wait = next(waits, None) if is_passing(error) else None
                 seconds = time.monotonic() - start
                 if wait is None or seconds + wait > LIMIT_S:
-                    raise HubPushError(
-                        f"{reason} ({counted(tries)} in {seconds:.0f} s). {cure(error)}".strip()
-                    ) from None
-            report(f"{self._settings.where}: a request to the Hub did not succeed: {reason}. Next try in {wait:g} s.")
+                    advice = CURES.get(status_of(error) or 0, "")
+                    counted = "1 try" if tries == 1 else f"{tries} tries"
+                    raise HubPushError(f"{reason} ({counted} in {seconds:.0f} s). {advice}".strip()) from None
+            report(f"{self._where}: a request to the Hub did not succeed: {reason}. Next try in {wait:g} s.")
             time.sleep(wait)
 
 
@@ -143,11 +152,6 @@ def command(push: dict[str, Any]) -> str:
     if push.get("commit_message"):
         words += ["--commit-message", push["commit_message"]]
     return shlex.join(words)
-
-
-def counted(tries: int) -> str:
-    """Return the number of tries in words: "1 try", "2 tries"."""
-    return "1 try" if tries == 1 else f"{tries} tries"
 
 
 def limit_silence() -> None:
@@ -189,11 +193,6 @@ def describe(error: BaseException) -> str:
     text = " ".join(text.split()).rstrip(".")
     text = text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + "..."
     return f"{type(root).__name__}: {text}"
-
-
-def cure(error: BaseException) -> str:
-    """Return the advice for the HTTP status of the error; it may be empty."""
-    return CURES.get(status_of(error) or 0, "")
 
 
 def hide(text: str, *secrets: str | None) -> str:

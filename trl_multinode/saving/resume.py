@@ -6,15 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset
+from transformers import trainer as transformers_trainer
 
 from ..errors import ConfigurationError
+from ..libraries import replaced
 from ..run.endings.ending import RESUMING
 from ..run.reporter import report, warn
-from .checkpoint_files import check_finished, check_format, epochs_behind, has_optimizer, was_in_flight
+from .checkpoint_files import (
+    check_finished,
+    check_format,
+    epochs_behind,
+    has_optimizer,
+    newest_whole,
+    was_in_flight,
+)
 from .checkpoints import CheckpointLog, check_zero_ranks, micro_steps_done
-from .newest import newest_whole
 from .open_groups import OpenGroupsFile, check_same_way
-from .rotation import total_limit
 from .saved_rollouts import SavedRollouts, load_rollouts, pack_block, save_rollouts, unpack_block
 
 
@@ -34,7 +41,6 @@ class Resume:
         self._log = CheckpointLog(Path(trainer.args.output_dir), trainer.accelerator)
         self._folder: Path | None = None
         self._must_restore = False
-        self._limit: int | None = None  # `save_total_limit` while it is hidden from transformers
         self.epochs = 0  # epochs that the run completed before the checkpoint
 
     @property
@@ -51,49 +57,57 @@ class Resume:
                 later pass over a stream than the first.
         """
         self._log.delete_leftovers()
-        if wanted is True:
-            self._folder = self._log.last_whole()
-            if self._folder is None:
-                raise ConfigurationError(
-                    f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint.",
-                    setting="resume_from_checkpoint",
-                    got=True,
-                    cure=f"{RESUMING} starts anew in that case.",
-                )
-        else:
-            self._folder = Path(wanted) if wanted else None
-            if self._folder is not None:
-                check_finished(self._folder, self._accelerator.is_local_main_process)
-        if self._folder is not None:
-            check_format(self._folder)
-            check_zero_ranks(self._folder, self._accelerator)
-            if not has_optimizer(self._folder) and self._accelerator.is_main_process:
-                warn(f"{self._folder} has no optimizer state (save_only_model): optimizer and schedule begin anew.")
-            if getattr(self._trainer.args, "sync_ref_model", False):
-                warn(
-                    "sync_ref_model: TRL saves no reference model, so the resumed run begins with the initial one, "
-                    "and its KL and losses differ from those of a run without a stop."
-                )
-        if self._folder is not None and self._accelerator.is_local_main_process:
+        self._must_restore, self.epochs = True, 0
+        self._folder = self._resolved(wanted)
+        if self._folder is None:
+            return None
+        self._check(self._folder)
+        self.epochs = epochs_behind(self._folder)
+        self._check_stream(self._folder)
+        if self._accelerator.is_local_main_process:
             report(f"resuming from {self._folder}")
-        self._must_restore = True
-        self.epochs = epochs_behind(self._folder) if self._folder else 0
-        self._check_stream()
-        return str(self._folder) if self._folder else None
+        return str(self._folder)
 
-    def _check_stream(self) -> None:
+    def _resolved(self, wanted: str | bool | None) -> Path | None:
+        if wanted is not True:
+            folder = Path(wanted) if wanted else None
+            if folder is not None:
+                check_finished(folder, self._accelerator.is_local_main_process)
+            return folder
+        folder = self._log.last_whole()
+        if folder is None:
+            raise ConfigurationError(
+                f"resume_from_checkpoint=True, and {self._trainer.args.output_dir} has no finished checkpoint.",
+                setting="resume_from_checkpoint",
+                got=True,
+                cure=f"{RESUMING} starts anew in that case.",
+            )
+        return folder
+
+    def _check(self, folder: Path) -> None:
+        check_format(folder)
+        check_zero_ranks(folder, self._accelerator)
+        if not has_optimizer(folder) and self._accelerator.is_main_process:
+            warn(f"{folder} has no optimizer state (save_only_model): optimizer and schedule begin anew.")
+        if getattr(self._trainer.args, "sync_ref_model", False):
+            warn(
+                "sync_ref_model: TRL saves no reference model, so the resumed run begins with the initial one, "
+                "and its KL and losses differ from those of a run without a stop."
+            )
+
+    def _check_stream(self, folder: Path) -> None:
         """Refuse a checkpoint of a later pass over a stream.
 
         transformers skips as many batches as were trained, but of one pass only: it would begin the pass anew, and
         train its first prompts twice. A stream's state in its trainer file counts passes as epochs.
         """
-        if self._folder is None or not self.epochs or getattr(self._trainer.args, "ignore_data_skip", False):
+        if not self.epochs or getattr(self._trainer.args, "ignore_data_skip", False):
             return
         dataset = self._trainer.train_dataset
         if hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
             return
         raise ConfigurationError(
-            f"{self._folder} is in pass {self.epochs + 1} over a stream ({type(dataset).__name__}), whose "
+            f"{folder} is in pass {self.epochs + 1} over a stream ({type(dataset).__name__}), whose "
             "position in a later pass than the first cannot be restored.",
             setting="train_dataset",
             got=type(dataset).__name__,
@@ -103,9 +117,11 @@ class Resume:
 
     def warn_of_replaced(self, resumes: bool) -> None:
         """Warn, on rank 0, if training begins anew beside checkpoints of an earlier launch, which it would replace."""
+        if resumes or self.resuming or not self._accelerator.is_main_process:
+            return
         folder = Path(self._trainer.args.output_dir)
-        newest = None if self._folder is not None or resumes else newest_whole(folder)
-        if newest is not None and self._accelerator.is_main_process:
+        newest = newest_whole(folder)
+        if newest is not None:
             warn(
                 f"training begins at step 1, and {folder} has checkpoints of an earlier launch, the newest of them "
                 f"{newest.name}: new ones replace those of the same steps, and `save_total_limit` deletes others. "
@@ -140,22 +156,22 @@ class Resume:
 
         A rank that generates afresh needs all the other ranks, for the weight sync and the rewards.
         """
-        inside, rank = self._inside_block(), self._accelerator.process_index
-        ahead = self._trainer.max_staleness == 1
+        rank = self._accelerator.process_index
         saved = load_rollouts(folder, rank, self._accelerator.device)
         usable = saved is not None and saved.notes.get("layout") == self._layout()
         all_usable = self._log.all_have(usable)
         check_same_way(folder, was_in_flight(folder), self._in_flight, all_usable)
-        if not all_usable:
-            if inside or ahead:
-                why = "has rollouts" if usable else "has no rollouts, or those of another layout"
-                warn(
-                    f"Rank {rank}: {folder} {why}, and not all ranks can use theirs, so all generate them again, with "
-                    "newer weights than in the first run."
-                )
-            return
-        assert saved is not None
-        if inside:
+        if saved is not None and all_usable:
+            self._restore_rollouts(saved)
+        elif self._inside_block() or self._trainer.max_staleness == 1:
+            why = "has rollouts" if usable else "has no rollouts, or those of another layout"
+            warn(
+                f"Rank {rank}: {folder} {why}, and not all ranks can use theirs, so all generate them again, with "
+                "newer weights than in the first run."
+            )
+
+    def _restore_rollouts(self, saved: SavedRollouts) -> None:
+        if self._inside_block():
             self._trainer._buffered_inputs = unpack_block(saved)
         if "open" in saved.notes and (self._in_flight or self._keeps_a_round):
             OpenGroupsFile(self._trainer, self._in_flight).restore_from(saved)
@@ -168,14 +184,11 @@ class Resume:
 
         It waits for a round that runs ahead, unless `save_only_model` omits the rollouts.
         """
-        args = self._trainer.args
-        self._limit = args.save_total_limit
         step = self._trainer.state.global_step
-        with self._log.saving(step, self._in_flight) as folder, total_limit(args, None):
-            if not args.save_only_model:
+        with self._log.saving(step, self._in_flight) as folder:
+            if not self._trainer.args.save_only_model:
                 save_rollouts(folder, self._accelerator.process_index, self._collect())
             yield
-        self._limit = None
 
     @contextmanager
     def rotating(self) -> Iterator[None]:
@@ -183,7 +196,8 @@ class Resume:
 
         All training ranks enter it, around [`saving`].
         """
-        yield
+        with replaced(transformers_trainer, "rotate_checkpoints", lambda **_: None):
+            yield
         args, state = self._trainer.args, self._trainer.state
         if args.save_total_limit is not None and args.save_total_limit > 0:
             self._log.rotate(state.global_step, args.save_total_limit, state.best_model_checkpoint, args.should_save)
@@ -191,18 +205,11 @@ class Resume:
     @contextmanager
     def rotating_at_end(self) -> Iterator[None]:
         """Delete all but the best checkpoint on exit, instead of inside, where transformers would."""
-        args, state = self._trainer.args, self._trainer.state
-        with total_limit(args, None):
+        with replaced(transformers_trainer, "sort_checkpoints", lambda **_: []):
             yield
+        args, state = self._trainer.args, self._trainer.state
         if args.should_save and args.save_total_limit == 1 and state.best_model_checkpoint is not None:
             self._log.keep_only(state.best_model_checkpoint)
-
-    @contextmanager
-    def showing_limit(self) -> Iterator[None]:
-        """Show the `save_total_limit` of the user inside [`saving`], for the arguments that a checkpoint stores."""
-        args = self._trainer.args
-        with total_limit(args, self._limit if args.save_total_limit is None else args.save_total_limit):
-            yield
 
     def _collect(self) -> SavedRollouts:
         trainer, host = self._trainer, self._trainer.host

@@ -9,10 +9,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from ..run.reporter import warn
 
@@ -54,16 +52,6 @@ def sync(path: Path) -> None:
 
 
 # ---- deletion -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def total_limit(args: Any, limit: int | None) -> Iterator[None]:
-    """Set `save_total_limit` while the context is open; with `None`, transformers deletes no checkpoint."""
-    before, args.save_total_limit = args.save_total_limit, limit
-    try:
-        yield
-    finally:
-        args.save_total_limit = before
 
 
 def delete(folders: Iterable[Path], trash: Path) -> None:

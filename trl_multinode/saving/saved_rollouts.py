@@ -25,38 +25,35 @@ def rollouts_file(folder: Path, rank: int) -> Path:
 def save_rollouts(folder: Path, rank: int, saved: SavedRollouts) -> None:
     """Save a rank's rollouts; the rename from `.part` ensures that a killed run leaves no partial `.safetensors`."""
     path = rollouts_file(folder, rank)
-    tensors = {name: tensor.detach().cpu().clone() for name, tensor in saved.tensors.items()}  # slices share memory
-    save_file(tensors, path.with_suffix(".part"), metadata={"notes": json.dumps(saved.notes)})
-    path.with_suffix(".part").replace(path)
+    part = path.with_suffix(".part")
+    # a copy of each, because safetensors refuses slices that share memory
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in saved.tensors.items()}
+    save_file(tensors, part, metadata={"notes": json.dumps(saved.notes)})
+    part.replace(path)
 
 
 def load_rollouts(folder: Path, rank: int, device: torch.device) -> SavedRollouts | None:
     """Load a rank's rollouts; `None` if the checkpoint has no such file of ours (from plain TRL, or fewer ranks)."""
-    notes = load_notes(folder, rank)
-    if notes is None:
-        return None
-    with safe_open(rollouts_file(folder, rank), framework="pt") as file:  # no `device`: safetensors rejects "cpu:0"
-        return SavedRollouts({name: file.get_tensor(name).to(device) for name in file.keys()}, notes)
-
-
-def load_notes(folder: Path, rank: int) -> dict | None:
-    """Load the notes of a rank's rollouts; `None` without a file that has them."""
     try:
+        # without `device`, because safetensors rejects "cpu:0"
         with safe_open(rollouts_file(folder, rank), framework="pt") as file:
-            return json.loads((file.metadata() or {})["notes"])
+            notes = json.loads((file.metadata() or {})["notes"])
+            return SavedRollouts({name: file.get_tensor(name).to(device) for name in file.keys()}, notes)
     except (OSError, SafetensorError, KeyError, ValueError):  # missing, cut off, or written by something else
         return None
 
 
 def pack_block(slices: list[dict]) -> SavedRollouts:
     """Convert TRL's `_buffered_inputs`, a list of dicts of tensors, lists and `None`, into [`SavedRollouts`]."""
-    tensors = {
-        f"block{index}/{name}": value
-        for index, part in enumerate(slices)
-        for name, value in part.items()
-        if isinstance(value, torch.Tensor)
-    }
-    lists = [{name: value for name, value in part.items() if isinstance(value, list)} for part in slices]
+    tensors: dict[str, torch.Tensor] = {}
+    lists: list[dict[str, list]] = []
+    for index, part in enumerate(slices):
+        lists.append({})
+        for name, value in part.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"block{index}/{name}"] = value
+            elif isinstance(value, list):
+                lists[index][name] = value
     return SavedRollouts(tensors, {"block": lists})
 
 

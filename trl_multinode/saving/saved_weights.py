@@ -82,7 +82,11 @@ def expected_weights(model: nn.Module) -> Weights:
         for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
             state.pop(name, None)
         state = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
-    return {name: (NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)) for name, tensor in state.items()}
+    found = {}
+    for name, tensor in state.items():
+        dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
+        found[name] = dtype, tuple(tensor.shape)
+    return found
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -158,14 +162,18 @@ def read_file(path: Path) -> Weights:
 
 def find_problems(found: Weights, expected: Weights) -> dict[str, str]:
     """Map each kind of problem to its description; the result is empty without problems."""
-    common = [name for name in expected if name in found and found[name] != expected[name]]
-    empty = [name for name in common if 0 in found[name][1] and 0 not in expected[name][1]]
-    differing = [name for name in common if name not in empty]
+    empty, differing = [], []
+    for name, wanted in expected.items():
+        got = found.get(name, wanted)
+        if 0 in got[1] and 0 not in wanted[1]:
+            empty.append(f"{name} {got[1]}, expected {wanted[1]}")
+        elif got != wanted:
+            differing.append(f"{name} {got}, expected {wanted}")
     lists = {
-        "empty": ("without data", [f"{name} {found[name][1]}, expected {expected[name][1]}" for name in empty]),
+        "empty": ("without data", empty),
         "missing": ("missing", sorted(expected.keys() - found.keys())),
         "extra": ("unknown to the model", sorted(found.keys() - expected.keys())),
-        "differing": ("different", [f"{name} {found[name]}, expected {expected[name]}" for name in differing]),
+        "differing": ("different", differing),
     }
     return {
         kind: f"{len(names)} of {len(expected)} tensors {how}: {some(names)}"
@@ -176,4 +184,5 @@ def find_problems(found: Weights, expected: Weights) -> dict[str, str]:
 
 def some(names: list[str]) -> str:
     """Join the first names of a list, and count the others."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    shown = ", ".join(names[:SHOWN])
+    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown

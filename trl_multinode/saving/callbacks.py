@@ -1,0 +1,99 @@
+"""Callbacks that save a checkpoint beside those of `save_strategy`: after `save_minutes`, and at a pre-emption."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..run.decision import StepDecision
+from ..run.preemption import Preemption
+from .checkpoint_files import PREFIX, newest_whole
+
+
+class SaveByTime(TrainerCallback):
+    """Callback that saves a checkpoint at the end of the step in which `minutes` have passed since the last one.
+
+    The seconds of a step may vary tenfold. Every checkpoint counts, also one of `save_steps` or of another callback.
+    Rank 0 decides at the beginning of a step, with the seconds of the step before as an estimate. A step that takes
+    unexpectedly long is therefore saved with the step after it.
+
+    Args:
+        minutes (`float`):
+            Value of `save_minutes`.
+        decision ([`StepDecision`]):
+            Way in which rank 0's decision reaches all ranks.
+        decides (`bool`):
+            `True` on rank 0.
+        clock (`Callable[[], float]`, *optional*):
+            Function that returns seconds.
+    """
+
+    def __init__(
+        self, minutes: float, decision: StepDecision, decides: bool, clock: Callable[[], float] = time.monotonic
+    ):
+        self._limit_s = 60.0 * minutes
+        self._decision = decision
+        self._decides = decides
+        self._clock = clock
+        self._saved = self._began = clock()
+        self._last_s = 0.0  # of the step before, without its checkpoint
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._saved, self._last_s = self._clock(), 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._began = self._clock()
+        if self._decides:
+            self._decision.write(state.global_step, self._began - self._saved + self._last_s >= self._limit_s)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._last_s = self._clock() - self._began
+        if self._decision.read(state.global_step - 1):  # the step began before it was counted
+            control.should_save = True
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._saved = self._clock()
+
+
+class SaveAtPreemption(TrainerCallback):
+    """Callback that saves a checkpoint and ends the script at the end of the step in which a signal has come.
+
+    An evaluation or a push that is due at that step is left out, because it may take longer than the launcher waits. A
+    run whose last step has just ended goes on to its end.
+
+    Args:
+        preemption ([`Preemption`]):
+            Pre-emption of this rank.
+        output_dir (`str`):
+            Folder of the checkpoints.
+    """
+
+    def __init__(self, preemption: Preemption, output_dir: str):
+        self._preemption = preemption
+        self._output_dir = Path(output_dir)
+        preemption.last_checkpoint = lambda: newest_whole(self._output_dir)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._preemption.begin_training()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._preemption.begin_step(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self._preemption.end_step(state.global_step):
+            return
+        control.should_save = True
+        if not control.should_training_stop:
+            control.should_training_stop = True
+            control.should_evaluate = False
+            self._preemption.leaves = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave: transformers ends the epoch after the save, and would evaluate or save again because of its end."""
+        if self._preemption.leaves:
+            self._preemption.leave(str(self._output_dir / f"{PREFIX}{state.global_step}"))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._preemption.end_training()
