@@ -111,6 +111,7 @@ class ScriptedEngine:
     max_model_len = CONTEXT
     name = "engine 0 of node 0"
     check_version = EngineClient.check_version
+    loss_accepted = EngineClient.loss_accepted
     ready = SimpleNamespace(truncated_logprobs="")
     lost, tolerant = None, False
 

@@ -11,7 +11,7 @@ import torch
 from waiting import until
 
 from trl_multinode.engine.node_engines import NodeEngines
-from trl_multinode.engine_process.backend import Backend
+from trl_multinode.engine_process.backend import Backend, CompletionBuffer
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.errors import EngineDiedError
 from trl_multinode.transports.opening import open_slots
@@ -44,16 +44,16 @@ class Keeper(Backend):
     async def start(self) -> None: ...
 
     def ready(self) -> Ready:
-        return Ready(pid=0, max_model_len=256, dtype="float32", vllm_version="none", processes=())
+        return Ready(pid=0, max_model_len=256, vllm_version="none")
 
     def tokens_done(self) -> int:
         return 0
 
-    async def generate(self, prompt, num, max_tokens, sampling, seed, images):
+    async def generate(self, request, growing):
         raise NotImplementedError
 
-    async def score(self, prompt, temperature, images=()):
-        return []
+    async def score(self, request):
+        return CompletionBuffer()
 
     async def open_slots(self, request) -> None:
         self._buckets = request.buckets
@@ -113,6 +113,5 @@ def _wait_until_listening(path: Path) -> None:
 
 
 def _serve(backend: Backend, socket: Path, index: int) -> None:
-    unused = str(socket.with_suffix(".unused"))
-    spec = EngineSpec(index, str(socket), unused, unused, unused, 0, {})
+    spec = EngineSpec(index, str(socket.parent), 0, {})
     asyncio.run(EngineServer(spec, backend).serve())

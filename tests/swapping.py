@@ -9,6 +9,7 @@ from waiting import until
 
 from multinode_kit.engines import SyncDriver, worst_difference
 from trl_multinode.engine.client import Rollout
+from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.stream import Request
 from trl_multinode.wire.messages import WeightVersion
 
@@ -53,11 +54,20 @@ class MixedRows:
         return scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
+def connected_again(engines: NodeEngines) -> NodeEngines:
+    """Return further connections to the same engines, which accept the same versions."""
+    logs, load = engines[0]._connection.log_path.parent, engines._sockets[0].parent / "load"
+    other = NodeEngines(engines._sockets, 0, 0, load, 60.0, engines._window, logs)
+    for client in other:
+        client._sent = engines._sent
+    return other
+
+
 class RowsUnderWay:
     """Rows that run on a connection of their own, one request each."""
 
     def __init__(self, trainer: SyncDriver, prompts: list[list[int]], num_tokens: int, seconds: float, seeded: bool):
-        self._rank = trainer.engines.connect_again()
+        self._rank = connected_again(trainer.engines)
         sampling = {"temperature": 1.0, "ignore_eos": True} | slowed(trainer, seconds)
         self._stream = self._rank.open_stream(num_tokens, sampling)
         self.requests = [

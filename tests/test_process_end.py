@@ -22,8 +22,9 @@ from trl_multinode.run.limits import launchers
 from trl_multinode.run.topology import Topology
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.wire.connection import Connection
-from trl_multinode.wire.process_end import ProcessReference, open_end, start_time
-from trl_multinode.wire.supervisor import PidWatch, is_running
+from trl_multinode.wire.messages import EngineSpec
+from trl_multinode.wire.process_end import open_end, start_time
+from trl_multinode.wire.supervisor import is_running, watch_end
 
 ALONE = Topology(0, 1, 0, 1, 0, 1, launched=False)
 
@@ -73,7 +74,6 @@ def test_a_process_that_does_not_exist_is_an_error(kernel, child):
     child.wait()
     with pytest.raises(ProcessLookupError, match=os.strerror(errno.ESRCH)):
         open_end(child.pid)
-    ProcessReference(child.pid).kill()  # does nothing
 
 
 @pytest.mark.nightly
@@ -92,19 +92,6 @@ def test_other_errors_are_not_taken_for_a_missing_pidfd(monkeypatch, child):
         open_end(child.pid)
 
 
-def test_a_reference_kills_its_process_and_not_a_later_one_with_the_same_pid(kernel, child):
-    later = ProcessReference(child.pid)
-    if later._pidfd is None:
-        later._started -= 1  # a process that started before this one had the pid
-        later.kill()
-        time.sleep(0.05)
-        assert child.poll() is None
-    first = ProcessReference(child.pid)
-    first.kill()
-    first.close()
-    assert child.wait(HANG_S) == -9
-
-
 @pytest.mark.nightly
 def test_the_start_time_is_found_for_any_name_of_a_process(tmp_path):
     program = tmp_path / "a) S 1 (b"
@@ -119,10 +106,10 @@ def test_the_start_time_is_found_for_any_name_of_a_process(tmp_path):
 def test_watchers_report_the_end_of_each_process_once(kernel):
     """Both watchers: that of an engine, and that of a rank."""
     ended: list[int] = []
-    watch, watchdog = PidWatch(ended.append), Watchdog(ALONE)
+    watchdog = Watchdog(ALONE)
     pairs = [subprocess.Popen(["sleep", str(HANG_S)]) for _ in range(2)]
     for process in pairs:
-        watch.add(process.pid)
+        watch_end(process.pid, ended.append)
         watchdog.add_process(process.pid, lambda pid=process.pid: ended.append(-pid))
     pairs[1].kill()
     until(lambda: len(ended) >= 2)
@@ -178,9 +165,8 @@ def test_an_engine_without_pidfds_has_its_launchers_cores_and_ends_with_its_owne
         folder = RunFolder(0)
         save_without_weights(tiny_qwen2(), tiny_tokenizer(), folder.path / "model")
         arguments = ENGINE_ARGS | {"model": str(folder.path / "model")}
-        process = EngineProcess(
-            0, 0, folder, tmp_path / "engine0.log", arguments, CPU_ENVIRONMENT, FAKE, cores=engine_cores(launched=True)
-        )
+        spec, cores_of_engine = EngineSpec(0, str(folder.path), os.getpid(), arguments), engine_cores(launched=True)
+        process = EngineProcess(spec, tmp_path / "engine0.log", CPU_ENVIRONMENT, FAKE, cores_of_engine)
         assert os.sched_getaffinity(0) == {min(cores)}  # the rank keeps its own
         while not process.is_ready():
             time.sleep(0.05)

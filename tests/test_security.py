@@ -36,6 +36,7 @@ from trl_multinode.wire.messages import (
     CommitUpdate,
     Digest,
     Done,
+    EngineSpec,
     Generate,
     Hello,
     LoadBucket,
@@ -248,7 +249,7 @@ def test_a_folder_of_a_run_that_a_cleaner_removed_is_named_with_the_cure(tmp_pat
     folder = RunFolder(3)
     folder.remove()
     with pytest.raises(EngineStartError, match=rf"Node 3: {folder.path}.*TMPDIR"):
-        EngineProcess(0, 3, folder, tmp_path / "log", {}, {})
+        EngineProcess(EngineSpec(0, str(folder.path), os.getpid(), {}, node=3), tmp_path / "log", {})
     with pytest.raises(EngineDiedError, match=f"{folder.path} was removed"):
         Connection(str(folder.socket(0)), "engine 0 of node 3", tmp_path / "log")
 

@@ -7,7 +7,7 @@ import pytest
 from waiting import HANG_S
 
 from trl_multinode.engine_process import gate
-from trl_multinode.engine_process.backend import CompletionBuffer
+from trl_multinode.engine_process.backend import CompletionBuffer, Growing
 from trl_multinode.engine_process.gate import BusyClock
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.messages import Await, Generate, WeightVersion, pack_ids
@@ -78,20 +78,20 @@ def test_a_tail_is_the_time_with_fewer_than_a_tenth_of_the_rows_that_ran_at_once
 
 def test_a_server_says_with_every_done_how_busy_it_was_and_waiting_for_weights_is_not_work(clock):
     class Backend:
-        async def generate(self, *_):
+        async def generate(self, request, growing):
             clock.now += 3
-            return [CompletionBuffer([1], [-0.5])]
+            growing.rows = [CompletionBuffer([1], [-0.5])]
 
     async def story():
         server = EngineServer(SimpleNamespace(), Backend())
         request = Generate(prompt=pack_ids([5]), num_completions=1, max_tokens=1, sampling={}, min_update=1)
-        waiting = asyncio.create_task(server._serve_one(request, clock.now))
+        waiting = asyncio.create_task(server._serve_one(request, Growing()))
         await asyncio.sleep(0)
         clock.now += 10  # the weights are not there yet
         await server._weights.begin(0)
         await server._weights.end(1, WeightVersion(1, 0))
         await waiting
-        return await server._serve_one(Await(min_update=1), clock.now)
+        return await server._serve_one(Await(min_update=1), Growing())
 
     done = asyncio.run(asyncio.wait_for(story(), HANG_S))
-    assert (done.busy_s, done.clock_s) == (3.0, 13.0) and done.version == WeightVersion(1, 0)
+    assert (done.times.busy_s, done.times.clock_s) == (3.0, 13.0) and done.version == WeightVersion(1, 0)

@@ -47,6 +47,7 @@ from trl_multinode.weights.source import ModuleSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.wire.messages import Await, BeginUpdate, CommitUpdate, LoadBucket, WeightVersion
 from trl_multinode.wire.stop_signals import PREEMPT_VARIABLE
+from trl_multinode.wire.supervisor import descendants, is_resource_tracker
 
 VOCABULARY = 300  # not a multiple of 64: vLLM pads it, and its loaders then keep what they are given to the end
 EOS, FURTHER_EOS, NO_EOS = 1, 250, 251  # of the tokenizer, of the generation config, of the model's config only
@@ -335,7 +336,7 @@ def test_a_refused_request_does_not_hurt_the_engine(trainer):
 def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
     def row_seconds() -> tuple[float, float]:
         done = trainer.engines[0].ask(Await(min_update=trainer.version.update))
-        return done.busy_s, done.slot_s * trainer.engines[0].ready.slots
+        return done.times.busy_s, done.times.slot_s * trainer.engines[0].ready.slots
 
     before = row_seconds()
     # Many rows and few tokens, because a model with tied embeddings often repeats one token to the limit
@@ -352,8 +353,8 @@ def test_a_completion_that_ended_no_longer_counts_as_running(trainer):
 @on(OWN_TREE_TIED)  # the others are forks, and have the environment of the process that they were forked from
 def test_the_environment_of_every_process_can_be_read(trainer):
     """The titles of vLLM's processes would overwrite it."""
-    ready = trainer.engines[0].ready
-    for pid in (ready.pid, *ready.processes):
+    engine = trainer.engines[0].ready.pid
+    for pid in (engine, *(process.pid for process in descendants(engine) if not is_resource_tracker(process))):
         assert b"VLLM_HOST_IP=127.0.0.1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 

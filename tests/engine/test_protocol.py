@@ -24,11 +24,13 @@ from trl_multinode.wire.messages import (
     BeginUpdate,
     CheckSlot,
     CommitUpdate,
+    Completion,
     Completions,
     Digest,
     Digests,
     Done,
     EngineDied,
+    EngineTimes,
     Failure,
     Generate,
     Hello,
@@ -44,6 +46,7 @@ from trl_multinode.wire.messages import (
     Shutdown,
     SyncFailed,
     TensorSpec,
+    VersionSpan,
     WeightVersion,
     WrongVersion,
     pack_ids,
@@ -83,14 +86,19 @@ REQUESTS = [
     Shutdown(request_id=10),
 ]  # fmt: skip
 REPLIES = [
-    Ready(request_id=1, pid=77, max_model_len=4096, dtype="bfloat16", vllm_version="0.31.0", processes=(78, 79)),
+    Ready(request_id=1, pid=77, max_model_len=4096, vllm_version="0.31.0"),
     Progress(tokens=2**40),
-    Completions(
-        request_id=2, lengths=pack_ids([2, 0]), tokens=pack_ids([8, 9]),
-        logprobs=np.array([-0.5, np.nan], dtype=np.float32).tobytes(), span_counts=pack_ids([2, 1]),
-        spans=pack_ids([[3, 21, 1], [4, 28, 2], [4, 28, 0]]), seconds=0.25, request_ids=pack_ids([7, 9]),
+    Completions(request_id=2, rows=(
+        Completion(
+            pack_ids([8, 9]), np.array([-0.5, np.nan], dtype=np.float32).tobytes(),
+            (VersionSpan(3, 21, 1), VersionSpan(4, 28, 2)), request_id=7,
+        ),
+        Completion(b"", b"", (VersionSpan(4, 28, 0),), request_id=9),
+    )),
+    Done(
+        request_id=3, version=VERSION, seconds=1.5, kv_use=0.25,
+        times=EngineTimes(clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5),
     ),
-    Done(request_id=3, version=VERSION, seconds=1.5, clock_s=9.0, busy_s=4.0, slot_s=2.5, frozen_s=0.5),
     Digests(request_id=5, workers=("ab", "cd")),
     *(
         failure(request_id=4, message="über 256")
@@ -166,9 +174,9 @@ def test_every_reply_reaches_the_rank_however_the_stream_is_cut(pair, size):
 def test_a_reply_larger_than_any_buffer_arrives_whole(pair):
     connection, engine = pair
     tokens = np.arange(2_000_000, dtype=np.int32)
-    reply = Completions(lengths=b"", tokens=pack_ids(tokens), logprobs=b"", span_counts=b"", spans=b"", seconds=0.0)
+    reply = Completions(rows=(Completion(pack_ids(tokens), b"", ()),))
     with sending(engine, [frame(reply)]):
-        assert np.array_equal(unpack_ids(connection.receive(HANG_S).tokens), tokens)
+        assert np.array_equal(unpack_ids(connection.receive(HANG_S).rows[0].tokens), tokens)
 
 
 def test_end_of_file_is_the_death_notice(pair):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import HANG_S
 
-from trl_multinode.engine_process.backend import CompletionBuffer, show
+from trl_multinode.engine_process.backend import CompletionBuffer
 from trl_multinode.engine_process.server import EngineServer
 from trl_multinode.wire.connection import LENGTH, _reply_decoder, frame
 from trl_multinode.wire.messages import (
@@ -31,19 +31,19 @@ class Backend:
         self.reply = asyncio.Event()
         self.num_shown = 0
 
-    async def generate(self, prompt, *_):
+    async def generate(self, request, growing):
+        prompt = unpack_ids(request.prompt).tolist()
         row = CompletionBuffer([7, LAST] if prompt == [5] else [7], [-1.0, -1.0] if prompt == [5] else [-1.0])
         row.complete = prompt == [5]
-        show([row])
+        growing.rows = [row]
         self.num_shown += 1
         await self.reply.wait() if row.complete else await asyncio.Event().wait()
-        return [row]
 
     def tokens_done(self) -> int:
         return 0
 
     def ready(self) -> Ready:
-        return Ready(pid=0, max_model_len=256, dtype="float32", vllm_version="none", processes=())
+        return Ready(pid=0, max_model_len=256, vllm_version="none")
 
 
 class Writer:
@@ -85,6 +85,6 @@ async def peek_beside_an_ended_row() -> list:
 def test_the_reply_of_a_row_that_has_ended_goes_before_the_rows_under_way():
     ended, so_far = asyncio.run(asyncio.wait_for(peek_beside_an_ended_row(), HANG_S))
     assert isinstance(ended, Completions) and ended.request_id == 1
-    assert unpack_ids(ended.tokens).tolist() == [7, LAST]
-    assert so_far.request_id == 3 and unpack_ids(so_far.request_ids).tolist() == [2]
-    assert unpack_ids(so_far.tokens).tolist() == [7]
+    assert [unpack_ids(row.tokens).tolist() for row in ended.rows] == [[7, LAST]]
+    assert so_far.request_id == 3 and [row.request_id for row in so_far.rows] == [2]
+    assert [unpack_ids(row.tokens).tolist() for row in so_far.rows] == [[7]]

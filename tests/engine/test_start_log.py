@@ -13,6 +13,7 @@ from trl_multinode.engine.process import EngineProcess, wait_until_ready
 from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.start_log import STAGES, StartLog
 from trl_multinode.errors import EngineStartError
+from trl_multinode.wire.messages import EngineSpec
 
 CORE = "(EngineCore pid=20) ERROR 11-22 11:59:59 [core.py:1433] "
 WORKER = "(Worker_TP1 pid=21) ERROR 11-22 11:59:59 [multiproc_executor.py:948] "
@@ -96,7 +97,8 @@ def starting(tmp_path):
         name = f"engine_{len(started)}_{os.getpid()}"
         (tmp_path / "modules" / f"{name}.py").write_text(code)
         environment = {"PYTHONPATH": str(tmp_path / "modules")}
-        started.append(EngineProcess(len(started), 0, folder, log, {}, environment, module=name))
+        spec = EngineSpec(len(started), str(folder.path), os.getpid(), {})
+        started.append(EngineProcess(spec, log, environment, module=name))
         return started[-1]
 
     yield start

@@ -218,7 +218,8 @@ def test_a_stream_keeps_a_window_per_engine_and_the_rows_of_a_group_on_one_engin
         stream = rank.open_stream(4, SAMPLING)
         stream.add([*rows_of(1, 4), *rows_of(2, 4), *rows_of(3, 4)])
         stream._send_waiting()
-        assert stream._in_flight == [4, 4] and (stream.rows_left, stream.rows_under_way) == (12, 8)
+        assert [lane.num_rows for lane in stream._lanes] == [4, 4]
+        assert (stream.rows_left, stream.rows_under_way) == (12, 8)
         placed = collected(stream, 12)
         for group in (1, 2):
             assert len({row.engine for request, (row,) in placed if request.group[0] == group}) == 1

@@ -7,7 +7,7 @@ import pytest
 from trl_multinode.engine.client import EngineClient, wrong_spans
 from trl_multinode.engine_process.backend import CompletionBuffer
 from trl_multinode.errors import WeightVersionError
-from trl_multinode.wire.messages import Completions, VersionSpan, WeightVersion, pack_ids, pack_spans
+from trl_multinode.wire.messages import Completion, Completions, VersionSpan, WeightVersion, pack_ids
 
 FIRST, SECOND, THIRD = WeightVersion(3, 30), WeightVersion(4, 40), WeightVersion(5, 50)
 SENT = {3: 30, 4: 40, 5: 50}
@@ -61,11 +61,10 @@ def test_only_spans_that_cover_the_tokens_with_rising_sent_versions_are_accepted
 
 
 def completions(*rows: tuple[VersionSpan, ...], lengths: list[int]) -> Completions:
-    counts, packed = pack_spans(rows)
+    pairs = zip(rows, lengths, strict=True)
     return Completions(
-        lengths=pack_ids(lengths), tokens=pack_ids(range(sum(lengths))), logprobs=bytes(4 * sum(lengths)),
-        span_counts=counts, spans=packed, seconds=0.0,
-    )  # fmt: skip
+        rows=tuple(Completion(pack_ids(range(length)), bytes(4 * length), versions) for versions, length in pairs)
+    )
 
 
 def client() -> EngineClient:

@@ -20,7 +20,7 @@ from waiting import HANG_S
 
 from multinode_kit.engines import FAKE
 from multinode_kit.nodes import Nodes
-from trl_multinode.engine.process import RunFolder
+from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.errors import DiskError
 from trl_multinode.run import disk
 from trl_multinode.run import store as run_store

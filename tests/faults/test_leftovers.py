@@ -26,6 +26,7 @@ from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.wire import leftovers as module
 from trl_multinode.wire import supervisor
 from trl_multinode.wire.leftovers import leftovers, remove_leftovers
+from trl_multinode.wire.messages import EngineSpec
 
 SHARED_MEMORY = Path("/dev/shm")
 mapped: list[mmap.mmap] = []
@@ -67,11 +68,13 @@ def owner(tmp_path, segments=(), engine: bool = False, slots: bool = False):
         folder = RunFolder(1)
         (folder.path / "engine7.shm").write_text("\n".join(map(str, segments)))
         if slots:
-            HostSlots.create(1 << 16, SlotSettings(folder=folder.path))
+            HostSlots(1 << 16, SlotSettings(folder=folder.path))
         if engine:
             save_without_weights(tiny_qwen2(300), tiny_tokenizer(), folder.path / "model")
             args = ENGINE_ARGS | {"model": str(folder.path / "model")}
-            process = EngineProcess(0, 1, folder, tmp_path / "engine.log", args, {}, FAKE)
+            process = EngineProcess(
+                EngineSpec(0, str(folder.path), os.getpid(), args, node=1), tmp_path / "engine.log", {}, FAKE
+            )
             wait_until_ready([process], HANG_S, print)
             print(f"ENGINE {process.pid}", flush=True)
         print("READY", flush=True)

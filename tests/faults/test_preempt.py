@@ -20,7 +20,8 @@ from waiting import HANG_S, until
 from multinode_kit.engines import ENGINE_ARGS, FAKE
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode import GRPOConfig
-from trl_multinode.engine.process import EngineProcess, RunFolder, wait_until_ready
+from trl_multinode.engine.process import EngineProcess, wait_until_ready
+from trl_multinode.engine.run_folder import RunFolder
 from trl_multinode.engine.settings import save_without_weights
 from trl_multinode.run import preemption as preemption_module
 from trl_multinode.run import store as run_store
@@ -36,6 +37,7 @@ from trl_multinode.run.watch.signals import Preempted, StopSignals, noop_handler
 from trl_multinode.run.watch.watchdog import Watchdog
 from trl_multinode.saving.callbacks import SaveAtPreemption
 from trl_multinode.saving.checkpoint_files import MARKERS, newest_whole
+from trl_multinode.wire.messages import EngineSpec
 from trl_multinode.wire.stop_signals import (
     END_ENGINE,
     OF_LAUNCHERS,
@@ -390,7 +392,7 @@ def test_row_15_an_engine_ignores_signals_from_its_first_moment_on_and_ends_by_i
     folder = RunFolder(0)
     save_without_weights(tiny_qwen2(), tiny_tokenizer(), folder.path / "model")
     args = ENGINE_ARGS | {"model": str(folder.path / "model")}
-    engine = EngineProcess(0, 0, folder, tmp_path / "engine0.log", args, {}, FAKE)
+    engine = EngineProcess(EngineSpec(0, str(folder.path), os.getpid(), args), tmp_path / "engine0.log", {}, FAKE)
     try:
         for _ in range(5):  # during its first imports
             send_all(engine)

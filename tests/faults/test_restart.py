@@ -169,15 +169,16 @@ class OneNode(Updates):
 
     def kill_in_sync(self, index: int = 0) -> None:
         """Kill an engine while the third bucket of the next sync is gathered."""
-        begin, sync = self._sync._begin, self._sync
+        source, third = self._sync._source, self._sync.buckets[2]
+        gathering = source.gathering
 
-        def begun(bucket, everything):
-            if bucket is sync.buckets[2]:
-                sync._begin = begin
+        def begun(bucket):
+            if bucket is third:
+                source.gathering = gathering
                 self.kill(index)
-            return begin(bucket, everything)
+            return gathering(bucket)
 
-        sync._begin = begun
+        source.gathering = begun
 
     def close(self) -> None:
         self.watch.forget_processes()

@@ -1,5 +1,6 @@
 """Running engines without a trainer, for tests of the engine itself."""
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from trl_multinode.engine.settings import CPU_ENVIRONMENT, CPU_KV_CACHE_BYTES, c
 from trl_multinode.weights.source import ModuleSource, WeightSource
 from trl_multinode.weights.sync import WeightSync
 from trl_multinode.weights.transport import Transport
-from trl_multinode.wire.messages import WeightVersion
+from trl_multinode.wire.messages import EngineSpec, WeightVersion
 
 from .faults import FAKE, FORKED, REAL, TREE  # noqa: F401 - callers of `running_engines` import them
 from .forking import from_template
@@ -74,7 +75,8 @@ def running_engines(
         processes = []
         for i in range(num_engines):
             log = log_folder / f"engine{i}.log"
-            process = EngineProcess(i, 0, folder, log, args | engine_args, dict(environment), module)
+            spec = EngineSpec(i, str(folder.path), os.getpid(), args | engine_args)
+            process = EngineProcess(spec, log, dict(environment), module)
             ends.callback(process.kill)
             processes.append(process)
         wait_until_ready(processes, 300.0, print)

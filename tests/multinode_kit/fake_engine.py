@@ -11,7 +11,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from trl_multinode.engine_process.backend import Backend, CompletionBuffer, Refused, end_row, show
+from trl_multinode.engine_process.backend import Backend, CompletionBuffer, Growing, Refused
 from trl_multinode.engine_process.main import main
 from trl_multinode.transports.base import SELF_TEST_S, call_with_timeout
 from trl_multinode.transports.opening import open_slots
@@ -30,11 +30,13 @@ from trl_multinode.wire.messages import (
     ADAPTER_TENSORS,
     BeginUpdate,
     EngineSpec,
-    Image,
+    Generate,
     OpenSlots,
     Ready,
     RequestRefused,
+    Score,
     WeightVersion,
+    unpack_ids,
 )
 
 from .fake_sampling import SAMPLING_KEYS, sample
@@ -157,9 +159,7 @@ class FakeBackend(Backend):
         return Ready(
             pid=os.getpid(),
             max_model_len=self._context,
-            dtype=self._args["dtype"],
             vllm_version="fake",
-            processes=(),
             slots=self._args.get("max_num_seqs") or 1,
             serves_lora=self._args.get("enable_lora", False),
         )
@@ -167,56 +167,40 @@ class FakeBackend(Backend):
     def tokens_done(self) -> int:
         return self._tokens
 
-    async def generate(
-        self,
-        prompt: list[int],
-        num: int,
-        max_tokens: int,
-        sampling: dict,
-        seed: int | None,
-        images: Sequence[Image],
-    ) -> list[CompletionBuffer]:
-        unknown = set(sampling) - SAMPLING_KEYS
+    async def generate(self, request: Generate, growing: Growing) -> None:
+        unknown = set(request.sampling) - SAMPLING_KEYS
         if unknown:
             raise Refused(RequestRefused, f"the fake engine refuses the sampling settings {sorted(unknown)}")
-        self._check_length(prompt)
-        rows = [FakeRow(prompt) for _ in range(num)]
+        prompt = self._checked(request.prompt)
+        growing.rows = rows = [FakeRow(prompt) for _ in range(request.num_completions)]
         # Rounds in flight request single rows
-        held = self._hold_s > 0 and num == 1 and next(self._single_rows) in HELD_ROWS
+        held = self._hold_s > 0 and len(rows) == 1 and next(self._single_rows) in HELD_ROWS
         self._running += rows
-        show(rows)
         try:
             await asyncio.sleep(self._delay_s)
-            ended = partial(asyncio.get_running_loop().call_soon_threadsafe, end_row)
-            await asyncio.to_thread(self._complete, rows, max_tokens, sampling, seed, ended, held)
+            ended = partial(asyncio.get_running_loop().call_soon_threadsafe, growing.end_row)
+            await asyncio.to_thread(self._complete, rows, request, ended, held)
         finally:
             for row in rows:
                 self._running.remove(row)
                 row.aborted = True  # the thread of a cancelled request is still there
             self._freezer.wake()
-        return list(rows)
 
-    def _check_length(self, prompt: list[int]) -> None:
+    def _checked(self, packed: bytes) -> list[int]:
+        prompt = unpack_ids(packed).tolist()
         if len(prompt) >= self._context:
             raise Refused(RequestRefused, f"the prompt has {len(prompt)} tokens, the context is {self._context}")
+        return prompt
 
-    def _complete(
-        self,
-        rows: list[FakeRow],
-        max_tokens: int,
-        sampling: dict,
-        seed: int | None,
-        ended: Callable[[], object],
-        held: bool,
-    ) -> None:
+    def _complete(self, rows: list[FakeRow], request: Generate, ended: Callable[[], object], held: bool) -> None:
         for index, row in enumerate(rows):
-            random = self._random if seed is None else torch.Generator().manual_seed(seed + index)
-            left = min(max_tokens, self._context - len(row.prompt))
+            random = self._random if request.seed is None else torch.Generator().manual_seed(request.seed + index)
+            left = min(request.max_tokens, self._context - len(row.prompt))
             while left:
                 with self._freezer.token(row):
                     if row.aborted:
                         return
-                    left = self._sample(row, sampling, random, left - 1)
+                    left = self._sample(row, request.sampling, random, left - 1)
                 if left and held:
                     self._freezer.hold(row, self._hold_s)
                     held = False
@@ -240,14 +224,12 @@ class FakeBackend(Backend):
         self._tokens += 1
         return left
 
-    async def score(
-        self, prompt: list[int], temperature: float, images: Sequence[Image] = ()
-    ) -> list[CompletionBuffer]:
-        self._check_length(prompt)
+    async def score(self, request: Score) -> CompletionBuffer:
+        prompt = self._checked(request.prompt)
         with torch.no_grad():
             ids = torch.tensor([prompt])
-            scores = (self._model(ids).logits[0, :-1].float() / temperature).log_softmax(-1)
-        return [CompletionBuffer(prompt[1:], scores.gather(1, ids[0, 1:, None])[:, 0].tolist())]
+            scores = (self._model(ids).logits[0, :-1].float() / request.temperature).log_softmax(-1)
+        return CompletionBuffer(prompt[1:], scores.gather(1, ids[0, 1:, None])[:, 0].tolist())
 
     async def open_slots(self, request: OpenSlots) -> None:
         self._buckets = request.buckets

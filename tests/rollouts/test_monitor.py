@@ -261,7 +261,7 @@ class Engines:
 
     def __getitem__(self, engine: int) -> SimpleNamespace:
         score, scored = partial(self.post_score, engine), partial(self.scored, engine)
-        return SimpleNamespace(post_score=score, scored=scored, lost=None)
+        return SimpleNamespace(post_score=score, scored=scored, lost=None, loss_accepted=nullcontext)
 
     def post_score(self, engine: int, tokens, temperature: float, images: tuple = ()) -> int:
         self.asked.append((list(tokens), engine))

@@ -31,7 +31,7 @@ def recorded(path: Path) -> list[tuple]:
 
 
 def states_in(path: Path) -> EngineStates:
-    spec = EngineSpec(1, "", "", "", "", 0, {}, state_path=str(path / "states.jsonl"), node=3, attempt=2)
+    spec = EngineSpec(1, "", 0, {}, state_path=str(path / "states.jsonl"), node=3, attempt=2)
     return EngineStates.of(spec)
 
 
@@ -133,7 +133,7 @@ def test_the_lines_of_a_round_are_few_and_show_its_tail(tmp_path):
 
 
 def test_a_full_disk_costs_one_line_of_the_log_and_no_engine(capsys):
-    spec = EngineSpec(1, "", "", "", "", 0, {}, state_path="/dev/full")
+    spec = EngineSpec(1, "", 0, {}, state_path="/dev/full")
     states = EngineStates.of(spec)
     for rows in (1, 2, 3):
         states.count(1, rows)
@@ -142,10 +142,7 @@ def test_a_full_disk_costs_one_line_of_the_log_and_no_engine(capsys):
 
 def test_the_owner_records_the_loss_of_a_process_that_cannot(tmp_path):
     process = object.__new__(EngineProcess)
-    process._state_path, process._place = (
-        tmp_path / "states.jsonl",
-        {"node": 3, "engine": 1, "attempt": 2, "process": 0},
-    )
+    process._spec = EngineSpec(1, "", 0, {}, state_path=str(tmp_path / "states.jsonl"), node=3, attempt=2)
     process.record_loss("killed by SIGKILL")
     (line,) = [json.loads(line) for line in (tmp_path / "states.jsonl").read_text().splitlines()]
     assert (line["phase"], line["cause"], line["process"]) == ("lost", "killed by SIGKILL", 0) and line["start"] > 1e9

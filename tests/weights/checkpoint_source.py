@@ -28,8 +28,5 @@ class CheckpointSource(WeightSource):
     def gathering(self, bucket):
         yield lambda: [Pieces.whole(self._state[meta.name]) for meta in bucket]
 
-    def collectives(self, bucket):
-        return 0, 0
-
     def release(self):
         """Nothing to free: the buckets are views of the state dict."""

@@ -42,11 +42,9 @@ class FileSlots(Slots):
     kind = "file"
     opened_as = OpenedFileSlots
 
-    @classmethod
-    def create(cls, num_bytes, settings):
-        slots = cls([torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)])
-        slots._folder, slots._numbers = settings.folder, itertools.count()
-        return slots
+    def __init__(self, num_bytes, settings):
+        self.memory = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(2)]
+        self._folder, self._numbers = settings.folder, itertools.count()
 
     def open_for(self, engine):
         return FolderOfSlots(str(self._folder))

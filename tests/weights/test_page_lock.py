@@ -10,6 +10,7 @@ from served import Keeper, serving
 
 from trl_multinode.errors import WeightSyncError
 from trl_multinode.transports import host_memory, page_lock
+from trl_multinode.transports.base import SlotSettings
 from trl_multinode.transports.cuda_ipc import without_expandable_segments
 from trl_multinode.transports.host_memory import HostMemory, HostSlots, OpenedHostSlots
 from trl_multinode.transports.page_lock import ALREADY_REGISTERED
@@ -55,7 +56,7 @@ def cudart(monkeypatch):
 
 def test_both_ends_register_their_mapping_and_unregister_it_on_close(cudart):
     runtime = cudart()
-    slots = HostSlots(256, pin=True)
+    slots = HostSlots(256, SlotSettings(pin=True))
     opened = OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 256, CUDA, worker=0)
     slots.opened()
     assert len(runtime.registered) == 4
@@ -78,7 +79,7 @@ def test_slots_that_nobody_closed_are_unregistered_before_they_are_unmapped(cuda
         return unregister(pointer)
 
     monkeypatch.setattr(runtime, "cudaHostUnregister", seen)
-    slots = HostSlots(1 << 20, pin=True)
+    slots = HostSlots(1 << 20, SlotSettings(pin=True))
     OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 1 << 20, CUDA, worker=0)
     slots.opened()
     del slots
@@ -106,7 +107,7 @@ class Stale(Cudart):
 
 def test_memory_that_was_unmapped_while_registered_is_unregistered(cudart):
     runtime = cudart(kind=Stale)
-    slots = HostSlots(256, pin=True)
+    slots = HostSlots(256, SlotSettings(pin=True))
     assert slots.warning is None and len(runtime.registered) == 2
     slots.close()
     assert not runtime.registered
@@ -116,7 +117,7 @@ def test_slots_whose_copies_would_be_lost_are_an_error_and_not_only_slower(cudar
     monkeypatch.setattr(Stale, "at_start", False)
     runtime = cudart(kind=Stale)
     with pytest.raises(WeightSyncError, match="CUDA error 712"):
-        HostSlots(256, pin=True)
+        HostSlots(256, SlotSettings(pin=True))
     assert not runtime.registered
 
 
@@ -136,7 +137,7 @@ def test_slots_that_cannot_be_page_locked_are_slower_and_the_user_is_told(cudart
 
 def test_a_worker_that_cannot_page_lock_says_so_in_its_log(cudart, caplog):
     cudart(fails_at=1)
-    slots = HostSlots(256, pin=False)
+    slots = HostSlots(256, SlotSettings())
     with caplog.at_level(logging.WARNING):
         OpenedHostSlots.open(HostMemory(tuple(slots.paths)), 256, CUDA, worker=0).close()
     slots.close()
@@ -150,7 +151,7 @@ def test_no_file_is_left_when_page_locking_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", broken)
     monkeypatch.setattr(host_memory, "SHARED_MEMORY", tmp_path)
     with pytest.raises(RuntimeError, match="no CUDA driver"):
-        HostSlots(256, pin=True)
+        HostSlots(256, SlotSettings(pin=True))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from trl_multinode.weights import even_pieces
 from trl_multinode.weights.even_pieces import Cut
-from trl_multinode.weights.gathering import ShardGather
+from trl_multinode.weights.gathering import Gathering, ShardGather
 from trl_multinode.weights.shards import Shard, shard_of
 from trl_multinode.weights.source import ModuleSource
 
@@ -42,9 +42,9 @@ def test_pieces_of_all_ranks_are_the_tensor_on_every_local_main_process(nodes, r
         counted = count_collectives()
         gather = ShardGather(ranks_per_node, torch.device("cpu"))
         shards = [zero3_piece(tensor, rank, world) for tensor in full_tensors()]
-        pieces = gather.start(shards, [travels_as] * len(shards)).wait()
+        pieces = Gathering(gather, shards, [travels_as] * len(shards)).wait()
         expected = [int(nodes > 1), int(ranks_per_node > 1)]
-        assert counted == expected == list(gather.num_collectives)
+        assert counted == expected == [gather.across, gather.within]
         if rank % ranks_per_node:
             assert all(piece.data.numel() == 0 for piece in pieces)
             return None
@@ -89,7 +89,7 @@ def test_fsdp2_shards_are_gathered_with_one_collective_and_as_full_tensor_would(
         counted = count_collectives()
         with source.gathering(bucket) as finish:
             pieces = finish()
-            assert tuple(counted) == source.collectives(bucket) == (0, 1)
+            assert tuple(counted) == source.collectives == (0, 1)
             return [torch.equal(p.full(), t) for p, t in zip(pieces, expected, strict=True)] if rank == 0 else [True]
 
     assert on_gloo_ranks(body, world, tmp_path)[0] == [True] * 4
@@ -118,9 +118,10 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
         fully_shard(model, mesh=mesh)
         bucket = tuple(source.metadata())
         counted[:] = [0, 0]
+        source.release()
         with source.gathering(bucket) as finish:
             pieces = finish()
-            assert tuple(counted) == source.collectives(bucket)
+            assert tuple(counted) == source.collectives
             padding = pieces[0].data.numel() - experts * 61
             if rank % 2:
                 return list(counted)
@@ -134,13 +135,19 @@ def test_tensors_of_few_rows_are_spread_evenly_before_they_are_gathered(tmp_path
         assert found == [counts + rest for counts, rest in zip(expected, right, strict=True)]
 
 
+def shared(cut: Cut, other: Cut) -> list[list[int]]:
+    """Return how many elements of each rank's piece are in each rank's piece of the other cut."""
+    pieces, others = ([each.interval(rank) for rank in range(each.world)] for each in (cut, other))
+    return [[end - start for start, end in even_pieces.overlaps(piece, others)] for piece in pieces]
+
+
 @pytest.mark.nightly  # the arithmetic of the test above
 def test_two_cuts_of_a_tensor_share_each_element_once():
     for numel, elements, world in [(1, 1, 1), (10, 10, 4), (128 * 3, 3, 448), (61 * 7, 122, 6), (9, 4, 3)]:
         old = Cut(numel, elements, world)
         new = old.even()
-        table = [old.shared_with(new, rank) for rank in range(world)]
-        assert table == [list(row) for row in zip(*(new.shared_with(old, rank) for rank in range(world)), strict=True)]
+        table = shared(old, new)
+        assert table == [list(row) for row in zip(*shared(new, old), strict=True)]
         assert [sum(row) for row in table] == [end - first for first, end in map(old.interval, range(world))]
         assert new.padding < world
 
@@ -176,7 +183,7 @@ def test_a_sharding_that_is_not_one_piece_a_rank_is_left_to_its_own_library(tmp_
 def test_an_empty_sharded_tensor_alone_in_its_bucket_is_gathered(tmp_path):
     def body(rank: int) -> bool:
         gather = ShardGather(2, torch.device("cpu"))
-        (pieces,) = gather.start([Shard(torch.empty(0), 0, (0, 5))], [torch.bfloat16]).wait()
+        (pieces,) = Gathering(gather, [Shard(torch.empty(0), 0, (0, 5))], [torch.bfloat16]).wait()
         return rank > 0 or pieces.full().shape == (0, 5)
 
     assert on_gloo_ranks(body, 4, tmp_path) == [True] * 4

@@ -14,6 +14,7 @@ from trl_multinode.config import MultiNodeGRPOConfig
 from trl_multinode.errors import WeightSyncError
 from trl_multinode.host import NodeHost
 from trl_multinode.transports import host_memory
+from trl_multinode.transports.base import SlotSettings
 from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.weights.buckets import WeightMeta, plan_buckets, slot_layout
 from trl_multinode.weights.transport import Transport
@@ -39,9 +40,9 @@ def four_mib(tmp_path, monkeypatch):
 
 def test_two_runs_that_share_the_memory_do_not_share_its_last_bytes(tmp_path, four_mib):
     def body(rank: int) -> str:
-        first = HostSlots(3 * MIB // 2, pin=False)  # both fitted when the free bytes were only compared
+        first = HostSlots(3 * MIB // 2, SlotSettings())  # both fitted when the free bytes were only compared
         try:
-            second = HostSlots(MIB, pin=False)
+            second = HostSlots(MIB, SlotSettings())
         except WeightSyncError as error:
             return str(error)
         for slot in (*first.memory, *second.memory):
@@ -57,10 +58,10 @@ def test_memory_is_reserved_before_the_engines_start_and_nothing_is_left_if_they
     transport = Transport("host")
     transport.reserve(LAYOUTS)
     with pytest.raises(WeightSyncError, match=" 1 MiB free"):
-        HostSlots(MIB, pin=False)
+        HostSlots(MIB, SlotSettings())
     assert list(four_mib.iterdir()) == []  # no name, so nothing is left by a rank that is killed
     transport.close()
-    HostSlots(MIB, pin=False).close()
+    HostSlots(MIB, SlotSettings()).close()
 
 
 def test_slots_take_the_reserved_memory(four_mib):
@@ -75,7 +76,7 @@ def test_slots_take_the_reserved_memory(four_mib):
 
 @pytest.mark.fault("36")
 def test_a_tensor_that_fills_a_slot_is_named_with_the_cures(four_mib):
-    HostSlots(MIB, pin=False)
+    HostSlots(MIB, SlotSettings())
     with pytest.raises(WeightSyncError) as error:
         Transport("host").reserve(LAYOUTS)
     Transport("nccl").reserve(LAYOUTS)  # it needs none
@@ -85,7 +86,7 @@ def test_a_tensor_that_fills_a_slot_is_named_with_the_cures(four_mib):
 
 @pytest.mark.fault("36")
 def test_a_run_finds_a_full_memory_before_it_starts_an_engine(four_mib, tmp_path):
-    held = HostSlots(3 * MIB // 2, pin=False)  # of another run
+    held = HostSlots(3 * MIB // 2, SlotSettings())  # of another run
     host = NodeHost(
         MultiNodeGRPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False, engine_kwargs={"dtype": "float32"})
     )

@@ -17,7 +17,7 @@ from multinode_kit.models import tiny_qwen2
 from trl_multinode.errors import EngineDiedError, WeightSyncError
 from trl_multinode.run.topology import EngineDevices
 from trl_multinode.settings import WEIGHT_TRANSPORTS
-from trl_multinode.transports.base import Machine, call_with_timeout
+from trl_multinode.transports.base import Machine, SlotSettings, call_with_timeout
 from trl_multinode.transports.broadcast import Broadcast, BroadcastSlots, OpenedBroadcastSlots
 from trl_multinode.transports.host_memory import HostSlots
 from trl_multinode.transports.opening import TRANSPORTS
@@ -33,7 +33,9 @@ BUCKET = (WeightMeta("w", torch.bfloat16, (2, 3)), WeightMeta("b", torch.float32
 def slots(request, tmp_path):
     """`nccl` on a machine without GPUs is the same code over gloo."""
     made = (
-        HostSlots(256, False) if request.param == "host" else BroadcastSlots(256, CPU, tmp_path / "store", [1], 60.0)
+        HostSlots(256, SlotSettings())
+        if request.param == "host"
+        else BroadcastSlots(256, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0))
     )
     yield made
     made.close()
@@ -116,14 +118,14 @@ def test_one_that_cannot_work_here_is_refused_with_the_way_out(wanted, machine, 
 
 
 def test_workers_of_several_engines_have_ranks_of_their_own(tmp_path):
-    slots = BroadcastSlots(64, CPU, tmp_path / "store", [2, 2], 60.0)
+    slots = BroadcastSlots(64, SlotSettings(folder=tmp_path, workers=[2, 2], timeout_s=60.0))
     told = [slots.open_for(engine) for engine in range(2)]
-    assert told == [Broadcast("gloo", str(tmp_path / "store"), 5, first, 60.0) for first in (1, 3)]
+    assert told == [Broadcast("gloo", str(slots._store), 5, first, 60.0) for first in (1, 3)]
 
 
 def test_the_group_of_a_broadcast_ends_with_its_slots(tmp_path):
     """Otherwise torch warns at exit that a process group was never destroyed. Its peers may have ended before."""
-    slots, ended = BroadcastSlots(16, CPU, tmp_path / "store", [1], 60.0), []
+    slots, ended = BroadcastSlots(16, SlotSettings(folder=tmp_path, workers=[1], timeout_s=60.0)), []
     slots._group = SimpleNamespace(abort=lambda: ended.append("sender") or 1 / 0)
     opened = OpenedBroadcastSlots.open(slots.open_for(0), 16, CPU, 0)
     opened._group = SimpleNamespace(abort=lambda: ended.append("worker"))
@@ -196,7 +198,7 @@ def test_a_failed_self_test_falls_back_to_host_memory_with_a_warning(broken, lim
         def _make(self, kind, num_bytes):
             if kind != "nccl":
                 return super()._make(kind, num_bytes)
-            return broken(num_bytes, CPU, tmp_path / "store", [1], limit_s)
+            return broken(num_bytes, SlotSettings(folder=tmp_path, workers=[1], timeout_s=limit_s))
 
     with running_engines(model, tmp_path, FAKE) as engines:
         trainer = SyncDriver(model, engines, transport=Failing("nccl", report=warnings.append))
@@ -213,6 +215,8 @@ def test_weights_go_through_host_memory_while_an_engine_is_lost_and_are_broadcas
     model, backends = tiny_qwen2(), [Keeper(), Keeper()]
     with serving(*backends, folder=tmp_path / "node") as engines:
         engines.tolerant = True
+        for engine in engines:
+            engine.tolerant = True
         transport = Transport("nccl", workers=[1, 1], folder=tmp_path, timeout_s=60.0, report=pytest.fail)
         trainer = SyncDriver(model, engines, transport=transport)
         trainer.send()

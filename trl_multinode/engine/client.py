@@ -4,15 +4,18 @@ import itertools
 import os
 import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 from msgspec.structs import replace
 
 from ..errors import EngineDiedError, EngineError, EngineStalledError, WeightVersionError
 from ..wire.connection import Connection
 from ..wire.messages import (
+    Completion,
     Completions,
     Failure,
     Hello,
@@ -27,9 +30,9 @@ from ..wire.messages import (
     pack_ids,
     unpack_floats,
     unpack_ids,
-    unpack_spans,
 )
-from ..wire.process_end import ProcessReference
+
+LOSSES = (EngineDiedError, EngineStalledError)  # errors after which an engine can be started again
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,11 @@ class EngineClient:
             Numbers of the calling rank and its node.
         stall_timeout_s (`float`):
             Seconds without a token after which an engine with work counts as stalled. The total time has no limit.
-        sent (`dict[int, int]`, *optional*):
+        sent (`dict[int, int]`):
             Optimizer step of every weight update that was sent to the engines of this rank, by the update's number;
             its owner adds to it. If it is empty, the client cannot check which versions exist.
+        tolerant (`bool`):
+            Give an engine up that died or stalled, instead of raising its error: its owner starts it again.
 
     Raises:
         `EngineError`: if the engine does not answer.
@@ -80,12 +85,14 @@ class EngineClient:
         rank: int,
         node: int,
         stall_timeout_s: float,
-        sent: dict[int, int] | None = None,
+        sent: dict[int, int],
+        tolerant: bool,
     ):
-        self._sent = {} if sent is None else sent
+        self._sent = sent
+        self.tolerant = tolerant
         self.index = index
         self.name = connection.name
-        self.unanswered: dict[int, Message] = {}  # by request id
+        self.unanswered: set[int] = set()  # request ids
         self.last_work = time.monotonic()  # time of the last message from the engine, or of the first open request
         self._connection = connection
         self._where = f"Rank {rank} (node {node})"
@@ -96,7 +103,9 @@ class EngineClient:
         assert isinstance(ready, Ready), ready
         self.ready = ready
         self.lost: EngineError | None = None  # why this engine serves this connection no more
-        self._process = ProcessReference(ready.pid)  # a later process with the same pid must not be killed
+        self._process: psutil.Process | None = None
+        with suppress(psutil.NoSuchProcess):  # it has ended since it answered
+            self._process = psutil.Process(ready.pid)  # refuses to kill a later process with the same pid
 
     def lose(self, error: EngineError) -> None:
         """Give this engine up. A stalled one is killed, so that its owner starts it again; its owner gets the reason.
@@ -110,7 +119,19 @@ class EngineClient:
         self._early.clear()
         if isinstance(error, EngineStalledError) and self.ready.pid != os.getpid():  # else a thread of a test
             self._connection.explain_end(f"it stalled and was killed. {error}")
-            self._process.kill()
+            with suppress(psutil.NoSuchProcess):
+                if self._process is not None:
+                    self._process.kill()
+
+    @contextmanager
+    def loss_accepted(self) -> Iterator[None]:
+        """Give this engine up if it dies or stalls inside; raise its error if it is not started again."""
+        try:
+            yield
+        except LOSSES as error:
+            if not self.tolerant:
+                raise
+            self.lose(error)
 
     @property
     def has_ended(self) -> bool:
@@ -130,9 +151,8 @@ class EngineClient:
         request_id = next(self._ids)
         if not self.unanswered:  # otherwise a rank that keeps posting would hide a stall
             self.last_work = time.monotonic()
-        request = replace(message, request_id=request_id)
-        self.unanswered[request_id] = request
-        self._connection.send(request, self._stall_timeout_s)
+        self.unanswered.add(request_id)
+        self._connection.send(replace(message, request_id=request_id), self._stall_timeout_s)
         return request_id
 
     def receive(self) -> Message | None:
@@ -141,7 +161,7 @@ class EngineClient:
         self.last_work = time.monotonic()
         if isinstance(message, Progress):
             return None
-        self.unanswered.pop(message.request_id, None)
+        self.unanswered.discard(message.request_id)
         return message
 
     def keep(self, reply: Message) -> None:
@@ -206,15 +226,12 @@ class EngineClient:
             `WeightVersionError`: if their version spans are not those of updates that were sent.
         """
         assert isinstance(reply, Completions), reply
-        ends = np.cumsum(unpack_ids(reply.lengths)).tolist()
-        tokens, logprobs = unpack_ids(reply.tokens), unpack_floats(reply.logprobs)
-        spans = unpack_spans(reply.span_counts, reply.spans)
-        return [
-            self._row(tokens[start:end], logprobs[start:end], versions)
-            for (start, end), versions in zip(itertools.pairwise([0, *ends]), spans, strict=True)
-        ]
+        return [self.row(completion) for completion in reply.rows]
 
-    def _row(self, tokens: np.ndarray, logprobs: np.ndarray, versions: tuple[VersionSpan, ...]) -> Rollout:
+    def row(self, completion: Completion) -> Rollout:
+        """Return a completion; raise `WeightVersionError` if its version spans are wrong."""
+        tokens = unpack_ids(completion.tokens)
+        versions = completion.versions
         if wrong := wrong_spans(versions, len(tokens), self._sent):
             found = [(span.update, span.step, span.end) for span in versions]
             raise WeightVersionError(
@@ -222,7 +239,8 @@ class EngineClient:
                 f"(update, step, end): {wrong}. A run that "
                 f"continued would correct for weights that did not sample the tokens. Log: {self._connection.log_path}"
             )
-        return Rollout(tokens, logprobs, WeightVersion(versions[0].update, versions[0].step), self.index, versions)
+        first = WeightVersion(versions[0].update, versions[0].step)
+        return Rollout(tokens, unpack_floats(completion.logprobs), first, self.index, versions)
 
     def shutdown(self, timeout_s: float) -> None:
         """Send `Shutdown` without waiting for the reply: the engine's owner waits for the process."""
@@ -230,7 +248,6 @@ class EngineClient:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.close()
 
 
 def wrong_spans(versions: Sequence[VersionSpan], num_tokens: int, sent: Mapping[int, int]) -> str | None:
@@ -240,14 +257,22 @@ def wrong_spans(versions: Sequence[VersionSpan], num_tokens: int, sent: Mapping[
         sent (`Mapping[int, int]`):
             Optimizer step of every update that was sent, by its number; if empty, any version is accepted.
     """
-    ends, updates = [span.end for span in versions], [span.update for span in versions]
-    if not ends or ends[-1] != num_tokens:
+    if not versions or versions[-1].end != num_tokens:
         return "they do not cover the tokens"
-    starts = [0, *ends[:-1]]
-    if num_tokens and any(start >= end for start, end in zip(starts, ends, strict=True)):
+    if num_tokens and not _rises([0, *(span.end for span in versions)]):
         return "their ends do not rise"
-    if any(later <= earlier for earlier, later in itertools.pairwise(updates)):
+    if not _rises(span.update for span in versions):
         return "their updates do not rise"
-    if sent and (unknown := [span.update for span in versions if sent.get(span.update) != span.step]):
-        return f"no update {unknown[0]} with that step was sent; the last one is {max(sent)} (step {sent[max(sent)]})"
+    return _never_sent(versions, sent) if sent else None
+
+
+def _never_sent(versions: Sequence[VersionSpan], sent: Mapping[int, int]) -> str | None:
+    for span in versions:
+        if sent.get(span.update) != span.step:
+            last = max(sent)
+            return f"no update {span.update} with that step was sent; the last one is {last} (step {sent[last]})"
     return None
+
+
+def _rises(numbers: Iterable[int]) -> bool:
+    return all(earlier < later for earlier, later in itertools.pairwise(numbers))

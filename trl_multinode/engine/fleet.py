@@ -15,6 +15,7 @@ from ..run.phase_file import PhaseFile
 from ..run.topology import Topology
 from ..run.watch.watchdog import Watchdog
 from ..wire.leftovers import remove_leftovers
+from ..wire.messages import EngineSpec
 from .cores import engine_cores
 from .node_engines import NodeEngines
 from .process import EngineProcess, wait_until_ready
@@ -101,19 +102,24 @@ class EngineFleet:
         self.restarts.watch_engines()  # not earlier: the error of a failed start explains more than the watchdog's
 
     def _start_engine(self, settings: EngineSettings, model_folder: Path, index: int) -> EngineProcess:
-        assert self._run_folder is not None
-        node, phases = self._topology.node, self._phases
+        node = self._topology.node
+        phases = self._phases
+        states = None if phases is None else phases.path.absolute().with_name(f"node{node}_engine{index}.jsonl")
+        spec = EngineSpec(
+            index=index,
+            folder=str(self.folder),
+            owner_pid=os.getpid(),
+            engine_args=settings.arguments(model_folder, index),
+            start=self._processes[index].start + 1 if index < len(self._processes) else 0,
+            state_path=str(states or ""),
+            node=node,
+            attempt=1 if phases is None else phases.attempt,
+        )
         return EngineProcess(
-            index,
-            node,
-            self._run_folder,
+            spec,
             self._logs / f"engine{index}.log",
-            settings.arguments(model_folder, index),
             settings.environment(index),
             module=os.environ.get("TRL_MULTINODE_ENGINE_MODULE", "trl_multinode.engine_process.main"),
-            start=self._processes[index].start + 1 if index < len(self._processes) else 0,
-            state_path=None if phases is None else phases.path.with_name(f"node{node}_engine{index}.jsonl"),
-            attempt=1 if phases is None else phases.attempt,
             cores=engine_cores(self._topology.launched),
         )
 

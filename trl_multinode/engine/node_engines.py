@@ -6,6 +6,7 @@ Nothing in here is a collective: a rank communicates with the engines of its own
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ..errors import EngineError
@@ -36,8 +37,6 @@ class NodeEngines(EngineGroup):
             that they go to the engine that has room first.
         log_folder (`Path`):
             Folder of the engines' logs, for error messages.
-        sent (`dict[int, int]`, *optional*):
-            Optimizer step of every weight update that was sent, by its number; shared with other clients of this rank.
         tolerant (`bool`, *optional*, defaults to `False`):
             Give an engine up that died or stalled, instead of raising its error: its owner starts it again.
 
@@ -56,30 +55,26 @@ class NodeEngines(EngineGroup):
         stall_timeout_s: float,
         window: int,
         log_folder: Path,
-        sent: dict[int, int] | None = None,
         tolerant: bool = False,
     ):
+        self.tolerant = tolerant
         self.recover: Callable[[], None] | None = None
         self._renew_next: set[int] = set()  # engines for `_renew_now`
-        self._sockets, self._log_folder = sockets, log_folder
-        self._of_client = (rank, node, stall_timeout_s)
-        self._arguments = (sockets, node, rank, load, stall_timeout_s, window, log_folder)
-        self._sent = {} if sent is None else sent
+        self._sockets = sockets
+        self._log_folder = log_folder
+        self._sent: dict[int, int] = {}  # optimizer step of every weight update that was sent, by its number
+        self._node = node
+        self._client = partial(EngineClient, rank=rank, node=node, stall_timeout_s=stall_timeout_s, sent=self._sent)
         self._window = window
         self._load = EngineLoad(load, len(sockets))
         self._stream: RequestStream | None = None  # the open one, or that of the running `generate`
         self._stays_open = False
-        super().__init__([self._connect(index) for index in range(len(sockets))], tolerant)
+        super().__init__(map(self._connect, range(len(sockets))))
 
     def _connect(self, index: int, timeout_s: float = 30.0) -> EngineClient:
-        rank, node, stall_timeout_s = self._of_client
         log = self._log_folder / f"engine{index}.log"
-        connection = Connection(str(self._sockets[index]), f"engine {index} of node {node}", log, timeout_s)
-        return EngineClient(connection, index, rank, node, stall_timeout_s, self._sent)
-
-    def connect_again(self) -> "NodeEngines":
-        """Return further connections of this rank to the same engines, for use by another thread."""
-        return NodeEngines(*self._arguments, sent=self._sent, tolerant=self.tolerant)
+        connection = Connection(str(self._sockets[index]), f"engine {index} of node {self._node}", log, timeout_s)
+        return self._client(connection, index, tolerant=self.tolerant)
 
     # ---- engines that are started again -----------------------------------------------------------------------------
 
@@ -92,7 +87,7 @@ class NodeEngines(EngineGroup):
         """Connect to the engines that were started again. Only the thread that uses the connections calls it."""
         for client in [self[index] for index in indices if self[index].has_ended]:
             try:
-                self._clients[client.index] = self._connect(client.index, CONNECT_AGAIN_S)
+                self[client.index] = self._connect(client.index, CONNECT_AGAIN_S)
                 client.close()
             except EngineError as error:  # it has ended again
                 client.lose(error)
@@ -104,12 +99,13 @@ class NodeEngines(EngineGroup):
             self._stream.renew_with(self._renew_now)
 
     def _renew_now(self) -> None:
-        indices, self._renew_next = self._renew_next, set()
+        indices = self._renew_next
+        self._renew_next = set()
         self.renew(indices)
 
     def serving(self, indices: Sequence[int]) -> EngineGroup:
         """Return those of the engines `indices` that are not lost."""
-        return EngineGroup([self[index] for index in indices if self[index].lost is None], self.tolerant)
+        return EngineGroup(self[index] for index in indices if self[index].lost is None)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -184,12 +180,13 @@ class NodeEngines(EngineGroup):
             sampling (`dict`):
                 Keywords of vLLM's `SamplingParams`.
         """
-        self._stream, self._stays_open = self._new_stream(max_tokens, sampling), True
+        self._stream = self._new_stream(max_tokens, sampling)
+        self._stays_open = True
         return self._stream
 
     def _new_stream(self, max_tokens: int, sampling: dict) -> RequestStream:
         message = Generate(prompt=b"", num_completions=1, max_tokens=max_tokens, sampling=sampling)
-        return RequestStream(self, self._load, self._window, message, self.tolerant)
+        return RequestStream(self, self._load, self._window, message)
 
     def shutdown(self, timeout_s: float) -> None:
         """Send `Shutdown` to every engine without waiting for the reply: its owner waits for the process."""

@@ -19,7 +19,7 @@ from ..wire.stop_signals import END_ENGINE, stop_signals_blocked
 from ..wire.supervisor import exit_cause, unlink_shared_memory
 from .cores import on_cores
 from .environment import engine_environment
-from .run_folder import RunFolder
+from .run_folder import check_exists
 from .start_log import REFERS_TO_ANOTHER, StartLog
 
 PROGRESS_EVERY_S = 15.0
@@ -30,70 +30,36 @@ class EngineProcess:
     """One engine process and its log.
 
     Args:
-        index (`int`):
-            Index of the engine on its node.
-        node (`int`):
-            Number of the node, for error messages.
-        folder (`RunFolder`):
-            Private folder of the run.
+        spec (`EngineSpec`):
+            Settings of the process. The files of the process before it are removed.
         log_path (`Path`):
             File for all output of the engine and of vLLM's processes.
-        engine_args (`dict`):
-            Keywords of vLLM's `EngineArgs`.
         environment (`dict[str, str]`):
             Variables on top of the allow-listed environment: devices, thread counts.
-        module (`str`):
+        module (`str`, *optional*):
             Module to run, and arguments for it, separated by blanks; the test kit passes engines of its own.
-        start (`int`, *optional*, defaults to 0):
-            Number of restarts before this process. The files of the process before it are removed.
-        state_path (`Path`, *optional*):
-            File in which the engine records its states, for timelines.
-        attempt (`int`, *optional*, defaults to 1):
-            Number of the start of a trainer with this `output_dir`, for that file.
         cores (`Collection[int]`, *optional*):
             Cores that the process may use. Default: those of the calling thread.
     """
 
     def __init__(
         self,
-        index: int,
-        node: int,
-        folder: RunFolder,
+        spec: EngineSpec,
         log_path: Path,
-        engine_args: dict,
         environment: dict[str, str],
         module: str = "trl_multinode.engine_process.main",
-        start: int = 0,
-        state_path: Path | None = None,
-        attempt: int = 1,
         cores: Collection[int] = (),
     ):
-        folder.check(node)
-        self.index = index
-        self.start = start
-        self.name = f"engine {index} of node {node}"
-        self.socket_path = folder.socket(index)
+        folder = Path(spec.folder)
+        check_exists(folder, spec.node)
+        self.index = spec.index
+        self.start = spec.start
+        self.name = f"engine {spec.index} of node {spec.node}"
         self.log_path = log_path
-        self._state_path = state_path
-        self._place = {"node": node, "engine": index, "process": start, "attempt": attempt}
-        self._failure = folder.path / f"engine{index}.failure"
-        self._shared_memory = folder.path / f"engine{index}.shm"
-        for left in (self.socket_path, self._failure, self._shared_memory):
+        self._spec = spec
+        for left in (spec.socket_path, spec.failure_path, spec.shared_memory_record):
             left.unlink(missing_ok=True)
-        spec = EngineSpec(
-            index=index,
-            socket_path=str(self.socket_path),
-            report_folder=str(folder.path / f"pids{index}"),
-            failure_path=str(self._failure),
-            shared_memory_record=str(self._shared_memory),
-            owner_pid=os.getpid(),
-            engine_args=engine_args,
-            start=start,
-            state_path="" if state_path is None else str(state_path.absolute()),
-            node=node,
-            attempt=attempt,
-        )
-        spec_path = folder.path / f"engine{index}.json"
+        spec_path = spec.socket_path.with_suffix(".json")
         spec_path.write_bytes(msgspec.json.encode(spec))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(log_path, "ab", buffering=0) as log:  # append: an earlier run's error message may refer to this file
@@ -105,8 +71,12 @@ class EngineProcess:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", *module.split(), str(spec_path)],
                     stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    env=engine_environment(environment, folder.path), start_new_session=True,
+                    env=engine_environment(environment, folder), start_new_session=True,
                 )  # fmt: skip
+
+    @property
+    def socket_path(self) -> Path:
+        return self._spec.socket_path
 
     @property
     def pid(self) -> int:
@@ -149,17 +119,17 @@ class EngineProcess:
 
     def why_ended(self) -> str:
         """Return the reason that the engine wrote, or else how its process ended, and the path of its log."""
-        reason = reason_of_end(self._failure) or f"its process {self.pid} {self._how_it_ended()}"
+        reason = reason_of_end(self._spec.failure_path) or f"its process {self.pid} {self._how_it_ended()}"
         if any(words in reason for words in REFERS_TO_ANOTHER):
             reason = self.start_log.cause() or reason
         return f"{reason.rstrip('.')}. Log: {self.log_path}"
 
     def record_loss(self, why: str) -> None:
         """Write into the file of the engine's states that its process has ended; a killed engine cannot do it."""
-        if self._state_path is not None:
+        if self._spec.state_path:
             line = {"phase": "lost", "start": round(time.time(), 6), "cause": why}
-            file = LineFile(self._state_path, lambda error: None)
-            file.add(line | self._place)
+            file = LineFile(Path(self._spec.state_path), lambda error: None)
+            file.add(line | self._spec.labels)
             file.close()
 
     def _how_it_ended(self) -> str:
@@ -191,7 +161,7 @@ class EngineProcess:
         if self._group_alive():
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(5.0)
-        unlink_shared_memory(self._shared_memory)
+        unlink_shared_memory(self._spec.shared_memory_record)
 
     def _group_alive(self) -> bool:
         self._process.poll()  # reap the leader: its zombie would count as alive

@@ -99,7 +99,8 @@ class EngineRestarts:
 
     def _on_end(self, process: EngineProcess) -> str | None:
         """Start a new process for one that has ended, or return the message that ends the run."""
-        index, why = process.index, process.why_ended()
+        index = process.index
+        why = process.why_ended()
         with self._changed:
             if self._closed or process is not self._processes[index]:
                 return None

@@ -31,19 +31,20 @@ class RunFolder:
     def socket(self, index: int) -> Path:
         return self.path / f"engine{index}.sock"
 
-    def check(self, node: int) -> None:
-        """Raise `EngineStartError` if something has removed the folder, in which an engine is to be started again."""
-        if not self.path.is_dir():
-            raise EngineStartError(
-                f"Node {node}: {self.path}, the private folder of this run, is gone, so its engines cannot be started "
-                f"again. Exclude `{PREFIX}*` from the cleaner of temporary files, or set TMPDIR to another folder."
-            )
-
     def remove(self) -> None:
         while self._reserve:
             os.close(self._reserve.pop())
         remove_folder(self.path)
         release(self.path / OWNER_LOCK)
+
+
+def check_exists(folder: Path, node: int) -> None:
+    """Raise `EngineStartError` if something has removed the folder, in which an engine is to be started again."""
+    if not folder.is_dir():
+        raise EngineStartError(
+            f"Node {node}: {folder}, the private folder of this run, is gone, so its engines cannot be started "
+            f"again. Exclude `{PREFIX}*` from the cleaner of temporary files, or set TMPDIR to another folder."
+        )
 
 
 def check_private(folder: Path) -> None:

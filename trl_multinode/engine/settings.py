@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **
 WINDOW_SHARE = 3 / 4
 
 
+@dataclass(frozen=True)
 class EngineSettings:
     """Settings of the engines of one node.
 
@@ -46,23 +48,13 @@ class EngineSettings:
             Make the GPU of the local main process visible to the engines, as some transports need.
     """
 
-    def __init__(
-        self,
-        settings: NodeSettings,
-        topology: Topology,
-        devices: EngineDevices,
-        dtype: torch.dtype,
-        keywords: dict,
-        lora_rank: int = 0,
-        see_sender: bool = False,
-    ):
-        self.dtype = dtype
-        self._lora_rank = lora_rank
-        self._see_sender = see_sender
-        self._settings = settings
-        self._topology = topology
-        self._devices = devices
-        self._keywords = keywords
+    settings: NodeSettings
+    topology: Topology
+    devices: EngineDevices
+    dtype: torch.dtype
+    keywords: dict
+    lora_rank: int = 0
+    see_sender: bool = False
 
     @property
     def max_num_seqs(self) -> int:
@@ -71,20 +63,20 @@ class EngineSettings:
         TRL's keyword is the rows of one rank times the tensor parallel size; here a node's ranks share the engines.
         vLLM gives a row only as much of the cache as it needs, and lets rows wait that the cache cannot hold.
         """
-        if chosen := self._settings.engine_kwargs.get("max_num_seqs"):
+        if chosen := self.settings.engine_kwargs.get("max_num_seqs"):
             return chosen
-        rows = (self._keywords.get("max_num_seqs") or 8) // self._settings.vllm_tensor_parallel_size
+        rows = (self.keywords.get("max_num_seqs") or 8) // self.settings.vllm_tensor_parallel_size
         # one round is begun while `max_staleness` are; if an update waits for running rows, only one round is running
-        rounds = self._settings.max_staleness + 1 if self._settings.in_flight else 1
-        per_engine = -(-rounds * rows * self._topology.ranks_per_node // len(self._devices.per_engine))
+        rounds = self.settings.max_staleness + 1 if self.settings.in_flight else 1
+        per_engine = -(-rounds * rows * self.topology.ranks_per_node // len(self.devices.per_engine))
         return min(max(8, per_engine), MAX_ROWS)
 
     @property
     def window(self) -> int:
         """Rows that one rank keeps in flight per engine if there are several; one engine gets all rows at once."""
-        if len(self._devices.per_engine) == 1:
+        if len(self.devices.per_engine) == 1:
             return sys.maxsize
-        return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self._topology.ranks_per_node)
+        return max(2, int(self.max_num_seqs * WINDOW_SHARE) // self.topology.ranks_per_node)
 
     @property
     def open_window(self) -> int:
@@ -93,36 +85,36 @@ class EngineSettings:
         It leaves one of (`max_staleness` + 1) parts of an engine's rows free: evaluation, later turns of tools and the
         check of log-probs then do not wait for rows of open rounds, which may take many steps.
         """
-        rounds = max(1, self._settings.max_staleness)
-        return max(1, self.max_num_seqs * rounds // (rounds + 1) // self._topology.ranks_per_node)
+        rounds = max(1, self.settings.max_staleness)
+        return max(1, self.max_num_seqs * rounds // (rounds + 1) // self.topology.ranks_per_node)
 
     def arguments(self, model_folder: Path, index: int) -> dict:
         """Return the keywords of vLLM's `EngineArgs` for engine `index`."""
         args = {
             "model": str(model_folder),
-            "tensor_parallel_size": self._settings.vllm_tensor_parallel_size,
-            "max_model_len": self._keywords.get("max_model_length"),
+            "tensor_parallel_size": self.settings.vllm_tensor_parallel_size,
+            "max_model_len": self.keywords.get("max_model_length"),
             "max_num_seqs": self.max_num_seqs,
-            "model_impl": self._keywords.get("model_impl", "auto"),
-            "trust_remote_code": self._keywords.get("trust_remote_code", False),
+            "model_impl": self.keywords.get("model_impl", "auto"),
+            "trust_remote_code": self.keywords.get("trust_remote_code", False),
             # without per-row seeds, engines with the same seed would repeat each other's completions
-            "seed": self._settings.seed + self._topology.node * len(self._devices.per_engine) + index,
+            "seed": self.settings.seed + self.topology.node * len(self.devices.per_engine) + index,
         }
         dtype = {"dtype": str(self.dtype).removeprefix("torch.")}  # never vLLM's "auto", which looks at the model only
-        return args | self._memory(index) | lora_arguments(self._lora_rank) | self._settings.engine_kwargs | dtype
+        return args | self._memory(index) | lora_arguments(self.lora_rank) | self.settings.engine_kwargs | dtype
 
     def _memory(self, index: int) -> dict:
-        if not self._devices.per_engine[index]:
+        if not self.devices.per_engine[index]:
             return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
-        return {"gpu_memory_utilization": gpu_share(self._settings, self._devices)}
+        return {"gpu_memory_utilization": gpu_share(self.settings, self.devices)}
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the variables on top of the allow-listed environment."""
-        gpus = self._devices.seen_by(index, with_sender=self._see_sender)
+        gpus = self.devices.seen_by(index, with_sender=self.see_sender)
         if gpus:
             return only_visible(gpus)
-        cores = engine_cores(self._topology.launched)
-        return {**CPU_ENVIRONMENT, **cores_per_worker(self._settings.vllm_tensor_parallel_size, cores)}
+        cores = engine_cores(self.topology.launched)
+        return {**CPU_ENVIRONMENT, **cores_per_worker(self.settings.vllm_tensor_parallel_size, cores)}
 
 
 def gpu_share(settings: NodeSettings, devices: EngineDevices) -> float:

@@ -9,15 +9,14 @@ import selectors
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from ..errors import EngineError
-from ..wire.messages import Completions, Generate, Image, Message, Peek, pack_ids, unpack_ids
-from .client import EngineClient, Rollout
-from .group import LOSSES
+from ..wire.messages import Completions, Generate, Image, Message, Peek, pack_ids
+from .client import LOSSES, EngineClient, Rollout
+from .load import EngineLoad
 
 GroupId = tuple[int, int]  # chosen by the caller
 NO_GROUP: GroupId = (-1, -1)
@@ -63,12 +62,38 @@ class Peeking:
             self.complete.set()
 
 
-class Load(Protocol):
-    """Methods of [`~trl_multinode.engine.load.EngineLoad`] that a stream needs."""
+@dataclass
+class Lane:
+    """Requests of a stream that are under way on one engine."""
 
-    def take(self, tokens: int, candidates: Sequence[int]) -> int: ...
+    open: dict[int, Request] = field(default_factory=dict)  # by request id
+    peeks: dict[int, Peeking] = field(default_factory=dict)  # by request id
+    num_rows: int = 0  # of `open`; any thread may read it
 
-    def give_back(self, engine: int, tokens: int) -> None: ...
+
+class WakeUp:
+    """File that any thread makes readable, to end the wait of the thread that polls."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._lock = threading.Lock()  # a number of a closed file may be another file's
+        self._event = os.eventfd(0)
+
+    def fileno(self) -> int:
+        return self._event
+
+    def set(self) -> None:
+        with self._lock:
+            if not self.is_closed:
+                os.eventfd_write(self._event, 1)
+
+    def clear(self) -> None:
+        os.eventfd_read(self._event)
+
+    def close(self) -> None:
+        with self._lock:
+            self.is_closed = True
+            os.close(self._event)
 
 
 class RequestStream:
@@ -82,46 +107,33 @@ class RequestStream:
 
     Args:
         clients (`Sequence[EngineClient]`):
-            Clients for the engines of the node; only the thread that polls uses them.
-        load (`Load`):
+            Clients for the engines of the node; only the thread that polls uses them. If they are tolerant, the
+            requests of an engine that died or stalled begin again, on the engines that are left or come back.
+        load (`EngineLoad`):
             Outstanding tokens of all ranks of the node.
         window (`int`):
             Rows that this rank keeps in flight per engine. Further requests wait in the rank, oldest first.
         message (`Generate`):
             Message with the settings that all requests share.
-        tolerant (`bool`, *optional*, defaults to `False`):
-            Begin the requests of an engine that died or stalled again, on the engines that are left or come back.
     """
 
-    def __init__(
-        self,
-        clients: Sequence[EngineClient],
-        load: Load,
-        window: int,
-        message: Generate,
-        tolerant: bool = False,
-    ):
-        self._tolerant = tolerant
+    def __init__(self, clients: Sequence[EngineClient], load: EngineLoad, window: int, message: Generate):
         self._renew: Callable[[], None] | None = None
         self._clients = clients
         self._load = load
         self._window = window
         self._message = message
         self._waiting: deque[Request] = deque()
-        self._open: dict[tuple[int, int], Request] = {}  # by engine and request id
-        self._in_flight = [0] * len(clients)
+        self._lanes = [Lane() for _ in clients]  # by engine
         self._last: tuple[GroupId, int] = (NO_GROUP, 0)  # group and engine of the last request that was sent
         self._num_added = self._num_ended = 0  # each is written by one thread
         self._asked: deque[Peeking] = deque()
-        self._peeking: dict[tuple[int, int], Peeking] = {}  # by engine and request id
-        self._closed = False
-        self._pipe = threading.Lock()  # a number of a closed file may be another file's
-        self._woken, self._waker = os.pipe()
+        self._wake_up = WakeUp()
         self._select()
 
     def _select(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(self._wake_up, selectors.EVENT_READ)
         for client in self._clients:
             if client.lost is None:
                 self._selector.register(client, selectors.EVENT_READ, client)
@@ -134,12 +146,7 @@ class RequestStream:
     def renew_with(self, renew: Callable[[], None]) -> None:
         """Let the thread that polls call `renew`, which connects to the engines that were started again."""
         self._renew = renew
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._pipe:
-            if not self._closed:
-                os.write(self._waker, b"x")
+        self._wake_up.set()
 
     @property
     def rows_left(self) -> int:
@@ -149,19 +156,19 @@ class RequestStream:
     @property
     def rows_under_way(self) -> int:
         """Number of rows that were sent to an engine and have not ended. Any thread may read it."""
-        return sum(self._in_flight)
+        return sum(lane.num_rows for lane in self._lanes)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, and wake the thread that polls."""
         self._num_added += sum(request.num_completions for request in requests)
         self._waiting.extend(requests)
-        self._wake()
+        self._wake_up.set()
 
     def peek(self) -> "Peeking":
         """Ask for the rows under way as far as they are made; the thread that polls collects the answers."""
         peeking = Peeking()
         self._asked.append(peeking)
-        self._wake()
+        self._wake_up.set()
         return peeking
 
     def poll(self, timeout_s: float = 1.0) -> list[tuple[Request, list[Rollout]]]:
@@ -176,7 +183,7 @@ class RequestStream:
         ended = []
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
-                os.read(self._woken, 4096)
+                self._wake_up.clear()
             elif (found := self._received(key.data)) is not None:
                 ended.append(found)
         for client in self._clients:
@@ -203,20 +210,19 @@ class RequestStream:
 
     def _lose(self, client: EngineClient, error: EngineError) -> None:
         """Give an engine up. Its requests begin again, before those that wait."""
-        if not self._tolerant:
+        if not client.tolerant:
             raise error
         if client.lost is not None:
             return
         self._selector.unregister(client)
         client.lose(error)
-        rows = [(key, request) for key, request in self._open.items() if key[0] == client.index]
-        for key, request in reversed(rows):
-            del self._open[key]
+        lane = self._lanes[client.index]
+        self._lanes[client.index] = Lane()
+        for request in reversed(lane.open.values()):
             self._load.give_back(client.index, self._cost(request))
             self._waiting.appendleft(request)
-        self._in_flight[client.index] = 0
-        for key in [key for key in self._peeking if key[0] == client.index]:
-            self._peeking.pop(key).add([])  # these rows have no tokens any more
+        for peeking in lane.peeks.values():
+            peeking.add([])  # these rows have no tokens any more
 
     def _send_waiting(self) -> None:
         while self._waiting and (room := self._engines_with_room()):
@@ -233,8 +239,9 @@ class RequestStream:
                 max_tokens=self._left(request),
             )
             try:
-                self._open[engine, self._clients[engine].post(message)] = request
-                self._in_flight[engine] += request.num_completions
+                lane = self._lanes[engine]
+                lane.open[self._clients[engine].post(message)] = request
+                lane.num_rows += request.num_completions
             except LOSSES as error:
                 self._load.give_back(engine, self._cost(request))
                 self._waiting.appendleft(request)
@@ -243,21 +250,18 @@ class RequestStream:
     def _send_peeks(self) -> None:
         while self._asked:
             peeking = self._asked.popleft()
-            for engine, rows in enumerate(self._in_flight):
-                if rows and self._clients[engine].lost is None:
+            for client, lane in zip(self._clients, list(self._lanes), strict=True):
+                if lane.num_rows and client.lost is None:
                     try:
-                        self._peeking[engine, self._clients[engine].post(Peek())] = peeking
+                        lane.peeks[client.post(Peek())] = peeking
                         peeking.num_open += 1
                     except LOSSES as error:
-                        self._lose(self._clients[engine], error)
+                        self._lose(client, error)
             peeking.end_if_complete()
 
     def _engines_with_room(self) -> list[int]:
-        return [
-            engine
-            for engine, rows in enumerate(self._in_flight)
-            if rows < self._window and self._clients[engine].lost is None
-        ]
+        pairs = zip(self._clients, self._lanes, strict=True)
+        return [client.index for client, lane in pairs if lane.num_rows < self._window and client.lost is None]
 
     def _candidates(self, request: Request, room: list[int]) -> list[int]:
         """Return the engine of the group's request before, which has computed its prompt, if it has room."""
@@ -279,37 +283,36 @@ class RequestStream:
         reply = client.receive()
         if reply is None:
             return None
-        if (peeking := self._peeking.pop((client.index, reply.request_id), None)) is not None:
+        lane = self._lanes[client.index]
+        number = reply.request_id
+        if (peeking := lane.peeks.pop(number, None)) is not None:
             peeking.add(self._rows_so_far(client, client.checked(reply)))
             return None
-        if (client.index, reply.request_id) not in self._open:
+        if number not in lane.open:
             client.keep(reply)  # another part of the rank has asked for it, or a call that has failed
             return None
         client.checked(reply)  # before the request is closed: a lost one begins again
-        request = self._open.pop((client.index, reply.request_id))
-        self._in_flight[client.index] -= request.num_completions
+        request = lane.open.pop(number)
+        lane.num_rows -= request.num_completions
         self._load.give_back(client.index, self._cost(request))
         return request, client.rows(reply)
 
     def _rows_so_far(self, client: EngineClient, reply: Message) -> list[tuple[Request, Rollout]]:
         """Return the rows in an answer to `Peek`; those that ended before it are no longer open."""
         assert isinstance(reply, Completions), reply
-        rows = zip(unpack_ids(reply.request_ids).tolist(), client.rows(reply), strict=True)
-        return [
-            (self._open[client.index, number], row) for number, row in rows if (client.index, number) in self._open
-        ]
+        lane = self._lanes[client.index]
+        rows = [(lane.open.get(row.request_id), client.row(row)) for row in reply.rows]
+        return [(request, row) for request, row in rows if request is not None]
 
     def close(self) -> None:
         """Forget all requests, after a failure or at the end, when no thread polls. A second call does nothing."""
-        with self._pipe:
-            if self._closed:
-                return
-            self._closed = True
-            os.close(self._woken)
-            os.close(self._waker)
+        if self._wake_up.is_closed:
+            return
+        self._wake_up.close()
         self._selector.close()
-        for (engine, request_id), request in self._open.items():
-            self._load.give_back(engine, self._cost(request))
-            self._clients[engine].unanswered.pop(request_id, None)
-        self._open.clear()
+        for client, lane in zip(self._clients, self._lanes, strict=True):
+            for request_id, request in lane.open.items():
+                self._load.give_back(client.index, self._cost(request))
+                client.unanswered.discard(request_id)
+            lane.open.clear()
         self._waiting.clear()

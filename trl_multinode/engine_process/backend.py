@@ -4,10 +4,19 @@ import asyncio
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..wire.messages import BeginUpdate, Failure, Image, OpenSlots, Ready, VersionSpan, WeightVersion
+from ..wire.messages import (
+    BeginUpdate,
+    Completion,
+    Failure,
+    Generate,
+    OpenSlots,
+    Ready,
+    Score,
+    VersionSpan,
+    WeightVersion,
+)
 
 
 class CompletionBuffer:
@@ -60,30 +69,20 @@ class CompletionBuffer:
         found._swaps = list(self._swaps)
         return found
 
+    def packed(self, first: WeightVersion, request_id: int = 0) -> Completion:
+        """Return the completion as a rank receives it; `first` are the weights of its first token."""
+        return Completion(self.tokens.tobytes(), self.logprobs.tobytes(), self.spans(first), request_id)
+
 
 @dataclass
 class Growing:
-    """Completions of one request while they grow."""
+    """Completions of one request while they grow. The backend sets `rows` and calls `end_row`."""
 
     rows: Sequence[CompletionBuffer] = ()
     first: WeightVersion = WeightVersion()  # weights of the first token
-    end_row: Callable[[], None] = lambda: None  # counts a completion as complete
-    task: asyncio.Task | None = None  # sends the reply
-
-
-GROWING: ContextVar[Growing] = ContextVar("growing")  # of the request that a task serves
-
-
-def show(rows: Sequence[CompletionBuffer]) -> None:
-    """Let the server read the completions of the current request while they grow."""
-    if (growing := GROWING.get(None)) is not None:
-        growing.rows = rows
-
-
-def end_row() -> None:
-    """Report that a completion of the current request is complete; the server counts the others on its return."""
-    if (growing := GROWING.get(None)) is not None:
-        growing.end_row()
+    # counts a completion as complete; the end of the request counts those that are left
+    end_row: Callable[[], None] = lambda: None
+    task: asyncio.Task = field(init=False)  # sends the reply
 
 
 class Refused(Exception):
@@ -121,22 +120,12 @@ class Backend(ABC):
         """Return the completion tokens since the start; the number grows while the engine works."""
 
     @abstractmethod
-    async def generate(
-        self,
-        prompt: list[int],
-        num: int,
-        max_tokens: int,
-        sampling: dict,
-        seed: int | None,
-        images: Sequence[Image],
-    ) -> list[CompletionBuffer]:
-        """Return `num` completions; raise `Refused` if the request cannot be served."""
+    async def generate(self, request: Generate, growing: Growing) -> None:
+        """Make the completions as `growing.rows`; raise `Refused` if the request cannot be served."""
 
     @abstractmethod
-    async def score(
-        self, prompt: list[int], temperature: float, images: Sequence[Image] = ()
-    ) -> list[CompletionBuffer]:
-        """Return the log-probs of `prompt[1:]` at `temperature` over the whole vocabulary, as one row."""
+    async def score(self, request: Score) -> CompletionBuffer:
+        """Return the log-probs of `prompt[1:]` at the request's temperature over the whole vocabulary."""
 
     @abstractmethod
     async def open_slots(self, request: OpenSlots) -> None:

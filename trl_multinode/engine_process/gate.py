@@ -2,11 +2,11 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from ..wire.messages import Failure, SyncFailed, WeightVersion
+from ..wire.messages import EngineTimes, Failure, SyncFailed, WeightVersion
 from .backend import Refused
 
 TAIL = 0.1  # fewer rows than this share of a round's are the tail of its generation
@@ -20,7 +20,7 @@ class WeightGate:
         self.attempted = 0  # number of the last update that ended, committed or failed
         self.broken: str | None = None  # reason why the weights are mixed, if they are
         self.failure: type[Failure] = SyncFailed  # reply to the requests that are refused for it
-        self._generating = self._scoring = 0  # numbers of requests that use the weights now
+        self._users = Counter[bool]()  # requests that use the weights now, by whether they score
         self._updating = False
         self._changed = asyncio.Condition()
 
@@ -38,17 +38,11 @@ class WeightGate:
                 raise self.refusal()
             if self.version.update == 0:
                 raise Refused(SyncFailed, "the engine has dummy weights: no weight update reached it yet")
-            self._count(scores, 1)
+            self._users[scores] += 1
 
     def refusal(self) -> Refused:
         """Return the error of a request while the weights are mixed."""
         return Refused(self.failure, str(self.broken))
-
-    def _count(self, scores: bool, change: int) -> None:
-        if scores:
-            self._scoring += change
-        else:
-            self._generating += change
 
     async def attempt(self, update: int) -> None:
         """Wait until an update was attempted; the next request reports whether it failed."""
@@ -57,13 +51,13 @@ class WeightGate:
 
     async def release(self, scores: bool = False) -> None:
         async with self._changed:
-            self._count(scores, -1)
+            self._users[scores] -= 1
             self._changed.notify_all()
 
     async def idle(self) -> None:
         """Wait until no request uses the weights."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not (self._generating or self._scoring))
+            await self._changed.wait_for(lambda: not self._users.total())
 
     async def begin(self, first_bucket: int, in_flight: bool = False) -> None:
         """Wait until no request is running, then begin an update. An update in flight waits for scores only, because
@@ -74,7 +68,7 @@ class WeightGate:
                     SyncFailed, "an update without the frozen weights came before a full update, or after a failed one"
                 )
             await self._changed.wait_for(
-                lambda: not (self._updating or self._scoring or (self._generating and not in_flight))
+                lambda: not (self._updating or self._users[True] or (self._users[False] and not in_flight))
             )
             self._updating = True
             self.broken = "the last weight update did not finish: the engine holds mixed weights"
@@ -83,20 +77,11 @@ class WeightGate:
     async def end(self, attempted: int, version: WeightVersion | None) -> None:
         async with self._changed:
             if version is not None:
-                self.version, self.broken = version, None
-            self.attempted, self._updating = attempted, False
+                self.version = version
+                self.broken = None
+            self.attempted = attempted
+            self._updating = False
             self._changed.notify_all()
-
-
-@dataclass(frozen=True)
-class EngineTimes:
-    """Seconds since the engine's start, as [`Done`] carries them."""
-
-    clock_s: float = 0.0
-    busy_s: float = 0.0
-    slot_s: float = 0.0
-    tail_s: float = 0.0
-    frozen_s: float = 0.0
 
 
 class BusyClock:
@@ -131,7 +116,8 @@ class BusyClock:
         try:
             yield end_row
         finally:
-            left, running = running, 0
+            left = running
+            running = 0
             self._add(-1, -left)
 
     def freeze(self, frozen: bool) -> None:
@@ -141,14 +127,17 @@ class BusyClock:
 
     def _add(self, requests: int, rows: int) -> None:
         self.read()
-        self._requests, self._rows = self._requests + requests, self._rows + rows
+        self._requests = self._requests + requests
+        self._rows = self._rows + rows
         self._most_rows = max(self._most_rows, self._rows) if self._requests else 0
         self.on_change(self._requests, self._rows)
 
     def read(self) -> EngineTimes:
         """Return the seconds up to now."""
-        now, times = time.perf_counter(), self._times
-        passed, self._since = now - self._since, now
+        now = time.perf_counter()
+        times = self._times
+        passed = now - self._since
+        self._since = now
         running = passed if self._requests else 0.0
         used = 0.0 if self._frozen else running
         at_once = min(self._rows, self.slots)

@@ -8,6 +8,7 @@ do not mix. This module imports neither TRL nor transformers.
 import asyncio
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from ..wire.locks import hold
 from ..wire.messages import EngineSpec
 from ..wire.stop_signals import END_ENGINE, ignore_stop_signals
 from ..wire.supervisor import (
-    PidWatch,
     become_subreaper,
     exit_cause,
     first_ended,
@@ -32,6 +32,7 @@ from ..wire.supervisor import (
     release_resource_tracker,
     title_of,
     unlink_shared_memory,
+    watch_end,
 )
 from ..wire.tolerant_output import tolerate_full_disk
 from .backend import Backend
@@ -62,21 +63,20 @@ def leave(spec: EngineSpec, reason: str | None, code: int, owner_died: bool = Fa
     if reason:
         print(f"engine {spec.index}: {reason}", file=sys.stderr, flush=True)
         with suppress(OSError):
-            Path(spec.failure_path).write_text(reason)
+            spec.failure_path.write_text(reason)
     EngineStates.of(spec).enter("end")
     with suppress(OSError):  # this process must exit even if the record fails
-        if not Path(spec.socket_path).exists():  # the engine was still starting
-            record_shared_memory(Path(spec.shared_memory_record))
+        if not spec.socket_path.exists():  # the engine was still starting
+            record_shared_memory(spec.shared_memory_record)
     release_resource_tracker()
     survivors = kill_descendants()
     if survivors:
         print(f"engine {spec.index}: processes {survivors} survived SIGKILL", file=sys.stderr, flush=True)
-    unlink_shared_memory(Path(spec.shared_memory_record))
-    socket = Path(spec.socket_path)
-    socket.unlink(missing_ok=True)
+    unlink_shared_memory(spec.shared_memory_record)
+    spec.socket_path.unlink(missing_ok=True)
     with suppress(FileNotFoundError):  # another engine removes the folder, because the ended owner cannot do it
-        if owner_died and not list(socket.parent.glob("engine*.sock")):
-            remove_folder(socket.parent)
+        if owner_died and not list(Path(spec.folder).glob("engine*.sock")):
+            remove_folder(Path(spec.folder))
     os._exit(code)
 
 
@@ -92,29 +92,30 @@ def in_one_line(error: BaseException) -> str:
 async def run(spec: EngineSpec, backend: Backend) -> None:
     """Start the backend and serve until `Shutdown`. The owner's signal or the end of a process ends the whole tree."""
     start = time.monotonic()
+    one_end = threading.Lock()  # the first process that ends decides; `leave` ends the others, and does not return
 
     def ended(pid: int) -> None:
-        if pid == spec.owner_pid:
-            leave(spec, None, 0, owner_died=True)
-        if server.closing:
-            return  # vLLM's own shutdown ends its processes one by one; `main` kills the rest
-        server.leaving.set()
-        first = first_ended(pid, titles)
-        leave(spec, f"{titles[first]} (pid {first}) {exit_cause(first)}", 1)
+        with one_end:
+            if pid == spec.owner_pid:
+                leave(spec, None, 0, owner_died=True)
+            if server.closing:
+                return  # vLLM's own shutdown ends its processes one by one; `main` kills the rest
+            server.leaving.set()
+            first = first_ended(pid, titles)
+            leave(spec, f"{titles[first]} (pid {first}) {exit_cause(first)}", 1)
 
     server = EngineServer(spec, backend, EngineStates.of(spec))
     titles: dict[int, str] = {}
-    watch = PidWatch(ended)
-    watch.add(spec.owner_pid)
+    watch_end(spec.owner_pid, ended)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(END_ENGINE, leave, spec, "ended by its owner", 1)
-    with record_while_starting(Path(spec.shared_memory_record)):
+    with record_while_starting(spec.shared_memory_record):
         await backend.start()
-    check_reports(Path(spec.report_folder))
-    record_shared_memory(Path(spec.shared_memory_record))
+    check_reports(spec.report_folder)
+    record_shared_memory(spec.shared_memory_record)
     for process in vllm_processes():
         titles[process.pid] = title_of(process) or "a process of vLLM"
-        watch.add(process.pid)
+        watch_end(process.pid, ended)
     print(f"engine {spec.index}: ready after {time.monotonic() - start:.1f} s", flush=True)
     await server.serve()
     print(f"engine {spec.index}: shut down in good order", flush=True)
@@ -128,7 +129,7 @@ def main(make_backend: Callable[[EngineSpec], Backend] = VllmBackend) -> None:
     ignore_stop_signals()
     tolerate_full_disk()
     os.environ[RUN_MARKER] = f"{os.getpid()}:{spec.report_folder}"
-    Path(spec.report_folder).mkdir(mode=0o700, exist_ok=True)
+    spec.report_folder.mkdir(mode=0o700, exist_ok=True)
     EngineStates.of(spec).enter("start")
     try:
         asyncio.run(run(spec, make_backend(spec)))

@@ -8,9 +8,8 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 
 import msgspec
@@ -40,13 +39,9 @@ from ..wire.messages import (
     SenderLost,
     Shutdown,
     SyncFailed,
-    WeightVersion,
     WrongVersion,
-    pack_ids,
-    pack_spans,
-    unpack_ids,
 )
-from .backend import GROWING, Backend, CompletionBuffer, Growing, Refused
+from .backend import Backend, CompletionBuffer, Growing, Refused
 from .gate import BusyClock, WeightGate
 from .states import EngineStates
 
@@ -94,18 +89,14 @@ class EngineServer:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one rank: its generation requests concurrently, messages of an update in order."""
-        tasks: set[asyncio.Task] = set()
-        growing: dict[int, Growing] = {}  # by request id
-        progress = asyncio.create_task(self._report_progress(writer, tasks))
+        growing: dict[int, Growing] = {}  # requests under way, by id
+        progress = asyncio.create_task(self._report_progress(writer, growing))
         try:
             async for request in self._requests(reader):
                 if isinstance(request, Generate | Score | Await):
                     growing[request.request_id] = found = Growing()
-                    GROWING.set(found)  # the new task gets a copy of this context
-                    task = found.task = asyncio.create_task(self._answer(request, writer))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                    task.add_done_callback(partial(_forget, growing, request.request_id))
+                    found.task = asyncio.create_task(self._answer(request, writer, found))
+                    found.task.add_done_callback(partial(_forget, growing, request.request_id))
                 elif isinstance(request, Peek):
                     writer.write(frame(await completions_so_far(request, growing)))
                 else:
@@ -113,7 +104,7 @@ class EngineServer:
         except asyncio.CancelledError:
             pass  # the server is closing; asyncio would log the cancellation as an error
         finally:
-            for task in (progress, *tasks):
+            for task in (progress, *[found.task for found in growing.values()]):
                 task.cancel()
             writer.close()
             if self._sender is writer and not self.closing:
@@ -130,19 +121,18 @@ class EngineServer:
             what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             print(f"engine {self._spec.index}: closed a connection without valid requests: {what}", flush=True)
 
-    async def _report_progress(self, writer: asyncio.StreamWriter, tasks: set) -> None:
+    async def _report_progress(self, writer: asyncio.StreamWriter, growing: Mapping[int, Growing]) -> None:
         seen = -1
         while True:
             await asyncio.sleep(1.0)
             tokens = self._backend.tokens_done()
-            if tasks and tokens != seen:
+            if growing and tokens != seen:
                 seen = tokens
                 writer.write(frame(Progress(tokens=tokens)))
 
-    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        start = time.perf_counter()
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter, growing: Growing | None = None) -> None:
         try:
-            reply = await self._serve_one(request, start)
+            reply = await self._serve_one(request, growing or Growing())
         except Refused as refused:
             reply = refused.failure(request_id=request.request_id, message=str(refused))
         except Exception as error:  # vLLM's own errors must reach the ranks before this process ends
@@ -186,42 +176,47 @@ class EngineServer:
         if self.leaving.is_set():
             await asyncio.Event().wait()
 
-    async def _serve_one(self, request: Request, start: float) -> Message:
+    async def _serve_one(self, request: Request, growing: Growing) -> Message:
+        start = time.perf_counter()
         match request:
             case Hello():
                 ready = self._backend.ready()
                 return msgspec.structs.replace(ready, request_id=request.request_id, start=self._spec.start)
             case Generate() | Score():
-                return await self._rows(request, start)
+                return await self._rows(request, growing)
             case Await():
                 await self._weights.attempt(request.min_update)
             case OpenSlots():
                 await self._backend.open_slots(request)
             case CheckSlot():
-                if set(found := await self._backend.check_slot(request.slot, request.num_bytes)) != {request.crc}:
-                    raise Refused(
-                        SyncFailed, f"the workers read checksums {found} from a slot, expected {request.crc}"
-                    )
+                await self._check_slot(request)
             case BeginUpdate():
-                self._update = request  # set before `begin`, which may refuse and so end this update
-                await self._weights.begin(request.first_bucket, request.in_flight)
-                self._states.begin_update(request.version.update)
-                self._clock.freeze(request.in_flight)
-                await self._backend.begin_update(request)
+                await self._begin_update(request)
             case LoadBucket():
                 await self._backend.load_bucket(request.bucket, request.slot)
             case CommitUpdate():
                 await self._commit(self._update)
             case Digest():
                 return Digests(request_id=request.request_id, workers=tuple(await self._backend.digests()))
-        seconds, times = time.perf_counter() - start, self._clock.read()
         return Done(
             request_id=request.request_id,
             version=self._weights.version,
-            seconds=seconds,
+            seconds=time.perf_counter() - start,
+            times=self._clock.read(),
             kv_use=self._kv_use,
-            **asdict(times),
         )
+
+    async def _check_slot(self, request: CheckSlot) -> None:
+        found = await self._backend.check_slot(request.slot, request.num_bytes)
+        if set(found) != {request.crc}:
+            raise Refused(SyncFailed, f"the workers read checksums {found} from a slot, expected {request.crc}")
+
+    async def _begin_update(self, update: BeginUpdate) -> None:
+        self._update = update  # set before `begin`, which may refuse and so end this update
+        await self._weights.begin(update.first_bucket, update.in_flight)
+        self._states.begin_update(update.version.update)
+        self._clock.freeze(update.in_flight)
+        await self._backend.begin_update(update)
 
     async def _commit(self, update: BeginUpdate | None) -> None:
         assert update is not None
@@ -238,18 +233,15 @@ class EngineServer:
         self._states.end_update()
         await self._weights.end(update.version.update, committed[0])
 
-    async def _rows(self, request: Generate | Score, start: float) -> Completions:
-        min_update, num_rows = (0, 1) if isinstance(request, Score) else (request.min_update, request.num_completions)
-        scores, task = isinstance(request, Score), asyncio.current_task()
+    async def _rows(self, request: Generate | Score, growing: Growing) -> Completions:
+        scores = isinstance(request, Score)
+        task = asyncio.current_task()
         assert task is not None
-        await self._weights.acquire(min_update, scores)
+        await self._weights.acquire(0 if isinstance(request, Score) else request.min_update, scores)
         try:
             self._generating.add(task)
-            first = self._weights.version
-            with self._clock.request(num_rows) as end_row:
-                if (growing := GROWING.get(None)) is not None:
-                    growing.first, growing.end_row = first, end_row
-                rows = await self._made(request)
+            first = growing.first = self._weights.version
+            rows = await self._made(request, growing)
         except asyncio.CancelledError:
             if task not in self._aborted:  # the rank has left, or this process ends
                 raise
@@ -258,15 +250,15 @@ class EngineServer:
         finally:
             self._generating.discard(task)
             await self._weights.release(scores)
-        return _completions(request, [(row, first) for row in rows], time.perf_counter() - start)
+        return Completions(request_id=request.request_id, rows=tuple(row.packed(first) for row in rows))
 
-    async def _made(self, request: Generate | Score) -> list[CompletionBuffer]:
-        prompt = unpack_ids(request.prompt).tolist()
+    async def _made(self, request: Generate | Score, growing: Growing) -> Sequence[CompletionBuffer]:
         if isinstance(request, Score):
-            return await self._backend.score(prompt, request.temperature, request.images)
-        return await self._backend.generate(
-            prompt, request.num_completions, request.max_tokens, request.sampling, request.seed, request.images
-        )
+            with self._clock.request():
+                return [await self._backend.score(request)]
+        with self._clock.request(request.num_completions) as growing.end_row:
+            await self._backend.generate(request, growing)
+        return growing.rows
 
 
 def _forget(growing: dict[int, Growing], request_id: int, _: asyncio.Task) -> None:
@@ -284,21 +276,6 @@ async def completions_so_far(request: Peek, growing: Mapping[int, Growing]) -> C
         ended = [growing[number].task for number in rows if growing[number].rows[0].complete]
         if not ended:
             break
-        await asyncio.wait([task for task in ended if task is not None])
-    made = {number: row for number, row in rows.items() if row.tokens}
-    reply = _completions(request, [(row, growing[number].first) for number, row in made.items()], 0.0)
-    return msgspec.structs.replace(reply, request_ids=pack_ids(list(made)))
-
-
-def _completions(request: Message, rows: list[tuple[CompletionBuffer, WeightVersion]], seconds: float) -> Completions:
-    """Pack completions, each with the weights of its first token."""
-    span_counts, spans = pack_spans([row.spans(first) for row, first in rows])
-    return Completions(
-        request_id=request.request_id,
-        lengths=pack_ids([len(row.tokens) for row, _ in rows]),
-        tokens=b"".join(row.tokens for row, _ in rows),
-        logprobs=b"".join(row.logprobs for row, _ in rows),
-        span_counts=span_counts,
-        spans=spans,
-        seconds=seconds,
-    )
+        await asyncio.wait(ended)
+    made = [row.packed(growing[number].first, number) for number, row in rows.items() if row.tokens]
+    return Completions(request_id=request.request_id, rows=tuple(made))

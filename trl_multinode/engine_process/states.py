@@ -37,7 +37,7 @@ class EngineStates:
             return cls()
         missing = f"engine {spec.index}: lines of its states are missing in {spec.state_path}"
         file = LineFile(Path(spec.state_path), lambda error: print(f"{missing} ({error})", flush=True))
-        return cls(file, node=spec.node, engine=spec.index, process=spec.start, attempt=spec.attempt)
+        return cls(file, **spec.labels)
 
     def enter(self, phase: str, rows: int = 0) -> None:
         """Write the line of a state that begins now."""
@@ -48,12 +48,14 @@ class EngineStates:
 
     def count(self, requests: int, rows: int) -> None:
         """Take note of the numbers of requests and of rows that run."""
-        self._requests, self._rows = requests, rows
+        self._requests = requests
+        self._rows = rows
         self._follow()
 
     def begin_update(self, update: int) -> None:
         """Take note that a weight update has begun; rows that run are frozen."""
-        self._updating, self._update = True, update
+        self._updating = True
+        self._update = update
         self._follow()
 
     def end_update(self) -> None:
@@ -62,8 +64,14 @@ class EngineStates:
         self._follow()
 
     def _follow(self) -> None:
-        phase = "sync" if self._updating else "generate" if self._requests else "idle"
+        if self._updating:
+            phase = "sync"
+        elif self._requests:
+            phase = "generate"
+        else:
+            phase = "idle"
         before, rows = self._written
         change = abs(self._rows - rows)
-        if phase != before or (phase == "generate" and change and change >= LEAST_CHANGE * max(rows, self._rows)):
+        is_large = change > 0 and change >= LEAST_CHANGE * max(rows, self._rows)
+        if phase != before or (phase == "generate" and is_large):
             self.enter(phase, self._rows)

@@ -13,10 +13,20 @@ import msgspec
 from ..vllm_worker.core import IGNORE_STOPS, OBEY_STOPS, QUIET, TAKE_KV_USE
 from ..vllm_worker.plugin import BACKEND
 from ..vllm_worker.quiet import quiet
-from ..wire.messages import BeginUpdate, EngineSpec, OpenSlots, Ready, RequestRefused, WeightVersion
+from ..wire.messages import (
+    BeginUpdate,
+    EngineSpec,
+    Generate,
+    OpenSlots,
+    Ready,
+    RequestRefused,
+    Score,
+    WeightVersion,
+    unpack_ids,
+)
 from ..wire.messages import Image as WireImage
 from ..wire.supervisor import descendants, is_resource_tracker
-from .backend import Backend, CompletionBuffer, Refused, end_row, show
+from .backend import Backend, CompletionBuffer, Growing, Refused
 
 # Freeing vLLM's 8 Python objects per token took 31 ms for 224 rows of 1024 tokens, so the reply is sent first
 FREE_AFTER_S = 0.25
@@ -95,61 +105,54 @@ class VllmBackend(Backend):
     def ready(self) -> Ready:
         import vllm
 
-        config = self._llm.vllm_config.model_config
+        config = self._llm.vllm_config
         return Ready(
             pid=os.getpid(),
-            max_model_len=config.max_model_len,
-            dtype=str(config.dtype).removeprefix("torch."),
+            max_model_len=config.model_config.max_model_len,
             vllm_version=vllm.__version__,
-            processes=tuple(process.pid for process in vllm_processes()),
-            slots=self._llm.vllm_config.scheduler_config.max_num_seqs,
-            serves_lora=self._llm.vllm_config.lora_config is not None,
+            slots=config.scheduler_config.max_num_seqs,
+            serves_lora=config.lora_config is not None,
             truncated_logprobs=self._truncated,
-            model_runner="v2" if self._llm.vllm_config.use_v2_model_runner else "v1",
         )
 
-    async def generate(
-        self,
-        prompt: list[int],
-        num: int,
-        max_tokens: int,
-        sampling: dict,
-        seed: int | None,
-        images: Sequence[WireImage],
-    ) -> list[CompletionBuffer]:
+    async def generate(self, request: Generate, growing: Growing) -> None:
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        keywords = dict(sampling)
+        keywords = dict(request.sampling)
         if isinstance(keywords.get("structured_outputs"), dict):
             keywords["structured_outputs"] = StructuredOutputsParams(**keywords["structured_outputs"])
         try:
             params = self._params_cls(
-                n=num, seed=seed, max_tokens=max_tokens, logprobs=0, flat_logprobs=True,
-                detokenize=bool(keywords.get("stop")), output_kind=RequestOutputKind.CUMULATIVE, **keywords,
-            )  # fmt: skip
+                n=request.num_completions,
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=bool(keywords.get("stop")),
+                output_kind=RequestOutputKind.CUMULATIVE,
+                **keywords,
+            )
         except (TypeError, ValueError, client_error()) as error:
             raise Refused(RequestRefused, f"vLLM refuses the sampling settings: {error}") from error
-        request = RunningRequest(num)
-        show(request.rows)
+        running = RunningRequest(request.num_completions)
+        growing.rows = running.rows
         kept = {}  # vLLM's lists, freed after the reply is sent
-        async for output in self._outputs(self._prompt(prompt, images), params, request):
+        prompt = unpack_ids(request.prompt).tolist()
+        async for output in self._outputs(self._prompt(prompt, request.images), params, running):
             for row in output.outputs:
                 kept[row.index] = row
-                self._tokens += request.rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
+                self._tokens += running.rows[row.index].grow(row.token_ids, row.logprobs.logprobs)
                 if row.finished():
-                    request.rows[row.index].complete = True
-                    end_row()
+                    running.rows[row.index].complete = True
+                    growing.end_row()
         asyncio.get_running_loop().call_later(FREE_AFTER_S, kept.clear)
-        return request.rows
 
-    async def score(
-        self, prompt: list[int], temperature: float, images: Sequence[WireImage] = ()
-    ) -> list[CompletionBuffer]:
-        """Return the log-probs of `prompt[1:]` under the current weights, as one row."""
-        params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=temperature)
-        *_, output = [output async for output in self._outputs(self._prompt(prompt, images), params)]
+    async def score(self, request: Score) -> CompletionBuffer:
+        params = self._params_cls(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=request.temperature)
+        prompt = unpack_ids(request.prompt).tolist()
+        *_, output = [output async for output in self._outputs(self._prompt(prompt, request.images), params)]
         rows = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-        return [CompletionBuffer(prompt[1:], [position[token].logprob for token, position in rows])]
+        return CompletionBuffer(prompt[1:], [position[token].logprob for token, position in rows])
 
     def _prompt(self, prompt: list[int], images: Sequence[WireImage]) -> dict:
         request: dict[str, Any] = {"prompt_token_ids": prompt, "cache_salt": self._salt}

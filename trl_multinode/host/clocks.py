@@ -1,7 +1,7 @@
 """Clocks of a node's engines, as one of its ranks reads them after each weight sync."""
 
-from ..engine.group import PendingReplies
-from ..wire.messages import Done
+from ..engine.client import EngineClient
+from ..wire.messages import Done, Message
 
 # busy seconds, total seconds, row-seconds over slots, and seconds of the last rows of each round
 EngineClock = tuple[float, float, float, float]
@@ -21,17 +21,18 @@ class EngineClocks:
         self._offsets: dict[int, EngineClock] = {}  # by engine: clocks of the processes before it
         self._kv_use = 0.0
 
-    def read(self, pending: PendingReplies, num_engines: int) -> None:
+    def read(self, replies: list[tuple[EngineClient, Message]], num_engines: int) -> None:
         """Read the clocks from the replies of the engines."""
         is_first = not self.seconds
         clocks = list(self.seconds) or [ZERO] * num_engines
-        for client, reply in pending.answers():
+        for client, reply in replies:
             assert isinstance(reply, Done)
             index = client.index
             if client.ready.start != self._starts.get(index, 0):
                 self._starts[index] = client.ready.start
                 self._offsets[index] = clocks[index]
-            read = (reply.busy_s, reply.clock_s, reply.slot_s, reply.tail_s)
+            times = reply.times
+            read = (times.busy_s, times.clock_s, times.slot_s, times.tail_s)
             if is_first:
                 self._offsets[index] = _sum(ZERO, read, sign=-1.0)
             clocks[index] = _sum(read, self._offsets.get(index, ZERO))

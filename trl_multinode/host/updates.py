@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..engine.fleet import EngineFleet
+from ..engine.group import answers
 from ..engine.node_engines import NodeEngines
 from ..engine.restarts import lost_engine, lost_engines
 from ..engine.settings import EngineSettings, engine_dtype, training_dtype
@@ -252,7 +253,7 @@ class Updates:
                 self._rank.report(line)
         timings = self._sync.run(version)
         # the wait for the replies counts as sync
-        self.clocks.read(self.engines.post_all(Await(min_update=version.update)), len(self.engines))
+        self.clocks.read(answers(self.engines.post_all(Await(min_update=version.update))), len(self.engines))
         if version.update == 1:
             engines = self.engines.serving(range(len(self.engines))) if self._rank.topology.is_local_main else None
             probe_engines(self.model, engines, self.divergence_limit, self._rank.topology)

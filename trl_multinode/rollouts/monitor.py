@@ -1,14 +1,11 @@
 """Check for wrong engine weights in every round, on every node: equal weights must give equal log-probs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..engine.client import EngineClient
-from ..engine.group import LOSSES
 from ..errors import LogprobDivergenceError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
@@ -130,27 +127,17 @@ class DivergenceMonitor:
         tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM adds one token
         client = engines[engine]
         if len(tokens) > len(prompt) and client.lost is None:
-            with self._without_lost(client):
+            with client.loss_accepted():  # a check whose engine ends is left out
                 images = made.images[row] if made.images is not None else None
                 request_id = client.post_score(tokens, self._temperature, tuple(map(raw_image, images or ())))
                 self._requested = row, len(tokens) - len(prompt), client, request_id
-
-    @contextmanager
-    def _without_lost(self, client: EngineClient) -> Iterator[None]:
-        """Leave a check out whose engine ends and is started again."""
-        try:
-            yield
-        except LOSSES as error:
-            if not self._generation.engines.tolerant:
-                raise
-            client.lose(error)
 
     def _rescored(self, output: dict, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the log-probs of the trained tokens of the row that `ask` chose; none if its engine has ended."""
         assert self._requested is not None
         row, kept, client, request_id = self._requested
         self._requested = rollout = None
-        with self._without_lost(client):
+        with client.loss_accepted():
             rollout = client.scored(request_id) if client.lost is None else None
         if rollout is None:
             return {}

@@ -7,17 +7,18 @@ listed in `opening.TRANSPORTS`, under the name that `weight_transport` gives it.
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar, Protocol, Self
+from typing import IO, Any, ClassVar, Self
 
 import msgspec
 import torch
 
 from ..errors import WeightSyncError
-from ..wire.messages import TensorSpec
-from .pieces import GrowingTensor, Pieces
+from ..wire.messages import NUM_SLOTS, TensorSpec
+from .pieces import GrowingTensor, Pieces, view_of
 
 SELF_TEST_S = 30.0  # limit for the first transfer of a transport, connecting included
 
@@ -114,13 +115,13 @@ class OpenedSlots:
         A range goes straight from the slot into a tensor of its own, which is returned with its last range, because
         loaders take whole tensors.
         """
-        data = self._slots[slot][: specs[-1].offset + specs[-1].num_bytes]
+        data = self._slots[slot][: specs[-1].end]
         self.arrive(data)
         has_whole = any(spec.range is None for spec in specs)
         bucket = data.to(self._device, copy=True) if has_whole else data
         found = []
         for spec in specs:
-            part = bucket[spec.offset : spec.offset + spec.num_bytes].view(getattr(torch, spec.dtype))
+            part = view_of(bucket, spec)
             whole = part.view(spec.shape) if spec.range is None else self._growing.add(spec, spec.range, part)
             found += [(spec.name, whole)] if whole is not None else []
         if self._device.type == "cuda":  # the sender may write the slot again as soon as this returns
@@ -139,12 +140,6 @@ class OpenedSlots:
         self._growing.drop()
 
 
-class Reserved(Protocol):
-    """Memory that is set aside for slots."""
-
-    def close(self) -> None: ...
-
-
 class Slots(ABC):
     """Slots of one node, on its local main process only. One thread at a time calls the methods.
 
@@ -156,24 +151,25 @@ class Slots(ABC):
     ```
     """
 
+    memory: list[torch.Tensor]  # of each slot, uint8 `(num_bytes,)`
     kind: ClassVar[str]  # name in `weight_transport`
     opened_as: ClassVar[type[OpenedSlots]]  # the workers' end
     needs_all_engines: ClassVar[bool] = False  # whether it cannot send while an engine of the node is lost
     engines_see_sender: ClassVar[bool] = False  # whether an engine's visible GPUs include the local main process's
     warning: str | None = None  # reason why the slots are slower than they could be, with the cure
 
-    def __init__(self, memory: list[torch.Tensor]):
-        self.memory = memory
-        self.num_bytes = memory[0].numel()
-
-    @classmethod
     @abstractmethod
-    def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
-        """Create slots of `num_bytes` bytes each."""
+    def __init__(self, num_bytes: int, settings: SlotSettings):
+        """Create slots of `num_bytes` bytes each, as `memory`."""
 
-    @classmethod
-    def reserve(cls, num_bytes: int, settings: SlotSettings) -> "Reserved | None":
-        """Set memory aside for slots of `num_bytes` bytes each, until `create`, if other processes may take it."""
+    @property
+    def num_bytes(self) -> int:
+        """Size of a slot, in bytes."""
+        return self.memory[0].numel()
+
+    @staticmethod
+    def reserve(num_bytes: int, settings: SlotSettings) -> IO[bytes] | None:
+        """Set memory aside for slots of `num_bytes` bytes each, if other processes may take it, until it is closed."""
         return None
 
     @staticmethod
@@ -197,8 +193,7 @@ class Slots(ABC):
         for spec, pieces in zip(specs, tensors, strict=True):
             if pieces.shape != spec.shape_in_slot:
                 raise WeightSyncError(wrong_shape(spec.name, pieces.shape, spec.shape_in_slot))
-            target = self.memory[slot][spec.offset : spec.offset + spec.num_bytes]
-            pieces.copy_to(target.view(getattr(torch, spec.dtype)))
+            pieces.copy_to(view_of(self.memory[slot], spec))
         if self.memory[slot].is_cuda or any(pieces.data.is_cuda for pieces in tensors):
             torch.cuda.current_stream().synchronize()
 
@@ -207,6 +202,11 @@ class Slots(ABC):
 
     def close(self) -> None:
         """Release the memory that other processes could still see. No `write` may follow."""
+
+
+def new_slots(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    """Return the memory of all slots, uninitialized, on a device."""
+    return [torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
 
 
 def wrong_shape(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> str:
@@ -223,19 +223,15 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     Raises:
         `TimeoutError`: if the call does not end within `seconds`.
     """
-    outcome: list[Any] = []
+    outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
-            outcome.extend((call(), None))
+            outcome.set_result(call())
         except Exception as error:
-            outcome.extend((None, error))
+            outcome.set_exception(error)
 
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
+    Thread(target=run, daemon=True).start()
+    if not wait([outcome], seconds).done:
         raise TimeoutError(f"not done after {seconds:.0f} s")
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+    return outcome.result()

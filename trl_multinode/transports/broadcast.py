@@ -4,10 +4,8 @@ The sender and the workers of its node are a process group of their own, separat
 """
 
 import secrets
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -15,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import WeightSyncError
-from ..wire.messages import NUM_SLOTS
-from .base import Machine, OpenedSlots, Slots, SlotSettings, call_with_timeout
+from .base import Machine, OpenedSlots, Slots, SlotSettings, call_with_timeout, new_slots
 
 LEAVE_S = 5.0
 
@@ -44,8 +41,7 @@ class OpenedBroadcastSlots(OpenedSlots):
 
     @classmethod
     def open(cls, memory: Broadcast, slot_bytes: int, device: torch.device, worker: int) -> Self:
-        slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)]
-        return cls(slots, device, memory, worker)
+        return cls(new_slots(slot_bytes, device), device, memory, worker)
 
     def arrive(self, data: torch.Tensor) -> None:
         if self._group is None:  # join at the first bucket: opening the slots must not wait for the sender
@@ -55,7 +51,8 @@ class OpenedBroadcastSlots(OpenedSlots):
 
     def close(self) -> None:
         super().close()
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             leave(group)
 
@@ -65,35 +62,20 @@ class BroadcastSlots(Slots):
 
     The sender and the node's workers form a process group of their own, separate from the training ranks' groups. Its
     rendezvous is a file in the run's private folder, so this library opens no port for it.
-
-    Args:
-        num_bytes (`int`):
-            Size of a slot, in bytes.
-        device (`torch.device`):
-            Device of this rank.
-        store (`Path`):
-            Path of the rendezvous file, which must not exist yet.
-        workers (`Sequence[int]`):
-            Number of workers of each engine.
-        timeout_s (`float`):
-            Time limit of the rendezvous and of every broadcast, in seconds.
     """
 
     kind = "nccl"
     opened_as = OpenedBroadcastSlots
     needs_all_engines = True
 
-    def __init__(self, num_bytes: int, device: torch.device, store: Path, workers: Sequence[int], timeout_s: float):
-        super().__init__([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._store, self._timeout_s, self._workers = store, timeout_s, workers
-        self._group = None
-
-    @classmethod
-    def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
+    def __init__(self, num_bytes: int, settings: SlotSettings):
+        self.memory = new_slots(num_bytes, settings.device)
+        self._backend = "nccl" if settings.device.type == "cuda" else "gloo"
         # Another name for every group: the file of a group stays if one of its processes was killed
-        store = settings.folder / f"weights-{secrets.token_hex(4)}.store"
-        return cls(num_bytes, settings.device, store, settings.workers, settings.timeout_s)
+        self._store = settings.folder / f"weights-{secrets.token_hex(4)}.store"
+        self._timeout_s = settings.timeout_s
+        self._workers = settings.workers
+        self._group: Any = None
 
     @staticmethod
     def refusal(machine: Machine) -> str | None:
@@ -108,14 +90,12 @@ class BroadcastSlots(Slots):
         first = 1 + sum(self._workers[:engine])
         return Broadcast(self._backend, str(self._store), 1 + sum(self._workers), first, self._timeout_s)
 
-    def _join(self) -> Any:
-        if self._group is None:
-            self._group = pair_group(self._backend, str(self._store), 0, 1 + sum(self._workers), self._timeout_s)
-        return self._group
-
     def transmit(self, slot: int, num_bytes: int) -> None:
         try:
-            self._join().broadcast(self.memory[slot][:num_bytes], 0).wait()
+            if self._group is None:
+                size = 1 + sum(self._workers)
+                self._group = pair_group(self._backend, str(self._store), 0, size, self._timeout_s)
+            self._group.broadcast(self.memory[slot][:num_bytes], 0).wait()
         except RuntimeError as error:
             raise WeightSyncError(
                 f"A bucket of weights did not reach the engines' workers within {self._timeout_s:.0f} s ({error}). "
@@ -126,7 +106,8 @@ class BroadcastSlots(Slots):
 
     def close(self) -> None:
         """Leave the group, without the workers, which have ended or are ending."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             leave(group)
 

@@ -1,15 +1,14 @@
 """Transport through CUDA IPC: the workers read the slots in the memory of the local main process's GPU."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
 import msgspec
 import torch
 
-from ..wire.messages import NUM_SLOTS
-from .base import Machine, OpenedSlots, Slots, SlotSettings
+from .base import Machine, OpenedSlots, Slots, SlotSettings, new_slots
 
 
 class DeviceMemory(msgspec.Struct, frozen=True):
@@ -38,28 +37,16 @@ class DeviceSlots(Slots):
 
     The engines run on the same GPU or on others of the node with peer access to it. docs/evidence/gpu.md lists
     where this ran.
-
-    Args:
-        num_bytes (`int`):
-            Size of a slot, in bytes.
-        device (`torch.device`):
-            GPU of this rank.
-        seen_as (`Sequence[int]`):
-            Index of that GPU among the GPUs that each engine sees.
     """
 
     kind = "ipc"
     opened_as = OpenedDeviceSlots
     engines_see_sender = True
 
-    def __init__(self, num_bytes: int, device: torch.device, seen_as: Sequence[int]):
+    def __init__(self, num_bytes: int, settings: SlotSettings):
         with without_expandable_segments():
-            super().__init__([torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(NUM_SLOTS)])
-        self._seen_as = seen_as
-
-    @classmethod
-    def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
-        return cls(num_bytes, settings.device, settings.seen_as)
+            self.memory = new_slots(num_bytes, settings.device)
+        self._seen_as = settings.seen_as
 
     @staticmethod
     def refusal(machine: Machine) -> str | None:

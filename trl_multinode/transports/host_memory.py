@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import msgspec
 import torch
@@ -58,28 +58,6 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.4g} MiB"
 
 
-class Reservation:
-    """Shared memory for the slots, in a file without a name, so that nothing is left if the process is killed.
-
-    Args:
-        slot_bytes (`int`), largest (`TensorSpec`, *optional*):
-            See [`explained`].
-    """
-
-    def __init__(self, slot_bytes: int, largest: TensorSpec | None):
-        self._file = tempfile.TemporaryFile(prefix="trl_multinode_", dir=SHARED_MEMORY, buffering=0)
-        try:
-            with explained(slot_bytes, largest):
-                os.posix_fallocate(self._file.fileno(), 0, NUM_SLOTS * slot_bytes)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._file.close()
-
-
 class HostMemory(msgspec.Struct, frozen=True):
     """Slots in shared-memory files, which the sender unlinks once the workers have mapped them."""
 
@@ -113,16 +91,7 @@ class HostSlots(Slots):
     """Slots in host shared memory, on any machine. With a GPU they are page-locked, so that copies run at bus speed.
 
     The files have mode 0600 and are unlinked as soon as the workers have mapped them.
-
-    Args:
-        num_bytes (`int`):
-            Size of a slot, in bytes.
-        pin (`bool`):
-            Page-lock the slots. If that fails, `self.page_lock.failure` holds the reason.
-        largest (`TensorSpec`, *optional*):
-            Largest tensor of the model, for the error message.
-        record (`Path`, *optional*):
-            File that lists the slots while they have names, so that they can be removed if the process is killed.
+    A file of the run's folder lists them until then, so that they can be removed if the process is killed.
 
     Raises:
         `WeightSyncError`: if the node has too little shared memory; the message names the cure.
@@ -131,29 +100,34 @@ class HostSlots(Slots):
     kind = "host"
     opened_as = OpenedHostSlots
 
-    def __init__(self, num_bytes: int, pin: bool, largest: TensorSpec | None = None, record: Path | None = None):
+    def __init__(self, num_bytes: int, settings: SlotSettings):
         self.paths: list[str] = []
-        self._record = record
+        self._folder = settings.folder
         self.page_lock: PageLock | None = None
         try:
-            with explained(num_bytes, largest):
+            with explained(num_bytes, settings.largest):
                 for _ in range(NUM_SLOTS):
                     self._create(num_bytes)
-            super().__init__([torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in self.paths])
-            if pin:
+            self.memory = [
+                torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8) for path in self.paths
+            ]
+            if settings.pin:
                 self._lock_pages()
         except BaseException:
             self.close()
             raise
 
-    @classmethod
-    def create(cls, num_bytes: int, settings: SlotSettings) -> Self:
-        record = settings.folder / "slots.shm" if settings.folder != Path() else None
-        return cls(num_bytes, settings.pin, settings.largest, record)
-
-    @classmethod
-    def reserve(cls, num_bytes: int, settings: SlotSettings) -> Reservation:
-        return Reservation(num_bytes, settings.largest)
+    @staticmethod
+    def reserve(num_bytes: int, settings: SlotSettings) -> IO[bytes]:
+        """Set shared memory aside, in a file without a name, so that nothing is left if the process is killed."""
+        file = tempfile.TemporaryFile(prefix="trl_multinode_", dir=SHARED_MEMORY, buffering=0)
+        try:
+            with explained(num_bytes, settings.largest):
+                os.posix_fallocate(file.fileno(), 0, NUM_SLOTS * num_bytes)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _lock_pages(self) -> None:
         self.page_lock = PageLock(self.memory)
@@ -166,8 +140,8 @@ class HostSlots(Slots):
     def _create(self, num_bytes: int) -> None:
         handle, path = tempfile.mkstemp(prefix="trl_multinode_", dir=SHARED_MEMORY)
         self.paths.append(path)
-        if self._record is not None:
-            self._record.write_text("\n".join(self.paths))
+        if self._folder != Path():
+            (self._folder / "slots.shm").write_text("\n".join(self.paths))
         try:
             os.posix_fallocate(handle, 0, num_bytes)  # after `ftruncate`, a write to a full memory would be a SIGBUS
         finally:

@@ -59,7 +59,8 @@ class PageLock:
 
 def _register(tensor: torch.Tensor, again: bool = True) -> int:
     """Register the memory of a tensor; return CUDA's error code."""
-    runtime, pointer = torch.cuda.cudart(), tensor.data_ptr()
+    runtime = torch.cuda.cudart()
+    pointer = tensor.data_ptr()
     code = int(runtime.cudaHostRegister(pointer, tensor.nbytes, 0))
     if code != 0:
         _forget_last_error()

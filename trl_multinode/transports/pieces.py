@@ -9,6 +9,11 @@ import torch
 from ..wire.messages import TensorRange, TensorSpec
 
 
+def view_of(slot: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return the elements of a tensor or range in its slot, flat and in its dtype."""
+    return slot[spec.offset : spec.end].view(getattr(torch, spec.dtype))
+
+
 @dataclass(frozen=True)
 class Pieces:
     """A gathered tensor, or a range of one, as the pieces of its ranks, or as one piece if it was not sharded."""
@@ -71,7 +76,8 @@ class GrowingTensor:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._name, self._next = "", 0
+        self._name = ""
+        self._next = 0
         self._padded: torch.Tensor | None = None  # (pieces, elements)
 
     def add(self, spec: TensorSpec, part: TensorRange, data: torch.Tensor) -> torch.Tensor | None:
@@ -89,7 +95,8 @@ class GrowingTensor:
         if part.is_first:
             self.drop()
             self._padded = torch.empty(part.pieces, part.elements, dtype=data.dtype, device=self._device)
-            self._name, self._next = spec.name, 0
+            self._name = spec.name
+            self._next = 0
         if self._padded is None or (self._name, self._next) != (spec.name, part.first):
             raise RuntimeError(
                 f"The range of {spec.name} from element {part.first} of each piece came, expected that of "
@@ -99,7 +106,8 @@ class GrowingTensor:
         self._copy(part, data)
         if not part.is_last:
             return None
-        padded, self._padded = self._padded, None
+        padded = self._padded
+        self._padded = None
         return padded.view(-1)[: math.prod(spec.shape)].view(spec.shape)
 
     def _copy(self, part: TensorRange, data: torch.Tensor) -> None:

@@ -32,7 +32,8 @@ def extend_core() -> None:
 
     def take_kv_use(self: Any) -> float:
         """Return the greatest share of the cache that was in use since the last call."""
-        use, self.scheduler.greatest_kv_use = getattr(self.scheduler, "greatest_kv_use", 0.0), 0.0
+        use = getattr(self.scheduler, "greatest_kv_use", 0.0)
+        self.scheduler.greatest_kv_use = 0.0
         return use
 
     Scheduler.schedule = schedule_and_note

@@ -78,15 +78,20 @@ class WholeVocabularyV1:
         from vllm.v1.worker import gpu_model_runner
 
         sampler = runner.sampler
-        self._runner, self._bias = runner, LogitBiasLogitsProcessor
+        self._runner = runner
+        self._bias = LogitBiasLogitsProcessor
         self._always = any_custom(runner.input_batch.logitsprocs.all)
         self._before_grammar: torch.Tensor | None = None
         self._raw: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
         self._mask_grammar = gpu_model_runner.apply_grammar_bitmask
-        self._forward, self._penalize, self._sample = sampler.forward, sampler.apply_penalties, sampler.sample
+        self._forward = sampler.forward
+        self._penalize = sampler.apply_penalties
+        self._sample = sampler.sample
         gpu_model_runner.apply_grammar_bitmask = self.mask_grammar
-        sampler.forward, sampler.apply_penalties, sampler.sample = self.forward, self.penalize, self.sample
+        sampler.forward = self.forward
+        sampler.apply_penalties = self.penalize
+        sampler.sample = self.sample
 
     def mask_grammar(self, scheduler_output: Any, grammar_output: Any, batch: Any, logits: torch.Tensor) -> None:
         """Apply the bit masks of structured outputs."""
@@ -95,7 +100,8 @@ class WholeVocabularyV1:
 
     def forward(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Sample a token of every request."""
-        raw, self._before_grammar = self._before_grammar, None
+        raw = self._before_grammar
+        self._before_grammar = None
         params = (self._runner.requests[request].sampling_params for request in self._runner.input_batch.req_ids)
         if self._always or any(truncating(partial(getattr, each)) for each in params):
             self._raw = (logits if raw is None else raw).to(torch.float32, copy=True)  # vLLM changes them in place
@@ -169,9 +175,11 @@ class WholeVocabularyV2:
     """
 
     def __init__(self, runner: Any):
-        sampler, grammar = runner.sampler, runner.structured_outputs_worker
+        sampler = runner.sampler
+        grammar = runner.structured_outputs_worker
         (self._bias,) = (each for each in sampler.logits_processors if hasattr(each, "num_logit_bias"))
-        self._penalties, self._temperature = sampler.penalties_state, sampler.sampling_states.temperature
+        self._penalties = sampler.penalties_state
+        self._temperature = sampler.sampling_states.temperature
         self._always = any_custom(sampler.logits_processors)
         self._truncates = np.zeros_like(sampler.needs_logits_processing)
         self._before_grammar: torch.Tensor | None = None
@@ -179,7 +187,8 @@ class WholeVocabularyV2:
         self._whole: torch.Tensor | None = None
         self._mask_grammar = grammar.apply_grammar_bitmask
         self._sample = sampler.sample
-        grammar.apply_grammar_bitmask, sampler.sample = self.mask_grammar, self.sample
+        grammar.apply_grammar_bitmask = self.mask_grammar
+        sampler.sample = self.sample
         sampler.logits_processors.append(self)
 
     def mask_grammar(self, logits: torch.Tensor, *args: Any) -> None:
@@ -191,10 +200,12 @@ class WholeVocabularyV2:
         self, logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, slots_np: Any, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample tokens; return them and the logits of their log-probs. `rows` has the slot of each row's request."""
-        raw, self._before_grammar = self._before_grammar, None
+        raw = self._before_grammar
+        self._before_grammar = None
         if not self._truncates[slots_np].any():
             return self._sample(logits, rows, slots, slots_np, *args, **kwargs)
-        self._raw, self._whole = logits if raw is None else raw, None
+        self._raw = logits if raw is None else raw
+        self._whole = None
         sampled, _ = self._sample(logits, rows, slots, slots_np, *args, **kwargs)
         whole = before_masks(logits, self._raw).float() if self._whole is None else self._whole
         self._raw = self._whole = None
@@ -217,17 +228,20 @@ class WholeVocabularyV2:
 
     def _biased(self, logits: torch.Tensor, context: Any) -> torch.Tensor:
         """Return a copy of the logits plus each row's `logit_bias`; vLLM's kernel would mask tokens too."""
-        bias, rows = self._bias, context.expanded_idx_mapping
+        bias = self._bias
+        rows = context.expanded_idx_mapping
         if not bias.num_logit_bias.np[context.idx_mapping_np].any():
             return logits.clone()
-        ids, values = bias.logit_bias_token_ids.gpu[rows], bias.logit_bias.gpu[rows]
+        ids = bias.logit_bias_token_ids.gpu[rows]
+        values = bias.logit_bias.gpu[rows]
         unused = torch.arange(ids.shape[1], device=ids.device) >= bias.num_logit_bias.gpu[rows][:, None]
         return logits.scatter_add(1, ids.masked_fill(unused, 0).long(), values.masked_fill(unused, 0.0))
 
 
 def score_at_temperature_v2(runner: Any) -> None:
     """Divide the logits of scored prompts by their request's temperature. vLLM scores a step's tokens in chunks."""
-    worker, states = runner.prompt_logprobs_worker, runner.sampler.sampling_states
+    worker = runner.prompt_logprobs_worker
+    states = runner.sampler.sampling_states
     score = worker.compute_prompt_logprobs
 
     def score_scaled(logits_fn: Callable, hidden_states: torch.Tensor, batch: Any, *others: Any) -> dict[str, Any]:

@@ -87,7 +87,9 @@ def derived_buffers(model: torch.nn.Module) -> list[Derived]:
         recorded = get_layerwise_info(layer).restore_metadata[1]
         buffers = dict(layer.named_buffers(recurse=False))
         names = layer._non_persistent_buffers_set & buffers.keys() - recorded.keys()
-        storages = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()} if names else set()
+        if not names:
+            continue
+        storages = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
         for name in sorted(names):
             sources = parameters_like(buffers[name], layer)  # none: a buffer of another kind, which vLLM added later
             if sources and buffers[name].untyped_storage().data_ptr() not in storages:
@@ -165,7 +167,8 @@ def incomplete_layers(model: torch.nn.Module, tied: bool) -> list[tuple[str, str
     """
     found = []
     for name, layer in model.named_modules():
-        info, expected = get_layerwise_info(layer), num_elements(layer)
+        info = get_layerwise_info(layer)
+        expected = num_elements(layer)
         is_tied_head = tied and isinstance(layer, ParallelLMHead)
         if not expected or not info.can_load() or is_quantized(layer) or is_tied_head:
             continue

@@ -42,7 +42,8 @@ class Rewind:
     """A generator's offset as CUDA's have it; setting it takes back the last draw."""
 
     def __init__(self, generator: torch.Generator, before: torch.Tensor | None):
-        self.generator, self._before = generator, before
+        self.generator = generator
+        self._before = before
 
     def get_offset(self) -> int:
         return 0

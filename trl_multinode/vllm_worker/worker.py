@@ -108,7 +108,11 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
 
     def _receive(self, update_info: BucketInfo) -> None:
         if self._next_bucket is None:
-            self._begin(update_info)
+            self._next_bucket = update_info.first
+            self._version = list(update_info.version)
+            self._reloads = update_info.first == 0
+            if self._reloads:
+                self._begin_reload()
         if update_info.bucket != self._next_bucket:
             raise RuntimeError(f"Weight bucket {update_info.bucket} came, bucket {self._next_bucket} was due.")
         self._next_bucket += 1
@@ -137,7 +141,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
             raise RuntimeError(self._lacking)
         self.committed = self._version
         if self._adapter:
-            self._activate(ADAPTER)
+            self._activate()
         return [*self.committed, ADAPTER if self._adapter else 0]
 
     def shutdown(self) -> None:
@@ -150,12 +154,6 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         """Override an abstract method of vLLM 0.26, whose trainers send through it; here `weights/sync.py` sends."""
         raise NotImplementedError
 
-    def _begin(self, info: BucketInfo) -> None:
-        self._next_bucket, self._version = info.first, list(info.version)
-        self._reloads = info.first == 0
-        if self._reloads:
-            self._begin_reload()
-
     def _begin_reload(self) -> None:
         """Begin an update that replaces all weights and the adapter."""
         self._lacking = None
@@ -166,7 +164,7 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         with set_current_vllm_config(self.vllm_config):
             self._lacking = end_reload(self.model, self.model_config)
 
-    def _activate(self, number: int) -> None:
+    def _activate(self) -> None:
         """Build a LoRA adapter from the received tensors and activate it.
 
         The sender has multiplied the scaling into B, so r = alpha here and vLLM multiplies by 1. The containers are
@@ -175,14 +173,18 @@ class BucketReceiver(WeightTransferEngine[SlotsInfo, BucketInfo]):
         manager = self.model.lora_manager
         rank = max(tensor.shape[0] for name, tensor in self._adapter.items() if name.endswith(ADAPTER_TENSORS[0]))
         adapter = LoRAModel.from_lora_tensors(
-            number, dict(self._adapter), PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu",
-            dtype=manager.lora_config.lora_dtype, weights_mapper=rename_mapper(self.model),
-        )  # fmt: skip
+            ADAPTER,
+            dict(self._adapter),
+            PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=rename_mapper(self.model),
+        )
         manager.remove_all_adapters()
         manager.add_adapter(adapter)
         if unknown := sorted(set(adapter.loras) - set(manager.modules)):
             raise RuntimeError(f"vLLM has no LoRA for {unknown[0]} in this model: use `lora_sync='merged'`.")
-        manager.activate_adapter(number)
+        manager.activate_adapter(ADAPTER)
 
 
 def rename_mapper(model: torch.nn.Module) -> Any:

@@ -59,15 +59,19 @@ def plan_buckets(metadata: Sequence[WeightMeta], limit_bytes: int, world: int = 
     """
     buckets: list[list[WeightMeta]] = [[]]
     for (frozen, _), group in groupby(metadata, key=lambda meta: (meta.frozen, layer_key(meta.name))):
-        layer = list(group)
-        fits = _padded_bytes(layer) <= limit_bytes
-        pieces = [layer] if fits else [[part] for meta in layer for part in cut_into_ranges(meta, limit_bytes, world)]
-        for piece in pieces:
+        for piece in _pieces(list(group), limit_bytes, world):
             last = buckets[-1]
             if last and (_padded_bytes(last + piece) > limit_bytes or last[0].frozen != frozen):
                 buckets.append([])
             buckets[-1] += piece
     return [tuple(bucket) for bucket in buckets if bucket]
+
+
+def _pieces(layer: list[WeightMeta], limit_bytes: int, world: int) -> list[list[WeightMeta]]:
+    """Return a layer whole if it is at most `limit_bytes`, else its tensors or their ranges, one by one."""
+    if _padded_bytes(layer) <= limit_bytes:
+        return [layer]
+    return [[part] for meta in layer for part in cut_into_ranges(meta, limit_bytes, world)]
 
 
 def cut_into_ranges(meta: WeightMeta, limit_bytes: int, world: int) -> list[WeightMeta]:
@@ -76,15 +80,21 @@ def cut_into_ranges(meta: WeightMeta, limit_bytes: int, world: int) -> list[Weig
         return [meta]
     elements = math.ceil(math.prod(meta.shape) / world)
     most = max(1, limit_bytes // (world * meta.dtype.itemsize))  # elements of a piece in a range
-    step = math.ceil(elements / math.ceil(elements / most))
-    step = min(most, -(-step // STEP) * STEP) if most >= STEP else step
-    ranges = [TensorRange(world, elements, first, min(first + step, elements)) for first in range(0, elements, step)]
-    return [replace(meta, range=part) for part in ranges]
+    num_ranges = math.ceil(elements / most)
+    step = math.ceil(elements / num_ranges)
+    if most >= STEP:
+        step = min(most, math.ceil(step / STEP) * STEP)
+    ranges = []
+    for first in range(0, elements, step):
+        end = min(first + step, elements)
+        ranges.append(replace(meta, range=TensorRange(world, elements, first, end)))
+    return ranges
 
 
 def slot_layout(bucket: Bucket) -> tuple[TensorSpec, ...]:
     """Return the spec of each tensor or range in a bucket, with its offset in the slot."""
-    specs, offset = [], 0
+    specs = []
+    offset = 0
     for meta in bucket:
         dtype = str(meta.dtype).removeprefix("torch.")
         specs.append(TensorSpec(meta.name, dtype, meta.shape, offset, meta.num_bytes, meta.range))

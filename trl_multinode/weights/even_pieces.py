@@ -8,6 +8,7 @@ intervals, without packing.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,10 @@ class Cut:
         """Return the cut with the least padding."""
         return Cut(self.numel, math.ceil(self.numel / self.world), self.world)
 
+    def whole(self) -> TensorRange:
+        """Return the range that is the whole tensor."""
+        return TensorRange(self.world, self.elements, 0, self.elements)
+
     def for_sending(self, itemsize: int) -> "Cut":
         """Return the even cut if it saves enough to be worth a collective, otherwise this one."""
         saved = self.padding - self.even().padding
@@ -54,16 +59,22 @@ class Cut:
 
     def interval(self, rank: int) -> tuple[int, int]:
         """Return the first element of a rank's piece, and the first one after it."""
-        return min(rank * self.elements, self.numel), min((rank + 1) * self.elements, self.numel)
-
-    def shared_with(self, other: "Cut", rank: int) -> list[int]:
-        """Return how many elements of this cut's piece of `rank` are in each rank's piece of the other cut."""
-        first, end = self.interval(rank)
-        others = [other.interval(peer) for peer in range(self.world)]
-        return [max(0, min(end, their_end) - max(first, their_first)) for their_first, their_end in others]
+        first = rank * self.elements
+        end = first + self.elements
+        return min(first, self.numel), min(end, self.numel)
 
 
-def pass_on_range(data: torch.Tensor, old: Cut, part: TensorRange, into: torch.Tensor) -> None:
+def overlaps(interval: tuple[int, int], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the part of an interval that is in each of the others, empty where they share nothing."""
+    first, end = interval
+    parts = []
+    for other, its_end in others:
+        start = max(first, other)
+        parts.append((start, max(start, min(end, its_end))))
+    return parts
+
+
+def pass_on(data: torch.Tensor, old: Cut, part: TensorRange, into: torch.Tensor) -> None:
     """Fill `into` with this rank's part of a range of a tensor that is cut otherwise. A collective of all ranks.
 
     Args:
@@ -72,36 +83,16 @@ def pass_on_range(data: torch.Tensor, old: Cut, part: TensorRange, into: torch.T
         old (`Cut`):
             Cut of the tensor.
         part (`TensorRange`):
-            Range to send, which has a piece per rank.
+            Range to send, which has a piece per rank; of a whole cut, all its elements.
         into (`torch.Tensor`):
             Memory for this rank's part of the range; its padding is left as it is.
     """
-    rank, intervals = dist.get_rank(), part.intervals(old.numel)
-    first, end = old.interval(rank)
-    sent = [data[max(first, a) - first : max(first, a, min(end, b)) - first] for a, b in intervals]
-    mine, mine_end = intervals[rank]
+    rank = dist.get_rank()
+    pieces = part.intervals(old.numel)
+    first, _ = own = old.interval(rank)
+    sent = [data[start - first : end - first] for start, end in overlaps(own, pieces)]
     others = [old.interval(peer) for peer in range(old.world)]
-    received = [max(0, min(mine_end, b) - max(mine, a)) * into.itemsize for a, b in others]
-    target = into.view(torch.uint8)[: sum(received)]
+    received = [(end - start) * into.itemsize for start, end in overlaps(pieces[rank], others)]
+    target = into.view(torch.uint8)[: sum(received)]  # bytes, because not every backend has every dtype
     source = joined(sent, into.dtype, into.device).view(torch.uint8)
     dist.all_to_all_single(target, source, received, [piece.numel() * into.itemsize for piece in sent])
-
-
-def pass_on(data: torch.Tensor, old: Cut, new: Cut, into: torch.Tensor) -> None:
-    """Change a tensor's cut: fill `into` with this rank's piece of the new one. A collective of all ranks.
-
-    Args:
-        data (`torch.Tensor`):
-            This rank's piece of the old cut, without padding and in the dtype of `into`.
-        old (`Cut`), new (`Cut`):
-            The two cuts.
-        into (`torch.Tensor`):
-            Memory for the piece of the new cut; its padding is left as it is.
-    """
-    rank = dist.get_rank()
-    sent, received = (
-        [count * data.itemsize for count in counts]
-        for counts in (old.shared_with(new, rank), new.shared_with(old, rank))
-    )
-    target = into.view(torch.uint8)[: sum(received)]  # bytes, because not every backend has every dtype
-    dist.all_to_all_single(target, data.view(torch.uint8), received, sent)

@@ -43,6 +43,19 @@ def check_finite(
         `WeightsNotFiniteError`: for the first parameter with NaN, infinity or a value outside the dtype's range, and
             for the first buffer with NaN.
     """
+    for group in _groups(weights, sends_whole):
+        ends = [end for _, part, *_ in group for end in torch.aminmax(part)]
+        values = torch.stack(ends).tolist()  # one wait for the GPU, instead of one per tensor
+        for (name, _, dtype, limit), low, high in zip(group, values[::2], values[1::2], strict=True):
+            is_finite = -limit <= low and high <= limit  # false of NaN
+            if not is_finite:
+                raise _error(f"{where}: {name}", low, high, dtype, step)
+
+
+def _groups(
+    weights: Iterable[tuple[str, torch.Tensor, torch.dtype]], sends_whole: bool
+) -> Iterable[list[tuple[str, torch.Tensor, torch.dtype, float]]]:
+    """Return name, own part, dtype and largest value of each tensor to check, by the part's device and dtype."""
     groups: dict[Any, list[tuple[str, torch.Tensor, torch.dtype, float]]] = {}
     for name, tensor, dtype in weights:
         part = own_part(tensor, sends_whole)
@@ -50,17 +63,16 @@ def check_finite(
             # infinity is a value of some buffers, as of masks
             limit = torch.finfo(dtype).max if isinstance(tensor, nn.Parameter) else torch.inf
             groups.setdefault((part.device, part.dtype), []).append((name, part, dtype, limit))
-    for group in groups.values():
-        ends = [end for _, part, *_ in group for end in torch.aminmax(part)]
-        values = torch.stack(ends).tolist()  # one wait for the GPU, instead of one per tensor
-        for (name, _, dtype, limit), low, high in zip(group, values[::2], values[1::2], strict=True):
-            if not (-limit <= low and high <= limit):  # also true of NaN
-                cure = TOO_LARGE if math.isfinite(low) and math.isfinite(high) else NOT_FINITE
-                raise WeightsNotFiniteError(
-                    f"{where}: {name} has values from {low:g} to {high:g} after optimizer step {step}, expected "
-                    f"finite {str(dtype).removeprefix('torch.')} values. No engine loads these weights, and no "
-                    f"checkpoint or push contains them. {cure}"
-                )
+    return groups.values()
+
+
+def _error(what: str, low: float, high: float, dtype: torch.dtype, step: int) -> WeightsNotFiniteError:
+    cure = TOO_LARGE if math.isfinite(low) and math.isfinite(high) else NOT_FINITE
+    return WeightsNotFiniteError(
+        f"{what} has values from {low:g} to {high:g} after optimizer step {step}, expected "
+        f"finite {str(dtype).removeprefix('torch.')} values. No engine loads these weights, and no "
+        f"checkpoint or push contains them. {cure}"
+    )
 
 
 def unchecked(model: nn.Module) -> str | None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..transports.pieces import Pieces
-from .even_pieces import Cut, pass_on, pass_on_range
+from .even_pieces import Cut, pass_on
 from .shards import Shard
 
 PIECE_ALIGNMENT = 16  # bytes: alignment of tensors in a packed buffer, a multiple of every dtype's size
@@ -39,6 +39,7 @@ class ShardGather:
 
     def __init__(self, ranks_per_node: int, device: torch.device):
         self.buffers = Buffers(device)
+        self.across = self.within = 0  # collectives so far, across nodes and within a node
         distributed = dist.is_available() and dist.is_initialized()
         world: int = dist.get_world_size() if distributed else 1
         rank: int = dist.get_rank() if distributed else 0
@@ -56,13 +57,13 @@ class ShardGather:
         return f"node {self._node}, rank {self._node * self._ranks + self._local_rank}"
 
     @property
-    def is_local_main(self) -> bool:
-        return self._local_rank == 0
+    def within_nodes(self) -> bool:
+        """Whether a bucket crosses the memory of a node, because several ranks train on it."""
+        return self._within is not None
 
     @property
-    def num_collectives(self) -> tuple[int, int]:
-        """Number of collectives of one `Gathering` of even pieces: across nodes, within a node."""
-        return int(self._nodes > 1), int(self._ranks > 1)
+    def is_local_main(self) -> bool:
+        return self._local_rank == 0
 
     @property
     def buckets_at_peak(self) -> float:
@@ -79,15 +80,6 @@ class ShardGather:
         temporary = 1.0 if self.buffers.device.type == "cuda" and self.world > 1 else 0.0
         return under_way + temporary + (2 + 2 / self._ranks if self._ranks > 1 else 3)
 
-    def count_collectives(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> tuple[int, int]:
-        """Count the collectives of the `Gathering` of these shards: across nodes, within a node."""
-        across, within = self.num_collectives if shards else (0, 0)
-        pairs = zip(shards, dtypes, strict=True)
-        passed_on = sum(
-            shard.passed_on is not None or self.cut(shard, dtype) != shard.cut(self.world) for shard, dtype in pairs
-        )
-        return (across + passed_on, within) if self._nodes > 1 else (across, within + passed_on)
-
     @property
     def world(self) -> int:
         return self._nodes * self._ranks
@@ -102,17 +94,6 @@ class ShardGather:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(both, dist.ReduceOp.MAX)
         return -int(both[0]), int(both[1])
-
-    def start(self, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]) -> "Gathering":
-        """Start to gather a bucket; at most two may be in flight. All training ranks call it for the same tensors.
-
-        Args:
-            shards (`Sequence[Shard]`):
-                Shards of this rank.
-            dtypes (`Sequence[torch.dtype]`):
-                Dtype to send each tensor in; the cast precedes the transfer.
-        """
-        return Gathering(self, shards, dtypes)
 
     def pack(
         self,
@@ -129,21 +110,30 @@ class ShardGather:
         mine = self.buffers.take("mine", size)
         for shard, dtype, cut, offset in zip(shards, dtypes, cuts, offsets, strict=True):
             old = shard.cut(self.world)
-            stays = cut == old and shard.passed_on is None
-            elements = shard.data.numel() if stays else cut.elements
+            moved = shard.passed_on
+            if moved is None and cut != old:
+                moved = old, cut.whole()
+            elements = shard.data.numel() if moved is None else cut.elements
             part = mine[offset : offset + elements * dtype.itemsize].view(dtype)
-            if stays:
+            if moved is None:
                 part.copy_(shard.data)
-            elif shard.passed_on is not None:
-                pass_on_range(shard.data, *shard.passed_on, part)
             else:
-                pass_on(shard.data.to(self.buffers.device, dtype), old, cut, part)
+                pass_on(shard.data, *moved, part)
+                self.count(self._nodes > 1)
         return mine
+
+    def count(self, crosses_nodes: bool) -> None:
+        """Count a collective."""
+        if crosses_nodes:
+            self.across += 1
+        else:
+            self.within += 1
 
     def cross(self, mine: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the buffers of the ranks with this local rank, `(nodes, size)`, and the work to wait for, if any."""
         if self._across is None:
             return mine.view(1, -1), None
+        self.count(crosses_nodes=True)
         peers = self.buffers.take("peers", self._nodes * mine.numel())
         return peers.view(self._nodes, -1), dist.all_gather_into_tensor(peers, mine, self._across, async_op=True)
 
@@ -154,6 +144,7 @@ class ShardGather:
         """
         if self._within is None:
             return peers.unsqueeze(1)
+        self.count(crosses_nodes=False)
         first = self._node * self._ranks
         if self._local_rank > 0:
             _exchange([dist.P2POp(dist.isend, peers, first, self._within)])
@@ -170,10 +161,23 @@ def _exchange(operations: list[dist.P2POp]) -> None:
 
 
 class Gathering:
-    """Gathering of one bucket to the local main processes. `wait` is a collective of all training ranks."""
+    """Gathering of one bucket to the local main processes, which begins here; at most two may be in flight.
+
+    All training ranks construct it for the same tensors. `wait` is a collective of them.
+
+    Args:
+        gather (`ShardGather`):
+            Process groups of this rank.
+        shards (`Sequence[Shard]`):
+            Shards of this rank.
+        dtypes (`Sequence[torch.dtype]`):
+            Dtype to send each tensor in; the cast precedes the transfer.
+    """
 
     def __init__(self, gather: ShardGather, shards: Sequence[Shard], dtypes: Sequence[torch.dtype]):
-        self._gather, self._shards, self._dtypes = gather, shards, dtypes
+        self._gather = gather
+        self._shards = shards
+        self._dtypes = dtypes
         self._cuts = [gather.cut(shard, dtype) for shard, dtype in zip(shards, dtypes, strict=True)]
         self._offsets, size = _layout(self._cuts, dtypes)
         self._mine = gather.pack(shards, dtypes, self._cuts, self._offsets, size)
@@ -186,15 +190,16 @@ class Gathering:
             self._work.wait()
             self._gather.buffers.give_back(*self._taken.pop(0))  # "mine" is in "peers" now
         every = self._gather.collect(self._peers)
-        if self._gather.num_collectives[1]:
+        if self._gather.within_nodes:
             self.close()  # `collect` has copied these buffers or sent them on
             self._taken = [("every", every)] if every is not None else []
         if every is None:
             return [Pieces(self._mine.new_empty(0, 0, 0), shard.shape) for shard in self._shards]
-        return [
-            Pieces(_view(every[..., offset : offset + cut.elements * dtype.itemsize], dtype), shard.shape)
-            for shard, dtype, cut, offset in zip(self._shards, self._dtypes, self._cuts, self._offsets, strict=True)
-        ]
+        found = []
+        for shard, dtype, cut, offset in zip(self._shards, self._dtypes, self._cuts, self._offsets, strict=True):
+            end = offset + cut.elements * dtype.itemsize
+            found.append(Pieces(_view(every[..., offset:end], dtype), shard.shape))
+        return found
 
     def close(self) -> None:
         """Free the memory of the pieces for another bucket; the caller must not read them afterwards."""
@@ -239,7 +244,8 @@ def _own_group(groups: list[list[int]], index: int) -> dist.ProcessGroup | None:
 
 def _layout(cuts: Sequence[Cut], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
     """Return the offset of each tensor's piece in a rank's buffer, and the buffer's size, in bytes."""
-    offsets, total = [], 0
+    offsets = []
+    total = 0
     for cut, dtype in zip(cuts, dtypes, strict=True):
         offsets.append(total)
         total += -(-cut.elements * dtype.itemsize // PIECE_ALIGNMENT) * PIECE_ALIGNMENT

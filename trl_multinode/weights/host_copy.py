@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..transports.pieces import Pieces
+from ..transports.pieces import Pieces, view_of
 from ..wire.messages import TensorSpec, WeightVersion
 
 
@@ -49,11 +49,4 @@ class HostCopy:
     def tensors(self, index: int, layout: Sequence[TensorSpec]) -> list[Pieces]:
         """Return the tensors of bucket `index`, as views of the copy."""
         data = self._buckets[index]
-        return [
-            Pieces.whole(
-                data[spec.offset : spec.offset + spec.num_bytes]
-                .view(getattr(torch, spec.dtype))
-                .view(spec.shape_in_slot)
-            )
-            for spec in layout
-        ]
+        return [Pieces.whole(view_of(data, spec).view(spec.shape_in_slot)) for spec in layout]

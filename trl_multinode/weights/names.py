@@ -29,10 +29,10 @@ def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     loads them fused.
     """
     # Under ZeRO-3 transformers also records renamings that did not apply to this checkpoint
-    conversions = [used for used in getattr(model, "_weight_conversions", None) or () if used.was_used()]
-    renamings = [
-        renaming.reverse_transform() for renaming in reversed(conversions) if not hasattr(renaming, "operations")
-    ]
+    renamings = []
+    for conversion in reversed(getattr(model, "_weight_conversions", None) or ()):
+        if conversion.was_used() and not hasattr(conversion, "operations"):
+            renamings.append(conversion.reverse_transform())
     found = {}
     for name in sorted(names):  # some renamings apply only after another name was seen, and rely on this order
         found[name] = without_wrappers(name)

@@ -16,8 +16,8 @@ from ..transports.pieces import Pieces
 from ..wire.messages import ADAPTER_TENSORS
 from .buckets import Bucket, WeightMeta
 from .gathering import ShardGather
-from .names import checkpoint_names, is_zero3, shape_of
-from .source import Finish, ModuleSource, full, gather_zero3
+from .names import checkpoint_names, shape_of
+from .source import Finish, ModuleSource, full
 from .tying import check_tied_head
 
 LARGEST_RANK = 512  # largest LoRA rank that vLLM serves
@@ -52,14 +52,17 @@ class PeftSource(ModuleSource):
         active = active_adapters(self._layers.values())
         adapters = {name for name in self._owners if is_adapter(name, active)}
         self._owners = {base_name(name): owner for name, owner in self._owners.items() if name not in adapters}
-        self._metadata = [
-            replace(meta, name=name, divisible=name not in self._layers)  # an adapter is merged into a whole weight
-            for meta in self._metadata
-            if meta.name not in adapters and (name := base_name(meta.name))
-        ]
+        base = [replace(meta, name=base_name(meta.name)) for meta in self._metadata if meta.name not in adapters]
+        # an adapter is merged into a whole weight
+        self._metadata = [replace(meta, divisible=meta.name not in self._layers) for meta in base]
         # two buckets are gathered in the trainer's dtype, and two have their merged weights beside them
         self.buckets_at_peak = self._widening() * (self._gather.buckets_at_peak + 2)
-        if unknown := sorted(set(self._layers) - set(self._owners)):  # a sync would silently omit their adapters
+        self._check_owners()
+
+    def _check_owners(self) -> None:
+        """Raise if an adapter is of no weight: a sync would silently omit it."""
+        unknown = sorted(set(self._layers) - set(self._owners))
+        if unknown:
             raise ConfigurationError(
                 f"The LoRA adapter of {unknown[0].removesuffix('.weight')} does not belong to a layer with a "
                 "weight (`target_parameters`, attention in one matrix?), so node mode cannot add it.",
@@ -74,15 +77,8 @@ class PeftSource(ModuleSource):
         pairs = zip(merged, self.tensors(merged), strict=True)
         return max([1.0, *(tensor.dtype.itemsize / meta.dtype.itemsize for meta, tensor in pairs)])
 
-    def dtypes(self, bucket: Bucket) -> list[torch.dtype]:
-        """Return the trainer's dtype where a merge precedes the cast, otherwise that of the engine."""
-        pairs = zip(bucket, self.tensors(bucket), strict=True)
-        return [tensor.dtype if meta.name in self._layers else meta.dtype for meta, tensor in pairs]
-
-    @contextmanager
-    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
-        with self.gather_pieces(bucket) as finish, gather_zero3(self._adapters(bucket)):
-            yield lambda: [self._merged(m.name, pieces) for m, pieces in zip(bucket, finish(), strict=True)]
+    def changed(self, name: str) -> bool:
+        return name in self._layers
 
     def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
         return super().named_tensors(bucket) + [
@@ -93,34 +89,37 @@ class PeftSource(ModuleSource):
             if "lora_" in name
         ]
 
-    def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        across, within = self.count_collectives(bucket)
-        return across + sum(map(is_zero3, self._adapters(bucket))), within
-
-    def _adapters(self, bucket: Bucket) -> list[nn.Parameter]:
+    def added(self, bucket: Bucket) -> list[nn.Parameter]:
         layers = [self._layers[meta.name] for meta in bucket if meta.name in self._layers]
         return [parameter for layer in layers for parameter in adapter_parameters(layer)]
 
-    @torch.no_grad()
-    def _merged(self, name: str, pieces: Pieces) -> Pieces:
+    def as_sent(self, name: str, pieces: Pieces) -> Pieces:
         """Add the layer's active adapters on a copy, as PEFT would merge them. A collective under FSDP2."""
         layer = self._layers.get(name)
         if layer is None or layer.disable_adapters or layer.merged:
             return pieces
-        shards = any(hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer))
-        if pieces.data.numel() == 0 and not shards:
-            return pieces  # not a local main process; FSDP2 needs all ranks for the lines below
-        weight = pieces.copy() if pieces.data.numel() else None
-        active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
-        for adapter in active:
-            delta = full(layer.get_delta_weight(adapter))
-            if weight is not None:
-                weight += delta.to(weight.dtype)
-        for adapter in active:  # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
-            length = full(layer.lora_magnitude_vector[adapter].weight) if is_dora(layer, adapter) else None
-            if weight is not None and length is not None:
-                weight *= (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
-        return pieces if weight is None else Pieces.whole(weight)
+        is_local_main = pieces.data.numel() > 0
+        needs_all_ranks = any(hasattr(parameter, "full_tensor") for parameter in adapter_parameters(layer))  # FSDP2
+        if not is_local_main and not needs_all_ranks:
+            return pieces
+        deltas, lengths = gathered_adapters(layer)
+        if not is_local_main:
+            return pieces
+        weight = pieces.copy()
+        for delta in deltas:
+            weight += delta.to(weight.dtype)
+        for length in lengths:
+            weight *= (length / torch.linalg.norm(weight, dim=1)).to(weight.dtype).unsqueeze(1)
+        return Pieces.whole(weight)
+
+
+def gathered_adapters(layer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the weights that a layer's active adapters add, and DoRA's row norms. A collective under FSDP2."""
+    active = [adapter for adapter in layer.active_adapters if adapter in layer.scaling]
+    deltas = [full(layer.get_delta_weight(adapter)) for adapter in active]
+    # at most one is DoRA's (Liu et al. 2024, equation 5), which learns the row norms
+    dora = [adapter for adapter in active if is_dora(layer, adapter)]
+    return deltas, [full(layer.lora_magnitude_vector[adapter].weight) for adapter in dora]
 
 
 class AdapterSource(PeftSource):
@@ -153,22 +152,20 @@ class AdapterSource(PeftSource):
         self._owners[name] = linear, "weight"
         self._metadata.append(WeightMeta(name, dtype, shape_of(linear.weight)))
 
-    def dtypes(self, bucket: Bucket) -> list[torch.dtype]:
-        """Return the trainer's dtype for B, because the scaling precedes the cast, otherwise that of the engine."""
-        pairs = zip(bucket, self.tensors(bucket), strict=True)
-        return [tensor.dtype if meta.name in self._scaled else meta.dtype for meta, tensor in pairs]
-
     @contextmanager
     def gathering(self, bucket: Bucket) -> Iterator[Finish]:
         self._check_state()
-        with self.gather_pieces(bucket) as finish:
-            yield lambda: [self._scale(meta.name, pieces) for meta, pieces in zip(bucket, finish(), strict=True)]
+        with super().gathering(bucket) as finish:
+            yield finish
 
-    def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        return self.count_collectives(bucket)
+    def changed(self, name: str) -> bool:
+        """Return whether it is a B, because the scaling precedes the cast."""
+        return name in self._scaled
 
-    @torch.no_grad()
-    def _scale(self, name: str, pieces: Pieces) -> Pieces:
+    def added(self, bucket: Bucket) -> list[nn.Parameter]:
+        return []  # nothing is merged
+
+    def as_sent(self, name: str, pieces: Pieces) -> Pieces:
         if (layer := self._scaled.get(name)) is None:
             return pieces
         return replace(pieces, data=pieces.data * (0.0 if layer.disable_adapters else layer.scaling[self._adapter]))
@@ -209,11 +206,17 @@ def adapter_obstacle(model: nn.Module, dtype: torch.dtype, on_gpu: bool) -> str 
     trained = [name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name, active)]
     if trained:
         return f"{base_name(trained[0])} is trained besides the adapter (modules_to_save, bias, an unfrozen parameter)"
+    head = model.get_output_embeddings()
     for name, layer in layers.items():
-        if reason := layer_obstacle(layer, layer is model.get_output_embeddings(), *active):
+        if reason := layer_obstacle(layer, layer is head, *active):
             return f"{name} {reason}"
-    if lora_rank(model) > LARGEST_RANK:
-        return f"its rank is {lora_rank(model)}, and vLLM serves {LARGEST_RANK} at most"
+    return engine_obstacle(lora_rank(model), dtype, on_gpu)
+
+
+def engine_obstacle(rank: int, dtype: torch.dtype, on_gpu: bool) -> str | None:
+    """Return why no adapter of this rank can be served by an engine of this dtype, or `None`."""
+    if rank > LARGEST_RANK:
+        return f"its rank is {rank}, and vLLM serves {LARGEST_RANK} at most"
     if on_gpu and dtype == torch.float32:
         return "vLLM's LoRA kernels on a GPU take bfloat16 and float16 only, and the engine's dtype is float32"
     return None

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..engine.group import LOSSES, EngineGroup
+from ..engine.group import EngineGroup
 from ..errors import LogprobDivergenceError
 from ..run.topology import Topology
 from ..settings import PROBE_LENGTH
@@ -25,7 +25,8 @@ def divergence_limit(limit: float | None, trainer_dtype: torch.dtype, engine_dty
 def probe_tokens(vocab_size: int) -> list[int]:
     """Return token ids spread over the vocabulary, so that the probe reads both ends of a padded embedding."""
     step = max(1, vocab_size // PROBE_LENGTH)
-    return [min(vocab_size - 1, i * step) for i in range(PROBE_LENGTH - 1)] + [vocab_size - 1]
+    last = vocab_size - 1
+    return [min(last, i * step) for i in range(PROBE_LENGTH - 1)] + [last]
 
 
 @torch.no_grad()
@@ -48,12 +49,9 @@ def probe_engines(model: Any, engines: EngineGroup | None, limit: float, topolog
         return
     expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
     for engine in engines:
-        try:
+        with engine.loss_accepted():  # it is started again; the check of every round compares its weights
             got = torch.from_numpy(engine.score(tokens).logprobs.copy())
-        except LOSSES as error:
-            if not engines.tolerant:
-                raise
-            engine.lose(error)  # it is started again; the check of every round compares its weights
+        if engine.lost is not None:
             continue
         difference = (got - expected).abs().mean().item()
         if not difference <= limit:

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from ..engine.group import EngineGroup, PendingReplies
+from ..engine.group import EngineGroup, Posted, answers
 from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..transports.pieces import Pieces
@@ -25,9 +25,12 @@ class BucketSender:
     def __init__(
         self, engines: EngineGroup, slots: Slots, layouts: list, timings: SyncTimings, copy: HostCopy | None = None
     ):
-        self._engines, self._slots, self._layouts, self._timings = engines, slots, layouts, timings
+        self._engines = engines
+        self._slots = slots
+        self._layouts = layouts
+        self._timings = timings
         self._copy = copy
-        self._in_flight: deque[PendingReplies] = deque()  # one per bucket in flight
+        self._in_flight: deque[Posted] = deque()  # one per bucket in flight
         self._load_s = {engine.index: 0.0 for engine in engines}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weight sync")
         self._stream: torch.cuda.Stream | None = None
@@ -65,21 +68,17 @@ class BucketSender:
                 torch.cuda.current_stream(on_gpu).wait_event(ready)
                 self._slots.write(index % NUM_SLOTS, self._layouts[index], pieces)
         if self._copy is not None:
-            self._copy.keep(index, self._slots.memory[index % NUM_SLOTS][: self._size_of(index)])
+            self._copy.keep(index, self._slots.memory[index % NUM_SLOTS][: self._layouts[index][-1].end])
         self._timings.copy_s += time.perf_counter() - start
         self._hand_over(index)
 
     def _hand_over(self, index: int) -> None:
         self._in_flight.append(self._engines.post_all(LoadBucket(bucket=index, slot=index % NUM_SLOTS)))
         try:
-            self._slots.transmit(index % NUM_SLOTS, self._size_of(index))
+            self._slots.transmit(index % NUM_SLOTS, self._layouts[index][-1].end)
         except WeightSyncError:
             self._wait_for_all()  # raises the error of a failed engine, which names the cause
             raise
-
-    def _size_of(self, index: int) -> int:
-        last = self._layouts[index][-1]
-        return last.offset + last.num_bytes
 
     def _stream_on(self, device: torch.device) -> "torch.cuda.Stream":
         """Return this thread's own stream, on the rank's device: a new thread starts with GPU 0 as its device."""
@@ -88,7 +87,7 @@ class BucketSender:
         return self._stream
 
     def _wait_for_oldest(self) -> None:
-        for engine, done in self._in_flight.popleft().answers():
+        for engine, done in answers(self._in_flight.popleft()):
             assert isinstance(done, Done)
             self._load_s[engine.index] += done.seconds
 

@@ -26,7 +26,8 @@ class Shard:
 
     def of_range(self, part: TensorRange) -> "Shard":
         """Return this rank's part of a range. If FSDP2 cuts the tensor otherwise, the ranks pass its rows on."""
-        length, whole = part.end - part.first, self.cut(part.pieces)
+        length = part.end - part.first
+        whole = self.cut(part.pieces)
         shape = (part.count(whole.numel),)
         if self.elements == part.elements:
             return Shard(self.data[part.first : part.end], length, shape)
@@ -66,7 +67,8 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def _fsdp2_shard(tensor: Any) -> Shard | None:
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    placements = tensor.placements
     if mesh.ndim != 1 or mesh.size() != dist.get_world_size() or not placements[0].is_shard(0):
         return None
     rows = math.ceil(tensor.shape[0] / mesh.size())  # torch.chunk gives each rank this many, the last ranks fewer

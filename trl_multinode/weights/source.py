@@ -6,7 +6,6 @@ Gathering is one of the few collectives; `tests/test_architecture.py` lists them
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from ..transports.base import wrong_shape
 from ..transports.pieces import Pieces, joined
 from .buckets import Bucket, WeightMeta, plan_buckets
 from .finite import check_finite
-from .gathering import ShardGather
+from .gathering import Gathering, ShardGather
 from .names import is_zero3, named_weights, shape_of
 from .shards import Shard, is_quantized, shard_of
 from .tying import check_still_tied, tied_weights
@@ -76,9 +75,10 @@ class WeightSource(ABC):
     def gathering(self, bucket: Bucket) -> AbstractContextManager[Finish]:
         """Gather the tensors or ranges of `bucket`, in its order. Only local main processes may read them."""
 
-    @abstractmethod
-    def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        """Return how many collectives gathering `bucket` takes: across nodes, within a node. It makes none itself."""
+    @property
+    def collectives(self) -> tuple[int, int]:
+        """Collectives that gathering has taken since the last `release`: across nodes, within a node."""
+        return 0, 0
 
     @abstractmethod
     def release(self) -> None:
@@ -102,19 +102,15 @@ class ModuleSource(WeightSource):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, gather: ShardGather | None = None):
         self._gather = gather or ShardGather(1, torch.device("cpu"))
-        self.world, self.buckets_at_peak = self._gather.world, self._gather.buckets_at_peak
+        self.world = self._gather.world
+        self.buckets_at_peak = self._gather.buckets_at_peak
         self._held: Held = {}
         self._module = model
         self._tied = tied_weights(model)
         self._owners = {name: owner for name, owner, _ in named_weights(model)}
         self._metadata = [
-            WeightMeta(
-                name,
-                dtype if isinstance(t, nn.Parameter) and t.is_floating_point() else t.dtype,
-                shape_of(t),
-                divisible=True,
-            )
-            for name, _, t in named_weights(model)
+            WeightMeta(name, sent_dtype(tensor, dtype), shape_of(tensor), divisible=True)
+            for name, _, tensor in named_weights(model)
         ]
 
     def metadata(self) -> list[WeightMeta]:
@@ -132,75 +128,113 @@ class ModuleSource(WeightSource):
 
     def named_tensors(self, bucket: Bucket) -> list[tuple[str, torch.Tensor, torch.dtype]]:
         """Return what a sync of `bucket` reads: name, tensor and the dtype in which it is sent."""
-        return [(meta.name, t, meta.dtype) for meta, t in zip(bucket, self.tensors(bucket), strict=True)]
+        pairs = zip(bucket, self.tensors(bucket), strict=True)
+        return [(meta.name, tensor, meta.dtype) for meta, tensor in pairs]
 
     def tensors(self, bucket: Bucket) -> list[torch.Tensor]:
         """Return the bucket's tensors as the model holds them now, sharded or not."""
         owners = [self._owners[meta.name] for meta in bucket]
         return [getattr(module, attribute) for module, attribute in owners]
 
-    def dtypes(self, bucket: Bucket) -> list[torch.dtype]:
-        """Return the dtype in which each tensor is gathered."""
-        return [meta.dtype for meta in bucket]
-
-    @contextmanager
-    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
-        with self.gather_pieces(bucket) as finish:
-            yield finish
-
-    def collectives(self, bucket: Bucket) -> tuple[int, int]:
-        return self.count_collectives(bucket)
+    @property
+    def collectives(self) -> tuple[int, int]:
+        return self._gather.across, self._gather.within
 
     def release(self) -> None:
+        self._gather.across = self._gather.within = 0
         self._gather.buffers.clear()
         self._held.clear()
 
+    def changed(self, name: str) -> bool:
+        """Return whether `as_sent` changes a tensor, which is then gathered in the trainer's dtype."""
+        return False
+
+    def as_sent(self, name: str, pieces: Pieces) -> Pieces:
+        """Return what is sent of a gathered tensor. A collective under FSDP2 if the source adds other tensors."""
+        return pieces
+
+    def added(self, bucket: Bucket) -> list[nn.Parameter]:
+        """Return further parameters that `as_sent` needs whole."""
+        return []
+
     @contextmanager
-    def gather_pieces(self, bucket: Bucket) -> Iterator[Finish]:
-        """Gather the sharded tensors or ranges of `bucket`; the yielded function returns all that is in the bucket. A
-        collective of all training ranks."""
-        tensors, dtypes = self.tensors(bucket), self.dtypes(bucket)
+    def gathering(self, bucket: Bucket) -> Iterator[Finish]:
+        tensors = self.tensors(bucket)
         shards = shards_of(bucket, tensors)
-        others = gathered_by_libraries(bucket, tensors, shards)
 
         @torch.no_grad()
         def finish() -> list[Pieces]:
-            together = dict(zip(shards, under_way.wait(), strict=True)) if under_way else {}
-            return [
-                together.get(index) or self._whole_or_range(meta, tensor)
-                for index, (meta, tensor) in enumerate(zip(bucket, tensors, strict=True))
-            ]
+            together: dict[int, Pieces] = {}
+            if under_way is not None:
+                together = dict(zip(shards, under_way.wait(), strict=True))
+            found = []
+            for index, (meta, tensor) in enumerate(zip(bucket, tensors, strict=True)):
+                pieces = together.get(index) or self._whole_or_range(meta, tensor)
+                found.append(self.as_sent(meta.name, pieces))
+            return found
 
         # `no_grad` must not span the yield: the contexts of two buckets overlap, so gradients would stay off
+        under_way: Gathering | None = None
         with torch.no_grad():
-            under_way = self._gather.start(list(shards.values()), [dtypes[i] for i in shards]) if shards else None
-        with gather_zero3(others):
+            if shards:
+                dtypes = [self._gathered_as(bucket[index], tensors[index]) for index in shards]
+                under_way = Gathering(self._gather, list(shards.values()), dtypes)
+        with self._gathered_by_deepspeed(bucket, tensors, shards):
             yield finish
         if under_way is not None:
             under_way.close()
 
+    def _gathered_as(self, meta: WeightMeta, tensor: torch.Tensor) -> torch.dtype:
+        if self.changed(meta.name):
+            return tensor.dtype
+        return meta.dtype
+
+    def _gathered_by_deepspeed(
+        self, bucket: Bucket, tensors: Sequence[torch.Tensor], shards: Mapping[int, Shard]
+    ) -> AbstractContextManager:
+        """Gather the ZeRO-3 parameters that are no `shards`: DeepSpeed gathers each one, whole on every rank.
+
+        A parameter that is sent in ranges is gathered with the first of them.
+        """
+        needed = []
+        for index, meta in enumerate(bucket):
+            if index not in shards and (meta.range is None or meta.range.is_first):
+                needed.append(tensors[index])
+        needed += self.added(bucket)
+        sharded = [tensor for tensor in needed if is_zero3(tensor)]
+        # quantized values and scales take a collective each
+        self._gather.across += sum(1 + is_quantized(tensor) for tensor in sharded)
+        if not sharded:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(sharded)
+
     def _whole_or_range(self, meta: WeightMeta, tensor: torch.Tensor) -> Pieces:
         """Return what is sent of a tensor that this class does not gather itself. A collective under FSDP2."""
+        if meta.range is None or meta.range.is_first:
+            self._gather.across += hasattr(tensor, "full_tensor")
         if meta.range is None:
             return Pieces.whole(full(tensor))
         whole = full(tensor) if meta.range.is_first else None
         if not self._gather.is_local_main:
             return Pieces.whole(torch.empty(0))
-        if whole is not None:  # DeepSpeed frees its copy before the next range is read
-            self._held[meta.name] = (whole.clone() if is_zero3(tensor) else whole).reshape(-1)
+        if whole is not None:
+            if is_zero3(tensor):  # DeepSpeed frees its copy before the next range is read
+                whole = whole.clone()
+            self._held[meta.name] = whole.reshape(-1)
         flat = self._held[meta.name]
         if meta.range.is_last:
             del self._held[meta.name]
         parts = [flat[first:end] for first, end in meta.range.intervals(flat.numel())]
         return Pieces.whole(joined(parts, meta.dtype, flat.device))
 
-    def count_collectives(self, bucket: Bucket) -> tuple[int, int]:
-        """Count the collectives of one `gather_pieces`: across nodes, within a node."""
-        tensors, dtypes = self.tensors(bucket), self.dtypes(bucket)
-        shards = shards_of(bucket, tensors)
-        others = gathered_by_libraries(bucket, tensors, shards)
-        across, within = self._gather.count_collectives(list(shards.values()), [dtypes[index] for index in shards])
-        return across + sum(map(_collectives_of_its_library, others)), within
+
+def sent_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor is sent to an engine of `dtype`."""
+    if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+        return dtype
+    return tensor.dtype
 
 
 def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shard]:
@@ -216,34 +250,6 @@ def shards_of(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> dict[int, Shar
         if (shard := shard_of(tensor)) is not None:
             shards[index] = shard if meta.range is None else shard.of_range(meta.range)
     return shards
-
-
-def gathered_by_libraries(
-    bucket: Bucket, tensors: Sequence[torch.Tensor], shards: Mapping[int, Shard]
-) -> list[torch.Tensor]:
-    """Return the tensors that DeepSpeed or FSDP2 gathers with this bucket: for ranges, with the first of them."""
-    firsts = [meta.range is None or meta.range.is_first for meta in bucket]
-    return [tensor for index, tensor in enumerate(tensors) if index not in shards and firsts[index]]
-
-
-def _collectives_of_its_library(tensor: Any) -> int:
-    """Count the collectives with which DeepSpeed or FSDP2 gathers one tensor; quantized values and scales take two."""
-    if is_zero3(tensor):
-        return 1 + is_quantized(tensor)
-    return int(hasattr(tensor, "full_tensor"))
-
-
-def gather_zero3(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
-    """Gather ZeRO-3 parameters through DeepSpeed: an all-gather per parameter, whole on every rank.
-
-    `PeftSource` uses it for adapters, `ModuleSource` for shards for which `shard_of` returns `None`.
-    """
-    sharded = [tensor for tensor in tensors if is_zero3(tensor)]
-    if not sharded:
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(sharded)
 
 
 def keep_head_during_backward(model: nn.Module) -> None:

@@ -4,9 +4,9 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-from ..engine.group import EngineGroup
+from ..engine.group import EngineGroup, answers
 from ..errors import WeightSyncError
 from ..transports.base import Slots
 from ..wire.messages import BeginUpdate, CommitUpdate, Done, WeightVersion
@@ -43,11 +43,16 @@ class WeightSync:
             two slots.
         transport (`Transport`, *optional*):
             Transport that opens the slots, at the first sync. Default: host memory.
-        in_flight (`bool`, *optional*, defaults to `False`):
+
+    Attributes:
+        in_flight (`bool`):
             Freeze running completions, which the new weights continue, instead of waiting until none is running.
-        recompute_kv (`bool`, *optional*, defaults to `False`):
+        recompute_kv (`bool`):
             Compute the keys and values of frozen completions again, with the new weights.
     """
+
+    in_flight = False
+    recompute_kv = False
 
     def __init__(
         self,
@@ -55,10 +60,7 @@ class WeightSync:
         engines: EngineGroup | None,
         limit_bytes: int,
         transport: Transport | None = None,
-        in_flight: bool = False,
-        recompute_kv: bool = False,
     ):
-        self.in_flight, self.recompute_kv = in_flight, recompute_kv
         self.copy: HostCopy | None = None  # of the local main process, for `send_copy`
         self._source = source
         self._engines = engines
@@ -126,7 +128,10 @@ class WeightSync:
             engines (`EngineGroup`, *optional*):
                 Engines of this node that were started again, on its local main process.
         """
-        return self._send_from_scratch(engines, lambda: self._begin_timings(version), self._gather)
+        with self._from_scratch(engines) as slots:
+            timings = self._begin_timings(version)
+            self._send(engines or None, slots, timings, self._gather)
+        return timings
 
     def send_copy(self, version: WeightVersion, engines: EngineGroup) -> SyncTimings:
         """Send this node's copy of the last update to engines that were started again. Not a collective.
@@ -147,25 +152,25 @@ class WeightSync:
         if self.copy.version != version:
             raise WeightSyncError(f"The copy of the weights is of {self.copy.version}, expected {version}.")
         timings = SyncTimings(num_bytes=self.copy.num_bytes, num_buckets=len(self.buckets), version=version)
-        return self._send_from_scratch(engines, lambda: timings, self._read_copy)
+        with self._from_scratch(engines) as slots:
+            self._send(engines, slots, timings, self._read_copy)
+        return timings
 
-    def _send_from_scratch(
-        self, engines: EngineGroup | None, begin: Callable[[], SyncTimings], fill: Fill
-    ) -> SyncTimings:
-        """Send all buckets through slots of their own."""
-        kept, self._first = self._first, 0
+    @contextmanager
+    def _from_scratch(self, engines: EngineGroup | None) -> Iterator[Slots | None]:
+        """Open slots in host memory in these engines, and make the update inside begin with the first bucket."""
+        kept = self._first
+        self._first = 0
         slots = None
         if engines:
             self.forget_slots()
             slots = self._transport.open_on_host(engines, slot_bytes(self.buckets), self._layouts)
-        timings = begin()
         try:
-            self._send(engines or None, slots, timings, fill)
+            yield slots
         finally:
             if slots is not None:
                 slots.close()
         self._first = kept
-        return timings
 
     def forget_slots(self) -> None:
         """Make the next `run` open new slots, because an engine without the old ones was started."""
@@ -179,10 +184,7 @@ class WeightSync:
         # before the first message: the other ranks then wait in their first gathering, so no engine loads anything
         tensors = {meta.name: meta for bucket in sent for meta in bucket}  # once, however many ranges they have
         self._source.check(list(tensors.values()), version.step, self._check_frozen)
-        counts = [self._source.collectives(bucket) for bucket in sent]
-        timings = SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
-        timings.collectives = (sum(across for across, _ in counts), sum(within for _, within in counts))
-        return timings
+        return SyncTimings(num_bytes=self.num_bytes, num_buckets=len(sent), version=version)
 
     def _send(
         self,
@@ -206,9 +208,13 @@ class WeightSync:
             )
         begun = time.perf_counter()
         try:
-            with self._sending(engines, slots, timings, copy) as sender:
+            sending: AbstractContextManager[BucketSender | None] = nullcontext()
+            if engines is not None and slots is not None:
+                sending = BucketSender(engines, slots, self._layouts, timings, copy)
+            with sending as sender:
                 fill(timings, sender)
         finally:
+            timings.collectives = self._source.collectives
             self._source.release()
         timings.stream_s = time.perf_counter() - begun
         if engines is not None:
@@ -219,16 +225,6 @@ class WeightSync:
         """Release the slots, after the last sync. A second call does nothing."""
         self.forget_slots()
         self._transport.close()
-
-    @contextmanager
-    def _sending(
-        self, engines: EngineGroup | None, slots: Slots | None, timings: SyncTimings, copy: HostCopy | None
-    ) -> Iterator[BucketSender | None]:
-        if engines is None or slots is None:
-            yield None
-            return
-        with BucketSender(engines, slots, self._layouts, timings, copy) as sender:
-            yield sender
 
     def _gather(self, timings: SyncTimings, sender: BucketSender | None) -> None:
         """Gather every bucket: while k is put together, k+1 is on the network and k-1 is copied.
@@ -241,7 +237,9 @@ class WeightSync:
             for index in range(self._first, len(self.buckets)):
                 start = time.perf_counter()
                 while len(begun) < 2 and index + len(begun) < len(self.buckets):
-                    begun.append(self._begin(self.buckets[index + len(begun)], everything))
+                    bucket = self.buckets[index + len(begun)]
+                    own = everything.enter_context(ExitStack())
+                    begun.append((own, own.enter_context(self._source.gathering(bucket))))
                 current, finish = begun.popleft()
                 pieces = finish()
                 timings.gather_s += time.perf_counter() - start
@@ -257,15 +255,12 @@ class WeightSync:
         for index, layout in enumerate(self._layouts):
             sender.send(index, self.copy.tensors(index, layout)).result()
 
-    def _begin(self, bucket: Bucket, everything: ExitStack) -> tuple[ExitStack, Finish]:
-        own = everything.enter_context(ExitStack())
-        return own, own.enter_context(self._source.gathering(bucket))
-
     def _commit(self, engines: EngineGroup, version: WeightVersion, timings: SyncTimings) -> None:
         start = time.perf_counter()
-        for engine, done in engines.post_all(CommitUpdate()).answers():
+        for engine, done in answers(engines.post_all(CommitUpdate())):
             assert isinstance(done, Done)
             engine.check_version(done.version, version)
-            timings.frozen_s = max(timings.frozen_s, done.frozen_s - self._frozen_s.get(engine.index, 0.0))
-            self._frozen_s[engine.index] = done.frozen_s
+            frozen_s = done.times.frozen_s
+            timings.frozen_s = max(timings.frozen_s, frozen_s - self._frozen_s.get(engine.index, 0.0))
+            self._frozen_s[engine.index] = frozen_s
         timings.commit_s += time.perf_counter() - start

@@ -5,16 +5,17 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import IO
 
 import msgspec
 import torch
 
-from ..engine.group import EngineGroup
+from ..engine.group import EngineGroup, answers, failures
 from ..errors import ConfigurationError
 from ..run.gpu_variables import visible_devices
 from ..run.reporter import warn
 from ..run.topology import EngineDevices
-from ..transports.base import SELF_TEST_S, Machine, Reserved, Slots, SlotSettings, call_with_timeout
+from ..transports.base import SELF_TEST_S, Machine, Slots, SlotSettings, call_with_timeout
 from ..transports.opening import TRANSPORTS
 from ..wire.messages import CheckSlot, OpenSlots, TensorSpec
 
@@ -74,7 +75,7 @@ class Transport(SlotSettings):
     """
 
     report: Callable[[str], None] = warn
-    _reserved: Reserved | None = field(default=None, init=False)
+    _reserved: IO[bytes] | None = field(default=None, init=False)
 
     def reserve(self, layouts: Sequence[tuple[TensorSpec, ...]]) -> None:
         """Set the slots' memory aside until `open`. Call it before the engines start: vLLM takes shared memory too.
@@ -87,7 +88,7 @@ class Transport(SlotSettings):
             `WeightSyncError`: if the node has too little memory; the message names the largest tensor and the cure.
         """
         self.largest = max(chain.from_iterable(layouts), key=lambda spec: spec.num_bytes)
-        num_bytes = max(layout[-1].offset + layout[-1].num_bytes for layout in layouts)
+        num_bytes = max(layout[-1].end for layout in layouts)
         self._reserved = TRANSPORTS[self.kind].reserve(max(num_bytes, SELF_TEST_BYTES), self)
 
     def close(self) -> None:
@@ -130,7 +131,7 @@ class Transport(SlotSettings):
 
     def _make(self, kind: str, num_bytes: int) -> Slots:
         self.close()  # the slots take this memory; if another process is faster, that is an error and no SIGBUS
-        slots = TRANSPORTS[kind].create(num_bytes, self)
+        slots = TRANSPORTS[kind](num_bytes, self)
         if slots.warning:
             self.report(slots.warning)
         return slots
@@ -138,7 +139,7 @@ class Transport(SlotSettings):
     @staticmethod
     def _open_in_workers(slots: Slots, engines: EngineGroup, layouts: Sequence[tuple[TensorSpec, ...]]) -> Slots:
         try:
-            engines.post_all(lambda engine: _open_request(slots, engine, layouts)).wait()
+            answers(engines.post_all(lambda engine: _open_request(slots, engine, layouts)))
         finally:
             slots.opened()
         return slots
@@ -149,13 +150,13 @@ class Transport(SlotSettings):
         noise = torch.randint(0, 256, (SELF_TEST_BYTES,), dtype=torch.uint8)
         slots.memory[0][:SELF_TEST_BYTES].copy_(noise)
         check = CheckSlot(slot=0, num_bytes=SELF_TEST_BYTES, crc=zlib.crc32(noise.numpy()))
-        pending = engines.post_all(check)
+        posted = engines.post_all(check)
         try:
             call_with_timeout(SELF_TEST_S, lambda: slots.transmit(0, SELF_TEST_BYTES))
         finally:
-            failures = pending.failures()  # reads every reply even after a failure
-        if failures:
-            raise failures[0]
+            failed = failures(posted)  # reads every reply even after a failure
+        if failed:
+            raise failed[0]
 
 
 def _open_request(slots: Slots, engine: int, layouts: Sequence[tuple[TensorSpec, ...]]) -> OpenSlots:

@@ -49,7 +49,11 @@ def check_tied_head(model: nn.Module) -> None:
 
 def untrained(module: Any) -> Any:
     """Return a layer as it is without PEFT's wrapper."""
-    return getattr(module, "original_module", module.get_base_layer() if hasattr(module, "get_base_layer") else module)
+    if hasattr(module, "original_module"):
+        return module.original_module
+    if hasattr(module, "get_base_layer"):
+        return module.get_base_layer()
+    return module
 
 
 def trained(module: Any) -> Any:

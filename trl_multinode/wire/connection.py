@@ -88,22 +88,22 @@ class Connection:
         self._socket_path = Path(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(connect_timeout_s)
-        deadline = time.monotonic() + connect_timeout_s
-        while (error := self._connect(path)) is not None:
-            # For a moment between the engine's `bind` and `listen` the socket exists but refuses connections
-            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline:
-                gone = "" if Path(path).parent.is_dir() else f" {Path(path).parent} was removed, by a cleaner perhaps."
-                raise EngineDiedError(
-                    f"{name}: cannot connect to its socket ({error}).{gone} Log: {log_path}"
-                ) from error
-            time.sleep(0.05)
-
-    def _connect(self, path: str) -> OSError | None:
         try:
-            self._socket.connect(path)
-            return None
+            self._connect(path, time.monotonic() + connect_timeout_s)
         except OSError as error:
-            return error
+            folder = self._socket_path.parent
+            gone = "" if folder.is_dir() else f" {folder} was removed, by a cleaner perhaps."
+            raise EngineDiedError(f"{name}: cannot connect to its socket ({error}).{gone} Log: {log_path}") from error
+
+    def _connect(self, path: str, deadline: float) -> None:
+        while True:
+            try:
+                return self._socket.connect(path)
+            except ConnectionRefusedError:
+                # For a moment between the engine's `bind` and `listen` the socket exists but refuses connections
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def fileno(self) -> int:
         return self._socket.fileno()

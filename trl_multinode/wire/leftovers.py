@@ -67,10 +67,15 @@ def reason_to_keep(folder: Path, locks: ExitStack) -> str | None:
     if held_here(owner):  # first: to read the file would drop the lock
         return "its run lives"
     if not owner.exists():
-        return None if not list(folder.iterdir()) and time.time() - found.st_mtime > YOUNG_S else "it has no lock"
+        is_young = time.time() - found.st_mtime <= YOUNG_S
+        return "it has no lock" if is_young or list(folder.iterdir()) else None
     if owner.read_text() != machine():
         return "it is of another machine, or from before a restart of this one"
-    for path in (owner, *folder.glob("engine*.json")):
+    return _lock_all(folder, locks)
+
+
+def _lock_all(folder: Path, locks: ExitStack) -> str | None:
+    for path in (folder / OWNER_LOCK, *folder.glob("engine*.json")):
         try:
             locks.callback(os.close, try_to_lock(path))
         except FileNotFoundError:

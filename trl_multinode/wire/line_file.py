@@ -31,27 +31,25 @@ class LineFile:
         try:
             self._write(json.dumps(line) + "\n")
         except (OSError, TypeError, ValueError) as error:  # a full disk, a lost file system; a file that was closed
-            self._drop_file()
+            self.close()
             if not self._failed:
                 self._failed = True
                 self._on_error(error)
 
-    def close(self) -> None:
-        """Close the file; another line would open it again."""
-        self._drop_file()
-
     def _write(self, line: str) -> None:
+        if self._file is not None and self._file.tell() > ROTATE_BYTES:
+            self._file.close()
+            os.replace(self.path, f"{self.path}.1")
+            self._file = None
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "a", buffering=1)
-        elif self._file.tell() > ROTATE_BYTES:
-            self._file.close()
-            os.replace(self.path, f"{self.path}.1")
-            self._file = open(self.path, "a", buffering=1)
         self._file.write(line)
 
-    def _drop_file(self) -> None:
-        file, self._file = self._file, None
+    def close(self) -> None:
+        """Close the file; another line would open it again."""
+        file = self._file
+        self._file = None
         with suppress(OSError, ValueError):
             if file is not None:
                 file.close()  # tries once more to write what is left

@@ -6,6 +6,7 @@ as JSON 5.7 microseconds and 97 bytes. Nothing is pickled. End of file means tha
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import msgspec
@@ -94,6 +95,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     range: TensorRange | None = None  # `None`: the whole tensor
 
     @property
+    def end(self) -> int:
+        """First byte of the slot after the tensor."""
+        return self.offset + self.num_bytes
+
+    @property
     def shape_in_slot(self) -> tuple[int, ...]:
         """Shape of what is in the slot: that of the tensor, or the length of a flat range."""
         return self.shape if self.range is None else (self.range.count(math.prod(self.shape)),)
@@ -111,16 +117,38 @@ class EngineSpec(msgspec.Struct, frozen=True):
     """Settings of an engine process, which the local main process writes to a JSON file."""
 
     index: int  # number of the engine on its node
-    socket_path: str
-    report_folder: str  # vLLM's processes report their pids here
-    failure_path: str  # the engine writes the reason of its end here, for the node's ranks
-    shared_memory_record: str  # file that lists the segments that vLLM may leave behind
+    folder: str  # private folder of the run
     owner_pid: int
     engine_args: dict  # keywords of vLLM's EngineArgs
     start: int = 0  # number of restarts before this process
     state_path: str = ""  # the engine records its states here, for timelines; empty: it does not
     node: int = 0
     attempt: int = 1  # number of the start of a trainer with this `output_dir`
+
+    @property
+    def socket_path(self) -> Path:
+        """Socket on which the engine serves the ranks."""
+        return Path(self.folder) / f"engine{self.index}.sock"
+
+    @property
+    def report_folder(self) -> Path:
+        """Folder in which vLLM's processes report their pids."""
+        return Path(self.folder) / f"pids{self.index}"
+
+    @property
+    def failure_path(self) -> Path:
+        """File into which the engine writes the reason of its end, for the node's ranks."""
+        return self.socket_path.with_suffix(".failure")
+
+    @property
+    def shared_memory_record(self) -> Path:
+        """File that lists the segments that vLLM may leave behind."""
+        return self.socket_path.with_suffix(".shm")
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """Fields of every line about the engine's states."""
+        return {"node": self.node, "engine": self.index, "process": self.start, "attempt": self.attempt}
 
 
 # ---- rank -> engine -------------------------------------------------------------------------------------------------
@@ -218,14 +246,11 @@ class Ready(Message, frozen=True):
 
     pid: int
     max_model_len: int  # tokens, prompt and completion together
-    dtype: str
     vllm_version: str
-    processes: tuple[int, ...]  # pids of the vLLM processes below the engine
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
     slots: int = 1  # completions that the engine can generate at once
     truncated_logprobs: str = ""  # reason why log-probs of truncated samples are not over the whole vocabulary
     start: int = 0  # number of restarts before this process
-    model_runner: str = ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
 
 
 class Progress(Message, frozen=True):
@@ -234,29 +259,37 @@ class Progress(Message, frozen=True):
     tokens: int  # tokens that this engine has made since its start
 
 
+class Completion(msgspec.Struct, frozen=True):
+    """Tokens of one completion, their log-probs and their weights."""
+
+    tokens: bytes  # int32 (T,)
+    logprobs: bytes  # float32 (T,)
+    versions: tuple[VersionSpan, ...]
+    request_id: int = 0  # of a completion under way in an answer to `Peek`
+
+
 class Completions(Message, frozen=True):
     """Completions of a prompt, one after the other; the answer to `Generate` and `Score`."""
 
-    lengths: bytes  # int32 (n,)
-    tokens: bytes  # int32 (sum of lengths,)
-    logprobs: bytes  # float32 (sum of lengths,)
-    span_counts: bytes  # int32 (n,), number of version spans of each completion
-    spans: bytes  # int32 (sum of span_counts, 3): update, step and end of each span, one completion after the other
-    seconds: float  # from the request's arrival to its last token, by the engine's clock
-    request_ids: bytes = b""  # int32 (n,), of the completions under way in an answer to `Peek`
+    rows: tuple[Completion, ...]
+
+
+class EngineTimes(msgspec.Struct, frozen=True):
+    """Sums of seconds since an engine's start."""
+
+    clock_s: float = 0.0  # all seconds
+    busy_s: float = 0.0  # seconds with at least one `Generate` or `Score` running and not frozen
+    slot_s: float = 0.0  # seconds that each completion ran, not frozen, divided by the engine's slots
+    tail_s: float = 0.0  # part of `busy_s` with fewer than 10 % of the completions that ran at once since it was idle
+    frozen_s: float = 0.0  # seconds in which weight updates froze running completions
 
 
 class Done(Message, frozen=True):
     """Reply to a successful request that has no reply type of its own."""
 
     version: WeightVersion
-    seconds: float
-    # sums since the engine's start
-    clock_s: float = 0.0  # all seconds
-    busy_s: float = 0.0  # seconds with at least one `Generate` or `Score` running and not frozen
-    slot_s: float = 0.0  # seconds that each completion ran, not frozen, divided by the engine's slots
-    tail_s: float = 0.0  # part of `busy_s` with fewer than 10 % of the completions that ran at once since it was idle
-    frozen_s: float = 0.0  # seconds in which weight updates froze running completions
+    seconds: float  # of the request, by the engine's clock
+    times: EngineTimes = EngineTimes()
     kv_use: float = 0.0  # greatest share of the key-value cache in use between the last two weight updates
 
 
@@ -351,15 +384,3 @@ def unpack_ids(data: bytes) -> np.ndarray:
 def unpack_floats(data: bytes) -> np.ndarray:
     """Return float32 bytes as a read-only array, without a copy."""
     return np.frombuffer(data, dtype=np.float32)
-
-
-def pack_spans(rows: Sequence[Sequence[VersionSpan]]) -> tuple[bytes, bytes]:
-    """Return `span_counts` and `spans` of [`Completions`]."""
-    numbers = [number for row in rows for span in row for number in msgspec.structs.astuple(span)]
-    return pack_ids([len(row) for row in rows]), pack_ids(numbers)
-
-
-def unpack_spans(counts: bytes, spans: bytes) -> list[tuple[VersionSpan, ...]]:
-    """Invert [`pack_spans`]: return the spans of every completion."""
-    numbers = iter(unpack_ids(spans).reshape(-1, 3).tolist())
-    return [tuple(VersionSpan(*next(numbers)) for _ in range(count)) for count in unpack_ids(counts).tolist()]

@@ -96,38 +96,3 @@ def start_time(pid: int, running: bool = False) -> int | None:
     except OSError:
         return None
     return None if running and fields[0] in ENDED else int(fields[19])
-
-
-class ProcessReference:
-    """Reference to one process, which a later process with the same pid does not take over.
-
-    Args:
-        pid (`int`):
-            Process; a reference to one that has ended does nothing.
-    """
-
-    def __init__(self, pid: int):
-        self._pid = pid
-        self._started = start_time(pid)
-        self._pidfd: int | None = None
-        with suppress(OSError):
-            self._pidfd = _open_pidfd(pid)
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process, if it still runs."""
-        with suppress(ProcessLookupError):
-            if self._pidfd is not None:
-                try:
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-                    return
-                except OSError as error:
-                    if error.errno not in NO_PIDFD:
-                        raise
-            if self._started is not None and start_time(self._pid) == self._started:
-                os.kill(self._pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Close the reference; a second call does nothing."""
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-        self._pidfd = self._started = None

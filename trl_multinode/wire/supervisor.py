@@ -184,38 +184,19 @@ def exit_cause(pid: int) -> str:
     return f"was killed by {signal.Signals(info.si_status).name}"
 
 
-class PidWatch:
-    """Watch on processes: a daemon thread calls `on_exit(pid)` once for each process that ends.
+def watch_end(pid: int, on_exit: Callable[[int], None]) -> None:
+    """Call `on_exit(pid)` in a thread of its own when a process ends; usually it does not return.
 
-    Args:
-        on_exit (`Callable[[int], None]`):
-            Function to call in that thread; usually it does not return.
+    Raises:
+        `ProcessLookupError`: if there is no such process.
     """
+    end = open_end(pid)
 
-    def __init__(self, on_exit: Callable[[int], None]):
-        self._on_exit = on_exit
-        self._poll = select.poll()
-        self._pids: dict[int, int] = {}  # pidfd -> pid
-        self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="pid-watch", daemon=True).start()
+    def run() -> None:
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        poll.poll()
+        os.close(end)
+        on_exit(pid)
 
-    def add(self, pid: int) -> None:
-        """Watch another process; raise `ProcessLookupError` if it no longer exists."""
-        pidfd = open_end(pid)
-        with self._lock:
-            self._pids[pidfd] = pid
-            self._poll.register(pidfd, select.POLLIN)
-
-    def _run(self) -> None:
-        while True:
-            # 0.2 s, so that a pid added meanwhile is polled soon; a pid already in the set fires at once
-            for pidfd, _ in self._poll.poll(200) if self._pids else self._nap():
-                with self._lock:
-                    self._poll.unregister(pidfd)
-                    pid = self._pids.pop(pidfd)
-                self._on_exit(pid)
-
-    @staticmethod
-    def _nap() -> list:
-        time.sleep(0.05)
-        return []
+    threading.Thread(target=run, name=f"watch-{pid}", daemon=True).start()
