@@ -9,7 +9,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import astuple
 from pathlib import Path
 from statistics import median
 
@@ -49,7 +48,7 @@ def main() -> None:
     def metrics() -> dict[str, float]:
         ranks = [RankNumbers.of(row) for row in rows]
         found = step_metrics(ranks, 1, shape)
-        found |= summarize_rounds([list(astuple(rank.rounds)) for rank in ranks], [0.1] * len(ranks))
+        found |= summarize_rounds([rank.rounds for rank in ranks], [0.1] * len(ranks))
         return found | sync_metrics(SyncTimings(), [rank.stages for rank in ranks], options.ranks)
 
     logs = metrics()

@@ -114,7 +114,7 @@ def hang_in_a_reward(host: SimpleNamespace) -> None:
 
 
 def hang_in_a_tool(host: SimpleNamespace) -> None:
-    with ToolCalls.of(host).named("the tool `hang`", ""):
+    with ToolCalls.of(host, False).named("the tool `hang`", ""):
         time.sleep(HANG_S)
 
 

@@ -16,7 +16,7 @@ from .errors import ConfigurationError
 from .images import has_index, image_flags, shards_weights
 from .node_settings import NodeSettings, check_settings, ignored_settings, uses_fsdp, zero_stage
 from .rollouts.scoring import COSINE, NEED_MAIN_THREAD, is_of_trl
-from .rollouts.scoring_pool import unwrapped
+from .rollouts.scoring_pool import without_partial
 from .run.reporter import warn
 from .saving.hub import check_push
 
@@ -334,7 +334,7 @@ def check_math_verify(functions: list[Callable]) -> None:
 
 def name_in_trl(reward: Any) -> str:
     """Return the name of a reward function of TRL; an empty text for another one."""
-    return str(getattr(unwrapped(reward)[0], "__name__", "")) if callable(reward) and is_of_trl(reward) else ""
+    return str(getattr(without_partial(reward)[0], "__name__", "")) if callable(reward) and is_of_trl(reward) else ""
 
 
 def datasets_of(given: Any) -> list[Any]:

@@ -72,7 +72,7 @@ class MultiNodeGRPOTrainer(RewardedNodeTrainer, BalancedGRPOTrainer):
         super()._wire(host)
         self._monitor = DivergenceMonitor(host, self.args, self.vllm_generation)
         self._upcoming: UpcomingBatches | None = None
-        self._tool_calls = ToolCalls.of(host)
+        self._tool_calls = ToolCalls.of(host, host.settings.tool_errors == "raise")
         self._tool_failures: list[RolloutError] = []
         host.presence.user_calls = [self._tool_calls.state, self._reward_calls.state]
         if self.environment_factories is not None:

@@ -19,7 +19,8 @@ from waiting import HANG_S, until
 from multinode_kit.faults import FAKE
 from multinode_kit.nodes import Nodes
 from trl_multinode.errors import RolloutError
-from trl_multinode.rollouts import rewards as rewards_module
+from trl_multinode.rollouts import user_calls as calls_module
+from trl_multinode.rollouts.reward_call import Call
 from trl_multinode.rollouts.rewards import RewardCalls
 from trl_multinode.rollouts.tool_calls import ToolCalls
 from trl_multinode.run.endings.exit_codes import USER_CODE
@@ -102,7 +103,7 @@ def test_row_18_a_function_that_loops_over_the_rows_is_named_with_the_row(hold):
 
 def test_the_oldest_call_that_runs_is_named_with_its_seconds():
     rank = Hung(timeout_s=None)
-    tools = ToolCalls(topology_of(0), None, False, print)
+    tools = ToolCalls(topology_of(0), None, print, False)
     assert rank.calls.state() == tools.state() == ""
     with tools.named("the tool `f`", ", for row 3 of this rank"), tools.named("the tool `g`", ""):
         assert tools.state() == "the tool `f`, for row 3 of this rank runs for 0 s and 1 more"
@@ -179,16 +180,16 @@ def test_row_18_an_error_of_the_function_is_raised_and_its_call_has_ended(monkey
     with pytest.raises(ValueError, match="no such row"):
         hung.score()
     later = time.monotonic() + 2 * LIMIT_S
-    monkeypatch.setattr(rewards_module.time, "monotonic", lambda: later)
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: later)
     hung.calls.check()
     assert hung.reports == []
 
 
 def test_row_18_time_in_which_the_process_was_stopped_does_not_count(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(rewards_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: now[0])
     hung = Hung(timeout_s=60.0)
-    with hung.calls._call("slow", threading.get_ident()):
+    with hung.calls.open_call(Call("slow")):
         for now[0] in (1.0, *range(500, 560, 4)):  # stopped from second 1 to second 500
             hung.calls.check()
         assert hung.reports == []
@@ -239,12 +240,12 @@ class Watched:
 
     def __init__(self, sync=None, later=None, timeout_s: float | None = LIMIT_S):
         self.reports: list[tuple[str, int]] = []
-        self.calls = ToolCalls(topology_of(2), timeout_s, False, lambda text, code: self.reports.append((text, code)))
+        self.calls = ToolCalls(topology_of(2), timeout_s, lambda text, code: self.reports.append((text, code)), False)
         self.trainer = SimpleNamespace(
             _sync_tool_dicts=[{"sync": sync} if sync else {} for _ in range(4)],
             _async_tool_dicts=[{"later": later} if later else {} for _ in range(4)],
         )
-        self.calls.watch(self.trainer, first_row=4)
+        self.calls.watch(self.trainer, 4, [])
 
 
 def test_a_tool_that_waits_is_named_with_its_row_and_its_line(hold):
@@ -291,7 +292,7 @@ def test_a_reset_that_waits_is_named_with_its_row(hold):
 
 def test_tools_that_return_are_never_named_and_without_a_limit_none_is(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(rewards_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: now[0])
 
     def work() -> None:
         now[0] += 0.9 * LIMIT_S

@@ -301,7 +301,7 @@ def logged(num_nodes: int = 2, ranks_per_node: int = 2) -> dict[str, float]:
     shape = RunShape(ranks_per_node, 6, flops=ModelFlops(1.0, 1.0), peak_flops=1e12)
     ranks = [rank()] * (num_nodes * ranks_per_node)
     found = step_metrics(ranks, 1, shape) | {"perf/eta_s": 1.0, "sync/host_device_mib": 1.0}
-    found |= summarize_rounds([list(astuple(one.rounds)) for one in ranks], [1.0] * len(ranks))
+    found |= summarize_rounds([one.rounds for one in ranks], [1.0] * len(ranks))
     return found | sync_metrics(SyncTimings(), [one.stages for one in ranks], ranks_per_node)
 
 
@@ -321,7 +321,7 @@ def test_at_64_nodes_metrics_line_and_table_take_less_than_a_hundredth_of_a_10_s
 def report_of(num_nodes: int) -> None:
     ranks = [RankNumbers.of(row) for row in [[1.0] * NUM_NUMBERS] * (num_nodes * 7)]
     logs = step_metrics(ranks, 1, RunShape(7, 8 * num_nodes))
-    logs |= summarize_rounds([list(astuple(one.rounds)) for one in ranks], [1.0] * len(ranks))
+    logs |= summarize_rounds([one.rounds for one in ranks], [1.0] * len(ranks))
     logs |= sync_metrics(SyncTimings(), [one.stages for one in ranks], 7)
     step_line(logs, 1, 2)
     rendered(node_table(logs, 1))

@@ -1,7 +1,6 @@
 """Agents beside training, in one process: seeds, schedules, resume, and what ends a run."""
 
 import asyncio
-import json
 import re
 from collections import Counter as Count
 from itertools import product
@@ -14,6 +13,7 @@ from agents import GROUP, Seen, Speaker, call_of, chats, engines_here, numbers, 
 from safetensors import safe_open
 
 from trl_multinode.errors import RolloutError
+from trl_multinode.rollouts.saved_groups import decoded
 from trl_multinode.rollouts.tool_calls import ToolCalls
 
 # ---- seeds ----------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_a_resumed_run_begins_its_open_groups_again_and_trains_every_row_once(mo
     del before.rounds[2:]
     if mode == "in flight":
         with safe_open(tmp_path / "checkpoint-2" / "rollouts_rank0.safetensors", "pt") as saved:
-            assert len(json.loads(saved.metadata()["notes"])["open"]["groups"]) == 4
+            assert len(decoded(saved.get_tensor("open").numpy().tobytes()).groups) == 4
     with engines_here(SPEAKER):
         resumed = ours(tmp_path, after, chats(8, **kind.columns), kind.keywords, max_steps=-1, **settings)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -191,7 +191,7 @@ def test_only_completions_of_older_weights_are_handed_to_the_alarm():
     ahead.round(1, [B], following=[C], sync=False)
     assert ahead.generation.lag == (0, 0) and stale == []
     ahead.round(2, [C])
-    assert ahead.generation.lag == (1, 0) and [made.number for made in stale] == [2]
+    assert ahead.generation.lag == (1, 0) and [made.prompts for made in stale] == [[C]]
 
 
 def test_a_callback_may_change_the_limit_of_the_next_round():

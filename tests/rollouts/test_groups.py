@@ -162,6 +162,11 @@ def test_a_row_under_way_is_saved_as_far_as_it_is_made_and_continues_with_the_re
     third = again.open[0]
     assert (third.prompt, third.num_made, third.row, third.min_update) == ([0, 0, 0, 1], 2, 2, 5)
     assert third.seed == 9 + (2 << SEED_BITS)  # another draw than that of its first tokens
+    again.end(third, length=4)
+    until(lambda: resumed.ended_rows == 1)
+    once_more = OpenGroups(Rows())
+    once_more.restore(resumed.snapshot())
+    assert once_more.go_on(min_update=6, longest=100) == (1, 0)  # the row that has ended does not continue
     again.end(*again.open, length=4)
     (taken,) = resumed.take(1, 0)
     assert [len(row.tokens) for row in taken.rows] == [3, 3, 6, 6]

@@ -287,7 +287,7 @@ MASK = [[1, 1, 0, 0], [1] * 4]
 def made(prompt=PROMPT) -> RoundRollouts:
     old = WeightVersion(3, 11)
     rows = [Rollout(np.arange(10, 10 + n, dtype=np.int32), np.full(n, -3.0, np.float32), old, 0) for n in LENGTHS]
-    return RoundRollouts(2, [prompt] * 2, rows, old)
+    return RoundRollouts([prompt] * 2, rows, old)
 
 
 def stale_monitor(args, engines: Engines) -> DivergenceMonitor:

@@ -19,7 +19,7 @@ from trl_multinode.errors import PromptTooLongError, RolloutError, WeightVersion
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.rollouts.rounds import FROM_THE_START, settings_from_the_start
-from trl_multinode.rollouts.saved_groups import restore, to_arrays
+from trl_multinode.rollouts.saved_groups import SavedGroups, decoded, encoded
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.rollouts.updates import UpdateLog
 from trl_multinode.wire.messages import VersionSpan, WeightVersion
@@ -322,12 +322,13 @@ def test_a_checkpoint_keeps_ended_rows_and_begins_the_others_again_and_every_id_
     run.engines.end_row((2, 0), 1)
     run.wait_for_rows(SIZE + 1)  # 3/0, and a row of 2/0
     indices = {(number, place): 10 * number + place for number in range(6) for place in range(QUOTA)}
-    arrays, notes = to_arrays(run.rounds, lambda group: indices[group.id])
-    assert [group["index"] for group in notes["groups"]] == [20, 21, 30, 31] and notes["last_begun"] == 3
+    saved = SavedGroups.of(run.rounds, lambda group: indices[group.id])
+    assert saved.indices == [20, 21, 30, 31] and saved.last_begun == 3
+    data = encoded(saved)
 
     again = Run(rounds=6)
     rows = {index: {"prompt": f"{number}/{place}"} for (number, place), index in indices.items()}
-    restore(again.rounds, arrays, notes, lambda index, prompt: rows[index])
+    decoded(data).restore_to(again.rounds, lambda index, prompt: rows[index])
     assert again.rounds.must_sync and again.engines.running == []
     again.step = run.step
     assert [row and len(row.tokens) for row in again.rounds.groups.snapshot()[0].begun_rows] == [1, None]
@@ -348,9 +349,9 @@ def test_a_resume_with_a_shorter_age_trains_every_group_once_and_none_too_late()
     trained = [*first.first(), *first.train(1, first.engines.end), *first.train(2, first.engines.end)]
     first.engines.end()
     first.wait_for_rows(2 * SIZE)
-    arrays, notes = to_arrays(first.rounds, lambda group: 10 * group.number + group.place)
+    data = encoded(SavedGroups.of(first.rounds, lambda group: 10 * group.number + group.place))
     second = Run(9, max_age=OPEN)
-    restore(second.rounds, arrays, notes, lambda index, prompt: {"prompt": f"{index // 10}/{index % 10}"})
+    decoded(data).restore_to(second.rounds, lambda index, prompt: {"prompt": f"{index // 10}/{index % 10}"})
     second.step = first.step
     groups, set_due, dues = second.rounds.groups, second.rounds.groups.set_due, {}
 

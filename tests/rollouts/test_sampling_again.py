@@ -23,7 +23,7 @@ from trl_multinode.rollouts.recorded import Recorded, Scores, Turn
 from trl_multinode.rollouts.recorded_groups import RecordedGroups
 from trl_multinode.rollouts.rounds import Rounds
 from trl_multinode.rollouts.sampling_again import SamplingAgain, are_flat, drawn_index
-from trl_multinode.rollouts.saved_groups import restore, to_arrays
+from trl_multinode.rollouts.saved_groups import SavedGroups, decoded, encoded
 from trl_multinode.rollouts.seeds import RowSeeds
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
 from trl_multinode.saving.open_groups import OpenGroupsFile
@@ -328,15 +328,16 @@ def test_a_checkpoint_has_the_drawn_row_and_the_attempt_of_an_open_group():
     rank.rounds.begin_following(WeightVersion(1, 0))
     until(lambda: {one.attempt for one in rank.rounds.groups.snapshot() if one.place == 0} == {2})
     file = OpenGroupsFile(trainer_of(1, 2, vllm_generation=SimpleNamespace(rounds=rank.rounds)), True)
-    arrays, notes = to_arrays(rank.rounds, file._index_of)
-    saved = {(one["number"], one["place"]): (one["index"], one["attempt"]) for one in notes["groups"]}
+    data = encoded(SavedGroups.of(rank.rounds, file._index_of))
+    found = decoded(data)
+    saved = {group.id: (index, group.attempt) for group, index in zip(found.groups, found.indices, strict=True)}
     places, first = range(PLACES // 2), PLACES // 2
     expected = {(n, place): (order[n * PLACES + first + place], 0) for n in range(2) for place in places}
     expected |= {(n, 0): (drawn_index(SEED, n, first, 2, len(DATASET)), 2) for n in range(2)}
     assert saved == expected
 
     resumed = Slow(1, 2, order, open_rounds=1, max_age=1)
-    restore(resumed.rounds, arrays, notes, file._row_of)
+    decoded(data).restore_to(resumed.rounds, file._row_of)
     groups = {group.id: group for group in resumed.rounds.groups.snapshot()}
     assert groups[1, 0].attempt == 2 and groups[1, 0].inputs == [DATASET[expected[1, 0][0]]] * SIZE
     release.set()

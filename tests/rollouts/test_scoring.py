@@ -466,7 +466,7 @@ def test_calls_of_many_threads_end_without_seeing_each_other():
     def work() -> None:
         try:
             for _ in range(2000):
-                with calls.open_call(Call("f", time.monotonic(), None)):
+                with calls.open_call(Call("f")):
                     sum(range(40))
         except ValueError as error:
             failures.append(error)
@@ -477,7 +477,8 @@ def test_calls_of_many_threads_end_without_seeing_each_other():
     for thread in threads:
         thread.join(HANG_S)
     assert failures == [] and calls._open == []
-    assert Call("f", 0.0, None) != Call("f", 0.0, None)  # else `list.remove` runs Python code between two threads
+    # else `list.remove` runs Python code between two threads
+    assert Call("f", since=0.0, thread=1) != Call("f", since=0.0, thread=1)
 
 
 def test_a_column_with_the_name_of_a_rollouts_text_is_refused(scorer_of):

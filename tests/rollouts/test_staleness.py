@@ -131,7 +131,7 @@ def test_busy_shares_come_from_the_engines_clocks_and_the_ranks_idle_seconds():
 
 
 def test_the_fullest_cache_of_all_engines_is_reported_if_engines_measure_it():
-    nodes = [list(meter().take((0.0, 0.0), [(9.0, 10.0, 3.0, 0.0)], kv_use)) for kv_use in (0.25, 0.75)]
+    nodes = [meter().take((0.0, 0.0), [(9.0, 10.0, 3.0, 0.0)], kv_use) for kv_use in (0.25, 0.75)]
     found = summarize_rounds(nodes, [0.0, 0.0])
     assert found["engine/kv_use"] == 0.75 and found["engine/busy"] == pytest.approx(0.3)
     assert "engine/kv_use" not in metrics(meter())

@@ -4,10 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from refusals import refused
 from trl.trainer.utils import RepeatSampler
 
 from trl_multinode.rollouts.groups import Group
+from trl_multinode.rollouts.saved_groups import SavedGroups, encoded
 from trl_multinode.saving.open_groups import OpenGroupsFile, check_same_way
 from trl_multinode.saving.saved_rollouts import SavedRollouts
 
@@ -67,6 +69,9 @@ def test_a_checkpoint_with_open_groups_resumes_only_in_the_same_way():
 
 
 def test_groups_of_another_size_are_refused():
-    saved = SavedRollouts({}, {"open": {"in_flight": True, "arrays": [], "groups": [{"size": SIZE + 1}]}})
+    larger = Group(0, 0, [], [[1]] * (SIZE + 1), due=0)
+    data = encoded(SavedGroups(last_begun=0, updates={}, groups=[larger], indices=[0]))
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    saved = SavedRollouts({"open": tensor}, {"open": {"in_flight": True}})
     with refused("num_generations", got=4, expected=5):
         file_of().restore_from(saved)

@@ -100,13 +100,9 @@ class StepReport:
         host, generation = self._host, self._generation
         steps = max(1, host.step() - self._logged_step)
         self._logged_step = host.step()
-        rounds = self._meter.take(
-            generation.take_seconds_ahead(),
-            host.updates.clocks.seconds,
-            host.updates.clocks.take_kv_use(),
-            host.updates.num_restarts,
-        )
-        mine = [*host.phases.take_sums(), *sync.stages(), *rounds, *astuple(self._take_step())]
+        clocks, restarts = host.updates.clocks, host.updates.num_restarts
+        rounds = self._meter.take(generation.take_seconds_ahead(), clocks.seconds, clocks.take_kv_use(), restarts)
+        mine = [*host.phases.take_sums(), *sync.stages(), *astuple(rounds), *astuple(self._take_step())]
         rows = self._accelerator.gather(torch.tensor([mine], device=self._accelerator.device)).tolist()
         ranks = [RankNumbers.of(row) for row in rows]
         self._advise(ranks, steps)
@@ -114,7 +110,7 @@ class StepReport:
         return {
             **step_metrics(ranks, steps, self._shape),
             **self._eta(ranks, steps, steps_left),
-            **summarize_rounds([list(astuple(rank.rounds)) for rank in ranks], idle),
+            **summarize_rounds([rank.rounds for rank in ranks], idle),
             **sync_metrics(sync, [rank.stages for rank in ranks], self._shape.ranks_per_node),
             **self._host_device_traffic(sync),
         }

@@ -24,7 +24,7 @@ from .recorded import Recorded
 from .recorded_groups import RecordedGroups
 from .requests import Prompts, check_lengths, check_logprobs, requests_of
 from .rounds import BatchAhead, RoundRollouts, rounds_of
-from .rows import FloatRow, TokenRow
+from .rows import trls_rows
 from .seeds import RowSeeds
 from .stand_in import Ask
 from .upcoming import Batch
@@ -81,12 +81,15 @@ class NodeGeneration:
         self.model = model
         self.accelerator = accelerator
         # TRL's names: a callback may change them between two rounds
-        self.repetition_penalty, self.temperature = repetition_penalty, temperature
-        self.top_p, self.top_k, self.min_p = top_p, top_k, min_p
+        self.repetition_penalty = repetition_penalty
+        self.temperature = temperature
+        self.top_p = top_p
+        self.top_k = top_k
+        self.min_p = min_p
         self.generation_kwargs = dict(generation_kwargs or {})
         self.structured_outputs_regex = structured_outputs_regex
         self.version = WeightVersion()
-        self._weights_changed = True  # since the last successful sync
+        self.must_sync = True  # for a reason other than an optimizer step, as before the first sync
         self.seeds = RowSeeds(host.settings.rollout_seed, accelerator.process_index)
         self._host = host
         self._phases = host.phases
@@ -103,12 +106,11 @@ class NodeGeneration:
         if self._returns_logprobs:
             check_logprobs(self.engines, self.sampling, str(host.topology))
         self.rows: list[Rollout] = []  # completions of the last `generate` call
-        self.used = RoundRollouts(0, [], [], self.version)  # completions of the round's first `generate` call
+        self.used = RoundRollouts([], [], self.version)  # completions of the round's first `generate` call
         # called before the next round's requests are sent
         self.on_stale: Callable[[RoundRollouts], None] = lambda made: None
         self.on_generated: Callable[[], None] | None = None  # called at the end of every `generate`
         self.begin_round("train", 0)
-        self._is_ready = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Let a callback change what TRL's object would read at its next `generate`, and refuse what has no effect."""
@@ -131,7 +133,7 @@ class NodeGeneration:
 
     def _fixed(self) -> tuple[str, ...]:
         """Return the sampling attributes that cannot change now, because open rows have the setting before."""
-        if "_is_ready" not in vars(self) or self.rounds is None:
+        if vars(self).get("rounds") is None:
             return ()
         # a round that is generated ahead may end with the old limit, which needs no correction
         return SAMPLING if self._host.settings.in_flight else tuple(set(SAMPLING) - {"max_completion_length"})
@@ -139,16 +141,17 @@ class NodeGeneration:
     @property
     def sampling(self) -> dict[str, Any]:
         """Sampling settings of the next requests, by vLLM's names."""
-        regex = self.structured_outputs_regex
-        return {
+        found = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": 0.0 if self.min_p is None else self.min_p,
             **self.generation_kwargs,
-            **({} if regex is None else {"structured_outputs": {"regex": regex}}),
         }
+        if self.structured_outputs_regex is not None:
+            found["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        return found
 
     def record(self, make: Callable[[Group, Ask], Recorded]) -> None:
         """Let `make` produce the whole rollouts of a group in a thread of the group, from now on."""
@@ -228,15 +231,10 @@ class NodeGeneration:
             return self.rounds.stale(self.version)
         return self.used.version != self.version
 
-    @property
-    def must_sync(self) -> bool:
-        """Return whether a sync is due for a reason other than an optimizer step, as before the first sync."""
-        return self._weights_changed
-
     def weights_changed(self) -> None:
         """Make the next sync send all weights, frozen ones too, because they changed without an optimizer step. All
         training ranks call it, before a sync."""
-        self._weights_changed = True
+        self.must_sync = True
         self._host.updates.send_everything()
 
     def sync_weights(self) -> None:
@@ -248,7 +246,7 @@ class NodeGeneration:
         """
         if self._engines_are_current:
             return
-        self._weights_changed = True  # until the sync has succeeded
+        self.must_sync = True  # until the sync has succeeded
         if not self._host.settings.in_flight:
             with self._phases("generate"):
                 self.wait_for_open()  # before the barrier: an engine loads no weights while it generates
@@ -270,7 +268,7 @@ class NodeGeneration:
     @property
     def _engines_are_current(self) -> bool:
         """Return whether the engines have the weights of this optimizer step. The same on every rank."""
-        return self.version.step == self._host.step() and not self._weights_changed
+        return self.version.step == self._host.step() and not self.must_sync
 
     def _restore(self) -> None:
         """Send the weights to engines that were started again, after a meeting that asked for it. All ranks call it.
@@ -312,13 +310,13 @@ class NodeGeneration:
             self._restore()
 
     def _send_weights(self) -> None:
-        self._weights_changed = True
+        self.must_sync = True
         with self._phases("sync"):
             self.version = WeightVersion(self.version.update + 1, self._host.step())
             if self.rounds is not None:
                 self.rounds.add_update(self.version, self._trains)
             self.last_sync = self._host.updates.sync(self.version)
-        self._weights_changed = False
+        self.must_sync = False
 
     def generate(
         self,
@@ -353,16 +351,11 @@ class NodeGeneration:
         self.rows = rows
         if self.on_generated is not None:
             self.on_generated()
-        completion_ids = [row.tokens.tolist() for row in rows]
+        completion_ids, logprobs, logprob_ids = trls_rows(rows)
         self.seeds.add_completions(completion_ids)
         if not self._returns_logprobs:
             return prompts, completion_ids, None, None
-        return (
-            prompts,
-            completion_ids,
-            [FloatRow(row.logprobs) for row in rows],
-            [TokenRow(row.tokens) for row in rows],
-        )
+        return prompts, completion_ids, logprobs, logprob_ids
 
     def rehearse(self, prompts: Prompts, num_tokens: int) -> None:
         """Let the engines generate `num_tokens` for each prompt, and drop them. Not a collective.
@@ -375,18 +368,23 @@ class NodeGeneration:
     def _first_call(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
         """Return this round's completions, made ahead if possible, and submit the next round's prompts."""
         self._takes_ahead = False
-        made = None if self.rounds is None else self.rounds.made(prompts)
+        if self.rounds is None:
+            return self._first_fresh(prompts, images)
+        made = self.rounds.made(prompts)
         if made is None or (any(images or ()) and made.images is None):
-            if self.rounds is not None:
-                self.rounds.taken = []
-            made = RoundRollouts(self._number, prompts, self._fresh(prompts, images), self.version)
-            self.used = made
+            self.rounds.taken = []
+            rows = self._first_fresh(prompts, images)
         else:
             self.seeds.of_call(prompts)  # count the rows made ahead as the round's first call
             self._use(made)
-        if self.rounds is not None:
-            self._begin_following()
-        return made.rows
+            rows = made.rows
+        self._begin_following()
+        return rows
+
+    def _first_fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
+        rows = self._fresh(prompts, images)
+        self.used = RoundRollouts(prompts, rows, self.version)
+        return rows
 
     def _use(self, made: RoundRollouts) -> None:
         self.used = made
@@ -407,19 +405,17 @@ class NodeGeneration:
         assert self.rounds is not None
         continued, again = self.rounds.begin_following(self.version)
         if continued or again:
-            rank = self.accelerator.process_index
             report(
-                f"rank {rank}: {continued} rows that were under way at the checkpoint continue, {again} begin again"
+                f"rank {self.accelerator.process_index}: {continued} rows that were under way at the checkpoint "
+                f"continue, {again} begin again"
             )
 
     def _fresh(self, prompts: Prompts, images: list[list | None] | None) -> list[Rollout]:
+        """Return completions of exactly the current weights, in row order."""
+        version = self.version  # a recovery inside may send newer ones
         requests = requests_of(prompts, images, self.seeds.of_call(prompts))
-        return self._ask(self.engines, requests, self.version)
-
-    def _ask(self, engines: NodeEngines, requests: list[Request], version: WeightVersion) -> list[Rollout]:
-        """Return completions of exactly these weights, in row order."""
-        groups = engines.generate(requests, self.max_completion_length, self.sampling, version.update)
+        groups = self.engines.generate(requests, self.max_completion_length, self.sampling, version.update)
         rows = [row for group in groups for row in group]
         for row in rows:
-            engines[row.engine].check_version(row.version, version)
+            self.engines[row.engine].check_version(row.version, version)
         return rows

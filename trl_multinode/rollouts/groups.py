@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..engine.client import Rollout
-from ..engine.stream import GroupId, Peeking, Request
+from ..engine.stream import GroupId, Request, RequestStream
 from ..errors import RolloutError
 from ..wire.messages import VersionSpan
 from .recorded import Recorded
@@ -149,6 +149,7 @@ class Group:
     def end_row(self, row: int, rollout: Rollout) -> None:
         """Store a completion, or the rest of one that was begun."""
         self.rollouts[row] = joined(self.begun_rows[row], rollout)
+        self.begun_rows[row] = None  # a further checkpoint would count it as a row that continues
 
 
 def _continues(request: Request, following: Request) -> bool:
@@ -172,30 +173,11 @@ def joined(begun: Rollout | None, rest: Rollout) -> Rollout:
     )
 
 
-class Stream(Protocol):
-    """Methods of [`~trl_multinode.engine.stream.RequestStream`] that the groups need."""
-
-    @property
-    def rows_left(self) -> int: ...
-
-    @property
-    def rows_under_way(self) -> int: ...
-
-    @property
-    def stopped(self) -> bool: ...
-
-    def add(self, requests: list[Request]) -> None: ...
-
-    def poll(self) -> list[tuple[Request, list[Rollout]]]: ...
-
-    def peek(self) -> Peeking: ...
-
-
 class OpenGroups:
     """Groups of one rank that were begun and not taken. One thread collects their rows as long as any is under way.
 
     Args:
-        stream (`Stream`):
+        stream ([`RequestStream`]):
             Requests, on connections that nothing else uses.
         check (`Callable[[Rollout, int], None]`, *optional*):
             Function that raises if a row must not be used. It gets the row and the update of its submission.
@@ -205,7 +187,7 @@ class OpenGroups:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: RequestStream,
         check: Callable[[Rollout, int], None] = lambda row, first: None,
         one_by_one: bool = True,
     ):
@@ -280,18 +262,14 @@ class OpenGroups:
         Returns:
             `bool`: whether no engine is left.
         """
-        start = time.monotonic()
         with self._changed:
             if count > len(self._open):  # else the wait would never end, and no request would have a deadline
                 raise RolloutError(
                     f"Round {number} trains {count} groups and only {len(self._open)} were begun. A subclass or a "
                     "callback changes the batches between the dataloader and the trainer; use `max_staleness=0`."
                 )
-            self._changed.wait_for(
-                lambda: self._error is not None or self._may_take(count, number) or self._stream.stopped
-            )
-            self._waited_s += time.monotonic() - start
-            return self._error is None and not self._may_take(count, number)
+            self._wait_until(lambda: self._may_take(count, number) or self._stream.stopped)
+            return not self._may_take(count, number)
 
     def wait_for_all(self) -> bool:
         """Wait until all open groups are complete, or until no engine is left for their rows.
@@ -299,13 +277,17 @@ class OpenGroups:
         Returns:
             `bool`: whether no engine is left.
         """
-        start = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._all_complete() or self._stream.stopped)
-            self._waited_s += time.monotonic() - start
-            if self._error is not None:
-                raise self._error
+            self._wait_until(lambda: self._all_complete() or self._stream.stopped)
             return not self._all_complete()
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait, and raise the error that stopped the thread, if there is one. The caller holds the lock."""
+        start = time.monotonic()
+        self._changed.wait_for(lambda: self._error is not None or done())
+        self._waited_s += time.monotonic() - start
+        if self._error is not None:
+            raise self._error
 
     def _all_complete(self) -> bool:
         return len(self._complete()) == len(self._open)
@@ -319,13 +301,9 @@ class OpenGroups:
         Raises:
             `EngineError` or `WeightVersionError`: the error that stopped the thread.
         """
-        start = time.monotonic()
         with self._changed:
             assert count <= len(self._open), f"{count} groups to take, {len(self._open)} open"
-            self._changed.wait_for(lambda: self._error is not None or self._may_take(count, number))
-            self._waited_s += time.monotonic() - start
-            if self._error is not None:
-                raise self._error
+            self._wait_until(lambda: self._may_take(count, number))
             return [self._open.pop(group.id) for group in self._complete()[:count]]
 
     def _may_take(self, count: int, number: int) -> bool:
@@ -361,11 +339,14 @@ class OpenGroups:
     def _add(self, request: Request, row: int, rollout: Rollout) -> None:
         self._check(rollout, request.min_update)
         with self._changed:
-            if (group := self._open.get(request.group)) is not None:  # `None` if it was dropped
-                group.end_row(row, rollout)
+            self._store(request.group, row, rollout)
             self.ended_rows += 1
             self.ended_tokens += len(rollout.tokens)
             self._changed.notify_all()
+
+    def _store(self, group_id: GroupId, row: int, rollout: Rollout) -> None:
+        if (group := self._open.get(group_id)) is not None:  # `None` if it was dropped
+            group.end_row(row, rollout)
 
     def snapshot(self) -> list[Group]:
         """Return copies of the open groups with all rows as far as they are made, without waiting for their ends."""

@@ -1,20 +1,14 @@
 """Work of a group's thread: record the rollouts, score them, and try another prompt if they teach nothing."""
 
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from .groups import Group
-from .recorded import Recorded, Scores
+from .recorded import Recorded
 from .sampling_again import SamplingAgain
+from .scoring import GroupScorer
 from .stand_in import Ask, Recorder
-
-
-class Scorer(Protocol):
-    """Methods of [`~trl_multinode.rollouts.scoring.GroupScorer`] that a group's thread needs."""
-
-    def score(self, recorded: Recorded) -> Scores: ...
 
 
 class GroupMaker:
@@ -26,7 +20,7 @@ class GroupMaker:
             Recorder of this rank.
         device (`torch.device`):
             Device of this rank, on which a user's functions place their own models.
-        scorer (`Scorer`, *optional*):
+        scorer ([`GroupScorer`], *optional*):
             Scorer of this rank, with `score_groups`.
         again ([`SamplingAgain`], *optional*):
             Rule for the next prompt of a group without reward variance, with `dynamic_sampling`; needs a scorer.
@@ -36,7 +30,7 @@ class GroupMaker:
         self,
         recorder: Recorder,
         device: torch.device,
-        scorer: Scorer | None = None,
+        scorer: GroupScorer | None = None,
         again: SamplingAgain | None = None,
     ):
         self._recorder, self._device, self._scorer, self._again = recorder, device, scorer, again

@@ -11,14 +11,13 @@ from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from ..wire.sampling import TRUNCATING
 from .generation import NodeGeneration
-from .rounds import RoundRollouts
+from .rounds import NEUTRAL, RoundRollouts
 from .rows import raw_image
 
 NAN_LIMIT = 0.01  # share of a rank's trained tokens
 SIDES = {"engine": "sampling_per_token_logps", "trainer": "old_per_token_logps"}  # keys of TRL's output
 # Settings that forbid tokens or end a completion: the log-probs over the whole vocabulary do not depend on them
 SCORED_KEYS = {*TRUNCATING, "stop", "stop_token_ids", "ignore_eos", "max_tokens", "include_stop_str_in_output"}
-NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}}
 NAN_CURES = {
     "engine": "The trainer has numbers for them: a float16 engine overflows above 65504, so try "
     "`engine_kwargs={'dtype': 'bfloat16'}`; leave out those that choose kernels, caches or quantization.",
@@ -122,10 +121,11 @@ class DivergenceMonitor:
         if not self.limit:
             return
         self._turn += 1
-        engines, row = self._generation.engines, self._turn % len(made.rows)
-        engine, prompt = self._turn % len(engines), made.prompts[row]
+        engines = self._generation.engines
+        client = engines[self._turn % len(engines)]
+        row = self._turn % len(made.rows)
+        prompt = made.prompts[row]
         tokens = [*prompt, *made.rows[row].tokens.tolist()][: engines.max_model_len - 1]  # vLLM adds one token
-        client = engines[engine]
         if len(tokens) > len(prompt) and client.lost is None:
             with client.loss_accepted():  # a check whose engine ends is left out
                 images = made.images[row] if made.images is not None else None
@@ -142,7 +142,8 @@ class DivergenceMonitor:
         if rollout is None:
             return {}
         scored = torch.from_numpy(rollout.logprobs[-kept:].copy())
-        trained, own = mask[row][:kept].cpu(), output[SIDES["trainer"]][row][:kept].float().cpu()
+        trained = mask[row][:kept].cpu()
+        own = output[SIDES["trainer"]][row][:kept].float().cpu()
         return {"engine": scored[trained], "trainer": own[trained]}
 
 
@@ -196,7 +197,10 @@ def settings_not_scored(args: Any) -> list[str]:
             Object with the settings.
     """
     given = args.generation_kwargs or {}
-    neutral = NEUTRAL | {"temperature": args.temperature}
+    neutral = NEUTRAL | {"logit_bias": {}, "temperature": args.temperature}
     used = {"repetition_penalty": args.repetition_penalty} | given
-    changed = [key for key, value in used.items() if key not in SCORED_KEYS and value not in (None, neutral.get(key))]
-    return [f"generation_kwargs[{key!r}]" if key in given else key for key in changed]
+    changed = []
+    for key, value in used.items():
+        if key not in SCORED_KEYS and value not in (None, neutral.get(key)):
+            changed.append(f"generation_kwargs[{key!r}]" if key in given else key)
+    return changed

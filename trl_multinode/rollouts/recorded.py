@@ -1,7 +1,8 @@
 """Data of a rollout that ran ahead: everything that TRL's code needs when its round is used."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,20 @@ class Scores:
     extras: dict[str, list[Any]] = field(default_factory=dict)
     metrics: list[tuple[str, float]] = field(default_factory=list)
 
+    def rewards_of(self, index: int) -> list[float | None]:
+        """Return the rewards of a function that was called for the group."""
+        rewards = self.values[index]
+        assert rewards is not None, "a reward function of this group is called later"
+        return rewards
+
+    def add_extra(self, column: str, values: list[Any]) -> None:
+        """Keep the values of a column of the completions' log."""
+        self.extras.setdefault(column, []).extend(values)
+
+    def add_metric(self, name: str, value: float) -> None:
+        """Keep the value of a metric."""
+        self.metrics.append((name, value))
+
 
 @dataclass
 class Recorded:
@@ -124,8 +139,10 @@ class Recorded:
         A `rollout_func` may generate more rows than it returns, so for one these are all tokens of its rows, and none
         if it has not asked an engine.
         """
-        if self.output is None or not self.turns:
-            return self.turns[0] if self.turns else Turn([], [])
+        if not self.turns:
+            return Turn([], [])
+        if self.output is None:
+            return self.turns[0]
         version = min(row.version for turn in self.turns for row in turn.rows)
         tokens = [np.asarray(ids, np.int32) for ids in self.output["completion_ids"]]
         rows = [Rollout(ids, np.zeros(len(ids), np.float32), version, 0) for ids in tokens]
@@ -136,41 +153,38 @@ class Recorded:
 def joined(recorded: Sequence[Recorded]) -> Recorded:
     """Join the groups of a round, in their order. Of the turns only the first ones are joined."""
     first, turns = recorded[0], [one.first_turn for one in recorded]
+    names = ("inputs", "prompts", "completions", "completion_ids", "environments")
     return Recorded(
-        inputs=_concatenated(one.inputs for one in recorded),
-        prompts=_concatenated(one.prompts for one in recorded),
-        completions=_concatenated(one.completions for one in recorded),
-        completion_ids=_concatenated(one.completion_ids for one in recorded),
-        turns=[Turn(_concatenated(one.prompts for one in turns), _concatenated(one.rows for one in turns))],
-        environments=None if first.environments is None else _concatenated(one.environments for one in recorded),
+        **{name: _joined_rows(recorded, name) for name in names},
+        turns=[Turn(_joined_rows(turns, "prompts"), _joined_rows(turns, "rows"))],
         tools=None if first.tools is None else _joined_loops([one.tools for one in recorded]),
         output=None if first.output is None else _joined_outputs([one.output for one in recorded]),
     )
 
 
-def _concatenated(parts: Iterable[Any]) -> list[Any]:
-    return [one for part in parts for one in part]
+def _joined_rows(parts: Sequence[Any], name: str) -> Any:
+    """Join an attribute of all parts, which is a list of rows; `None` if they have none."""
+    values = [getattr(part, name) for part in parts]
+    return None if values[0] is None else list(chain.from_iterable(values))
 
 
 def _joined_loops(loops: Sequence[Any]) -> ToolLoop:
-    lists = {
-        name: _concatenated(getattr(loop, name) for loop in loops)
-        for name in ("tool_mask", "completions", "completion_ids", "images")
-    }
-    logprobs = None if loops[0].logprobs is None else _concatenated(loop.logprobs for loop in loops)
-    calls, failures = sum(loop.calls for loop in loops), sum(loop.failures for loop in loops)
-    return ToolLoop(**lists, logprobs=logprobs, calls=calls, failures=failures)
+    names = ("tool_mask", "completions", "completion_ids", "logprobs", "images")
+    return ToolLoop(
+        **{name: _joined_rows(loops, name) for name in names},
+        calls=sum(loop.calls for loop in loops),
+        failures=sum(loop.failures for loop in loops),
+    )
 
 
 def _joined_outputs(outputs: Sequence[Any]) -> dict[str, Any]:
     """Join results of a `rollout_func`. A value that is no list holds for all rows of its group."""
     if len(outputs) == 1:
         return dict(outputs[0])
-    names = dict.fromkeys(name for output in outputs for name in output)
     if any(output.get("env_mask") is not None for output in outputs):
         outputs = [_with_mask(output) for output in outputs]  # TRL sums the mask of every row
-    return {name: _joined_field([(output.get(name), len(output["completion_ids"])) for output in outputs])
-            for name in names}  # fmt: skip
+    names = dict.fromkeys(name for output in outputs for name in output)
+    return {name: _joined_field(name, outputs) for name in names}
 
 
 def _with_mask(output: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +194,11 @@ def _with_mask(output: dict[str, Any]) -> dict[str, Any]:
     return {**output, "env_mask": [[1] * len(ids) for ids in output["completion_ids"]]}
 
 
-def _joined_field(values: Sequence[tuple[Any, int]]) -> Any:
-    if all(value is None for value, _ in values):
+def _joined_field(name: str, outputs: Sequence[dict[str, Any]]) -> list[Any] | None:
+    if all(output.get(name) is None for output in outputs):
         return None
-    return _concatenated(value if isinstance(value, list) else [value] * rows for value, rows in values)
+    values: list[Any] = []
+    for output in outputs:
+        value = output.get(name)
+        values += value if isinstance(value, list) else [value] * len(output["completion_ids"])
+    return values

@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from ..engine.client import Rollout
-from ..engine.stream import GroupId, Request
+from ..engine.stream import GroupId, Request, RequestStream
 from ..errors import RolloutError
-from .groups import Group, OpenGroups, Stream
+from .groups import Group, OpenGroups
 from .recorded import Images, Recorded
 from .requests import Prompts
 from .rows import raw_image
@@ -29,7 +29,7 @@ class RecordedGroups(OpenGroups):
             second argument with prompts, images, seeds and a limit in tokens for the completions of each turn.
         update (`Callable[[], int]`):
             Function that returns the number of the last weight update, which the engines have or will get.
-        stream ([`Stream`]), check (`Callable`):
+        stream ([`RequestStream`]), check (`Callable`):
             Arguments of [`OpenGroups`].
     """
 
@@ -37,7 +37,7 @@ class RecordedGroups(OpenGroups):
         self,
         make: Callable[[Group, Ask], Recorded],
         update: Callable[[], int],
-        stream: Stream,
+        stream: RequestStream,
         check: Callable[[Rollout, int], None] = lambda row, first: None,
     ):
         super().__init__(stream, check)
@@ -74,7 +74,8 @@ class RecordedGroups(OpenGroups):
     ) -> list[Rollout]:
         """Return the completions of one turn of a group. The group's thread calls it."""
         turn: list[Rollout | None] = [None] * len(prompts)
-        update, rows = self._update(), zip(prompts, images or [None] * len(prompts), strict=True)
+        update, nothing = self._update(), [None] * len(prompts)
+        rows = zip(prompts, images or nothing, seeds or nothing, strict=True)
         with self._changed:
             self._check_open(group)
             if group.id in self._turns:
@@ -87,14 +88,14 @@ class RecordedGroups(OpenGroups):
                 [
                     Request(
                         prompt,
-                        seed=None if seeds is None else seeds[row],
+                        seed=seed,
                         images=tuple(map(raw_image, row_images or ())),
                         min_update=update,
                         group=group.id,
                         row=row,
                         max_tokens=max_tokens,
                     )
-                    for row, (prompt, row_images) in enumerate(rows)
+                    for row, (prompt, row_images, seed) in enumerate(rows)
                 ]
             )
             self._changed.wait_for(lambda: None not in turn or not self._is_open(group))
@@ -111,14 +112,9 @@ class RecordedGroups(OpenGroups):
     def _is_open(self, group: Group) -> bool:
         return self._error is None and self._open.get(group.id) is group
 
-    def _add(self, request: Request, row: int, rollout: Rollout) -> None:
-        self._check(rollout, request.min_update)
-        with self._changed:
-            if (turn := self._turns.get(request.group)) is not None:
-                turn[row] = rollout
-            self.ended_rows += 1
-            self.ended_tokens += len(rollout.tokens)
-            self._changed.notify_all()
+    def _store(self, group_id: GroupId, row: int, rollout: Rollout) -> None:
+        if (turn := self._turns.get(group_id)) is not None:
+            turn[row] = rollout
 
     def snapshot(self) -> list[Group]:
         """Return copies of the open groups, which begin again after a resume: environments cannot be saved."""

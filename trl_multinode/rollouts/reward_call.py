@@ -1,10 +1,12 @@
-"""A call of a reward function: the row and the line that it has reached, and a look at what it returned.
+"""A call of a user's function: the row and the line that it has reached, and a look at what a reward returned.
 
 This module loads neither torch nor transformers, because the processes that run reward functions need it.
 """
 
 import inspect
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
@@ -32,19 +34,25 @@ class Rows(list):
 
 @dataclass(eq=False)  # by identity: an `__eq__` in Python would let other threads run inside `list.remove`
 class Call:
-    """Call of a reward function that has not returned."""
+    """Call of a reward function, a tool or another function of the user that has not returned.
 
-    name: str
-    since: float
-    thread: int | None  # of a function that is not async
-    rows: list[Rows] = field(default_factory=list)
-    coroutine: Any = None
+    The thread that builds it is the one in which the function runs.
+    """
+
+    name: str  # for example "the tool `search`"
+    place: str = ""  # row for which it runs, for example ", for row 3"; a reward function gets several rows
     whose: str = "this rank's"
+    rows: list[Rows] = field(default_factory=list)
+    coroutine: Any = None  # of an async function
+    since: float = field(default_factory=lambda: time.monotonic())
+    thread: int = field(default_factory=threading.get_ident)
 
     def row(self) -> str:
         """Return the row that the function has reached, if it loops over the rows it got."""
-        reached = next((rows for rows in self.rows if rows.at is not None), None)
-        return f", in row {reached.at} of {self.whose} rows 0 to {len(reached) - 1}" if reached is not None else ""
+        for rows in self.rows:
+            if rows.at is not None:
+                return f", in row {rows.at} of {self.whose} rows 0 to {len(rows) - 1}"
+        return self.place
 
     def known_row(self) -> str:
         """Return the same, or nothing if this process would have to ask for it."""
@@ -52,16 +60,20 @@ class Call:
 
     def where(self) -> str:
         """Return the frames of the function, the innermost last."""
-        if self.thread is None:
-            stack = [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in _waiting(self.coroutine)]
-        else:
-            found = traceback.extract_stack(sys._current_frames().get(self.thread))
-            own = max((index for index, one in enumerate(found) if one.filename.startswith(OWN_FRAMES)), default=-1)
-            stack = [(one.filename, one.lineno or 0, one.name) for one in found[own + 1 :]]
-        frames = [f"{path}:{line} ({name})" for path, line, name in stack]
+        frames = [f"{path}:{line} ({name})" for path, line, name in self._stack()]
         if len(frames) > NAMED_FRAMES:
             frames = [*frames[: NAMED_FRAMES - 1], "...", frames[-1]]
         return f"; it is at {', '.join(frames)}" if frames else ""
+
+    def _stack(self) -> list[tuple[str, int | None, str]]:
+        if self.coroutine is not None:
+            return [(one.f_code.co_filename, one.f_lineno, one.f_code.co_name) for one in _waiting(self.coroutine)]
+        stack: list[tuple[str, int | None, str]] = []
+        for frame in traceback.extract_stack(sys._current_frames().get(self.thread)):
+            stack.append((frame.filename, frame.lineno, frame.name))
+            if frame.filename.startswith(OWN_FRAMES):
+                stack.clear()
+        return stack
 
 
 def with_rows(kwargs: dict[str, Any], call: Call) -> dict[str, Any]:

@@ -2,60 +2,33 @@
 
 import functools
 import inspect
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ..run.endings.exit_codes import USER_CODE
+from ..libraries import replaced
 from ..run.reporter import warn
-from ..run.topology import Topology
 from .reward_call import Call, as_rewards, with_rows
-
-SUSPENDED_S = 5.0  # between two looks; this process was stopped meanwhile, and so was the function
-AnyCall = TypeVar("AnyCall", bound=Call)
+from .user_calls import UserCalls
 
 
-class RewardCalls:
+class RewardCalls(UserCalls):
     """
-    Reward functions of one rank, as the watch thread sees them.
+    Reward functions of one rank.
 
     ```python
-    calls = RewardCalls(topology, timeout_s, watch.report)
-    watch.add_chore(calls.check)
+    calls = RewardCalls.of(host)
     with calls.limited(trainer):
         rewards = trainer._calculate_rewards(...)
-    all_nan = calls.count_all_nan(rewards, step)
+    calls.log_all_nan(trainer, rewards)
     ```
-
-    Args:
-        topology ([`Topology`]):
-            Topology of this rank.
-        timeout_s (`float`, *optional*):
-            Limit for one call of one function; `None` for no limit.
-        report (`Callable[..., None]`):
-            Function that ends the run, with a line and its exit code as `code`.
     """
 
-    def __init__(self, topology: Topology, timeout_s: float | None, report: Callable[..., None]):
-        self._topology = topology
-        self._timeout_s = timeout_s
-        self._report = report
-        self._open: list[Call] = []
-        self._looked: float | None = None
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._warned: set[tuple[int, ...]] = set()
-
-    @classmethod
-    def of(cls, host: Any) -> "RewardCalls":
-        """Return the calls of a rank's trainer, watched by the watch thread of its [`NodeHost`]."""
-        calls = cls(host.topology, host.settings.call_timeout, host.watch.report)
-        host.watch.add_chore(calls.check)
-        return calls
-
-    # ---- the limit --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def limited(self, trainer: Any) -> Iterator[None]:
@@ -63,76 +36,35 @@ class RewardCalls:
 
         Reward models are left as they are.
         """
-        functions = trainer.reward_funcs
-        named = zip(functions, trainer.reward_func_names, strict=True)
-        trainer.reward_funcs = [
+        functions = [
             function if isinstance(function, torch.nn.Module) else self.limit(function, name)
-            for function, name in named
+            for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
         ]
-        try:
+        with replaced(trainer, "reward_funcs", functions):
             yield
-        finally:
-            trainer.reward_funcs = functions
 
     def limit(self, function: Callable, name: str) -> Callable:
         """Return a reward function whose calls have the limit, and are seen by [`state`]."""
-        # lists that know their row cost a reward nothing, but a few libraries take plain lists only
-        given = with_rows if self._timeout_s is not None else lambda kwargs, call: kwargs
-        if not is_async(function):
 
-            def _calculate_rewards(**kwargs: Any) -> Any:  # below this name `user_code.py` finds a user's frame
-                with self._call(name, threading.get_ident()) as call:
-                    rewards = function(**given(kwargs, call))
-                return as_rewards(str(self._topology), name, rewards, len(kwargs["prompts"]))
+        def given(kwargs: dict[str, Any], call: Call) -> dict[str, Any]:
+            # lists that know their row cost a reward nothing, but a few libraries take plain lists only
+            return kwargs if self.timeout_s is None else with_rows(kwargs, call)
 
-            return _calculate_rewards
+        def checked(rewards: Any, kwargs: dict[str, Any]) -> list[float | None]:
+            return as_rewards(str(self.topology), name, rewards, len(kwargs["prompts"]))
+
+        def _calculate_rewards(**kwargs: Any) -> Any:  # below this name `user_code.py` finds a user's frame
+            with self.open_call(reward_call(name)) as call:
+                rewards = function(**given(kwargs, call))
+            return checked(rewards, kwargs)
 
         async def _calculate_rewards_async(**kwargs: Any) -> Any:
-            with self._call(name, None) as call:
+            with self.open_call(reward_call(name)) as call:
                 call.coroutine = function(**given(kwargs, call))
                 rewards = await call.coroutine
-            return as_rewards(str(self._topology), name, rewards, len(kwargs["prompts"]))
+            return checked(rewards, kwargs)
 
-        return _calculate_rewards_async
-
-    @contextmanager
-    def _call(self, name: str, thread: int | None) -> Iterator[Call]:
-        with self.open_call(Call(name, time.monotonic(), thread)) as call:
-            yield call
-
-    @contextmanager
-    def open_call(self, call: AnyCall) -> Iterator[AnyCall]:
-        """Let the limit hold for a call while the context is open."""
-        self._open.append(call)
-        try:
-            yield call
-        finally:
-            self._open.remove(call)
-
-    def check(self, store: Any = None) -> None:
-        """End the run if a function exceeds its limit. The watch thread calls this twice a second."""
-        now = time.monotonic()
-        gap, self._looked = now - (self._looked or now), now
-        for call in list(self._open):
-            if gap > SUSPENDED_S:
-                call.since += gap
-            if self._timeout_s is not None and now - call.since >= self._timeout_s:
-                self._report(self._cause(call, now - call.since), code=USER_CODE)
-
-    def _cause(self, call: Call, seconds: float) -> str:
-        what = f"{self._what(call)} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
-        return f"{what}. Give what it waits for a limit, or raise `call_timeout` (got {self._timeout_s:g} s)"
-
-    def state(self) -> str:
-        """Return the call that has run longest, if any. Any thread calls it."""
-        calls = sorted(self._open, key=lambda call: call.since)
-        if not calls:
-            return ""
-        more = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-        return f"{self._what(calls[0])}{calls[0].known_row()} runs for {time.monotonic() - calls[0].since:.0f} s{more}"
-
-    def _what(self, call: Call) -> str:
-        return f"the reward function `{call.name}`"
+        return _calculate_rewards_async if is_async(function) else _calculate_rewards
 
     # ---- NaN --------------------------------------------------------------------------------------------------------
 
@@ -153,16 +85,21 @@ class RewardCalls:
         """
         if rewards.shape[1] == 0:
             return 0
-        is_nan = rewards.isnan().all(dim=1).view(self._topology.world_size, -1).cpu()
+        is_nan = rewards.isnan().all(dim=1).view(self.topology.world_size, -1).cpu()
         ranks = tuple(is_nan.all(dim=1).nonzero().flatten().tolist())
-        if ranks and ranks not in self._warned and self._topology.rank == 0:
+        if ranks and ranks not in self._warned and self.topology.rank == 0:
             self._warned.add(ranks)
-            names = ", ".join(f"{rank} (node {rank // self._topology.ranks_per_node})" for rank in ranks[:8])
+            names = ", ".join(f"{rank} (node {rank // self.topology.ranks_per_node})" for rank in ranks[:8])
             more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
             what = f"no reward function gave a reward to any of the {is_nan.shape[1]} rows of rank {names}{more}"
             what += " (got NaN or None). TRL trains on none of them; `rewards/all_nan_rows` counts them"
             warn(f"step {step}: {what}")
         return int(is_nan.sum())
+
+
+def reward_call(name: str, **fields: Any) -> Call:
+    """Return the call of the reward function `name`, with these fields of [`Call`]."""
+    return Call(f"the reward function `{name}`", **fields)
 
 
 def is_async(function: Any) -> bool:

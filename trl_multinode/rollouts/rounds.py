@@ -23,10 +23,11 @@ from functools import partial
 from typing import Any
 
 from ..engine.client import Rollout
+from ..engine.stream import RequestStream
 from ..errors import RolloutError, WeightVersionError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
-from .groups import Group, OpenGroups, Stream
+from .groups import Group, OpenGroups
 from .upcoming import Batch
 from .updates import TokenAges, UpdateLog
 
@@ -38,7 +39,6 @@ BatchAhead = Callable[[int], tuple[Batch, list[list[int]]] | None]
 class RoundRollouts:
     """One rank's completions for one generation round."""
 
-    number: int  # the generation round that uses them
     prompts: list[list[int]]  # token ids, one row per completion
     rows: list[Rollout]  # in the order of `prompts`
     version: WeightVersion  # the oldest weights that began one of them
@@ -66,7 +66,7 @@ class Rounds:
     Args:
         where (`str`):
             Name of the rank, for messages.
-        stream (`Stream`):
+        stream ([`RequestStream`]):
             Requests, on connections that nothing else uses.
         open_rounds (`int`):
             Rounds that are begun and not taken after a round has taken its groups. With 0, a round begins its own.
@@ -85,7 +85,7 @@ class Rounds:
     def __init__(
         self,
         where: str,
-        stream: Stream,
+        stream: RequestStream,
         open_rounds: int,
         max_age: int,
         seeds: Callable[[int, int], list[int] | None],
@@ -207,7 +207,7 @@ class Rounds:
         prompts = [prompt for group in self.taken for prompt in group.prompts]
         images = [one for group in self.taken for one in group.images]
         oldest = min([row.version for row in rows], default=WeightVersion())
-        return RoundRollouts(self._number, prompts, rows, oldest, images if any(images) else None)
+        return RoundRollouts(prompts, rows, oldest, images if any(images) else None)
 
     def stale(self, version: WeightVersion) -> bool:
         """Return whether weights before `version` took part in the taken rows: a row that had no token at a swap may
@@ -249,10 +249,9 @@ def settings_from_the_start(sampling: Mapping[str, Any]) -> list[str]:
 
 
 def rounds_of(
-    generation: Any, settings: Any, stream: Stream, open_groups: Callable[..., OpenGroups] | None = None
+    generation: Any, settings: Any, stream: RequestStream, open_groups: Callable[..., OpenGroups] | None = None
 ) -> Rounds:
     """Return the rounds of a rank's [`NodeGeneration`], with the settings of its host."""
-    drains = not settings.in_flight
     return Rounds(
         f"Rank {generation.accelerator.process_index}",
         stream,
@@ -260,6 +259,6 @@ def rounds_of(
         settings.oldest_rounds,
         partial(generation.seeds.of_round, "train"),
         longest=0 if settings_from_the_start(generation.sampling) else generation.max_completion_length,
-        limit=(lambda: generation.max_completion_length) if drains else (lambda: None),
+        limit=lambda: generation.max_completion_length,
         open_groups=open_groups or partial(OpenGroups, one_by_one=settings.in_flight),
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.client import Rollout
 from ..wire.messages import Image
 
 
@@ -41,6 +42,12 @@ class TokenRow(FloatRow):
 
     def __getitem__(self, index: int | slice) -> Sequence:
         return TokenRow(self.values[index]) if isinstance(index, slice) else [int(self.values[index])]
+
+
+def trls_rows(rows: Sequence[Rollout]) -> tuple[list[list[int]], list[FloatRow], list[TokenRow]]:
+    """Return the token ids of completions, the log-probs of their tokens, and the tokens that these belong to."""
+    completion_ids = [row.tokens.tolist() for row in rows]
+    return completion_ids, [FloatRow(row.logprobs) for row in rows], [TokenRow(row.tokens) for row in rows]
 
 
 def raw_image(image: Any) -> Image:

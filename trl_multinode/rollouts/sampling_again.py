@@ -73,8 +73,7 @@ class SamplingAgain:
 
     def is_flat(self, scores: Scores) -> bool:
         """Return whether the advantages of a group are all zero, if rewards are normalized within the group."""
-        values = [value for value in scores.values if value is not None]
-        assert len(values) == len(scores.values), "a reward function of this group is called later"
+        values = [scores.rewards_of(index) for index in range(len(scores.values))]
         known = [[torch.nan if one is None else one for one in value] for value in values]
         rewards = torch.tensor(known, dtype=torch.float32)  # whatever default another thread has set meanwhile
         return bool(self._flat(rewards.T.unsqueeze(0))[0])

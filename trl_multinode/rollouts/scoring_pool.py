@@ -4,27 +4,25 @@ import functools
 import inspect
 import os
 import queue
-import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
-from typing import IO, Any
+from multiprocessing import Pipe
+from typing import Any
 
 import msgspec
 
 from ..errors import ConfigurationError, RolloutError
 from ..wire.stop_signals import stop_signals_blocked
 from .reward_call import Call
-from .rewards import RewardCalls
-from .scoring_process import QUESTION, Answer, Request, read, write
+from .scoring_process import Answer, Request, encoded
+from .user_calls import UserCalls
 
 NOT_SENT = {"trainer_state", "log_extra", "log_metric", "environments"}
 PLAIN = {bool, int, float, str, bytes, type(None)}
@@ -44,56 +42,58 @@ class ScoringProcess:
     """
 
     def __init__(self, modules: Sequence[str] = ()):
-        self._questions, theirs = socket.socketpair()
+        self._calls, of_calls = Pipe()
+        self._questions, of_questions = Pipe()
         self._asking = threading.Lock()
+        descriptors = of_calls.fileno(), of_questions.fileno()
         command = [sys.executable, "-m", "trl_multinode.rollouts.scoring_process", str(os.getpid())]
-        with theirs, stop_signals_blocked():
+        with of_calls, of_questions, stop_signals_blocked():
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *modules],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(), pass_fds=[theirs.fileno()],
-            )  # fmt: skip
+                [*command, *map(str, descriptors), *modules],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a function prints goes to the rank's log, at once
+                env=environment(),
+                pass_fds=descriptors,
+            )
         self.pid = self._process.pid
         self._ready = False
 
     def wait(self) -> None:
         """Wait until the process has imported its modules, or has ended."""
         if not self._ready:
-            self._ready = read(pipe(self._process.stdout), Answer) is not None
+            self._ready = self._receive() is not None
 
     def call(self, request: Request) -> Answer | None:
         """Wait for the answer to a request; `None` if the process has ended."""
         self.wait()
-        try:
-            write(pipe(self._process.stdin), request)
-            return read(pipe(self._process.stdout), Answer)
-        except BrokenPipeError:
-            return None
+        with suppress(OSError):
+            self._calls.send_bytes(encoded(request))
+            return self._receive()
+        return None
+
+    def _receive(self) -> Answer | None:
+        with suppress(EOFError, OSError):
+            return msgspec.msgpack.decode(self._calls.recv_bytes(), type=Answer)
+        return None
 
     def ask(self) -> str:
         """Return the row and the line that the function has reached, which any thread may ask."""
-        with suppress(OSError), self._asking:  # else two threads would wait for the answers that one of them has read
-            self._questions.send(QUESTION)
-            if select.select([self._questions], [], [], ASKED_S)[0]:
-                return self._questions.recv(1 << 16, socket.MSG_DONTWAIT).decode().rstrip()
+        with suppress(EOFError, OSError), self._asking:  # two threads would wait for the answers that one has read
+            while self._questions.poll():
+                self._questions.recv_bytes()  # came too late for its question
+            self._questions.send_bytes(b"where")
+            if self._questions.poll(ASKED_S):
+                return self._questions.recv_bytes().decode()
         return f", in process {self.pid}, which does not say where"
 
     def how_it_ended(self) -> str:
         code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
-    def leave(self) -> None:
-        """Let the process end after what it does."""
-        self._questions.close()
-        with suppress(BrokenPipeError):  # a request that it did not read
-            pipe(self._process.stdin).close()
-
-    def end(self, wait_s: float = 0.5) -> None:
+    def kill(self) -> None:
         """End the process, also while its function runs."""
-        try:
-            self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 @dataclass(eq=False)
@@ -124,19 +124,20 @@ class ScoringPool:
             Number of processes.
         where (`str`):
             Node and rank, for messages.
-        calls ([`RewardCalls`]):
+        calls ([`UserCalls`]):
             Limit for one call of a function. The wait for a free process, and for its imports, does not count.
-        modules (`Sequence[str]`, *optional*):
-            Modules of the functions, which the processes import at once.
+        functions (`Sequence[Callable]`):
+            Functions, whose modules the processes import at once.
     """
 
-    def __init__(self, size: int, where: str, calls: RewardCalls, modules: Sequence[str] = ()):
+    def __init__(self, size: int, where: str, calls: UserCalls, functions: Sequence[Callable]):
         self._where, self._calls = where, calls
+        modules = sorted({without_partial(function)[0].__module__ for function in functions})
         self.processes = [ScoringProcess(modules) for _ in range(size)]
         self._free: queue.Queue[ScoringProcess] = queue.Queue()
         for process in self.processes:
             self._free.put(process)
-        self.close = weakref.finalize(self, end_all, self.processes)
+        self.close = weakref.finalize(self, kill_all, self.processes)
 
     def call(self, function: Callable, name: str, arguments: dict[str, Any]) -> Answer:
         """Call a reward function with the arguments that TRL would give it, and wait for its rewards.
@@ -145,15 +146,15 @@ class ScoringPool:
             `ConfigurationError`: if an argument is no plain data.
             `RolloutError`: if the function failed or its process ended.
         """
-        sent = {key: value for key, value in arguments.items() if key not in NOT_SENT}
-        self._check(name, unwrapped(function)[1] | sent)
-        function, keywords = unwrapped(function)
+        function, sent = without_partial(function)
+        sent |= {key: value for key, value in arguments.items() if key not in NOT_SENT}
+        self._check(name, sent)
         state = plain_state(arguments["trainer_state"])
-        request = Request(function.__module__, function.__qualname__, keywords | sent, state)
+        request = Request(function.__module__, function.__qualname__, sent, state)
         process = self._free.get()
         try:
             process.wait()
-            with self._calls.open_call(ProcessCall(name, time.monotonic(), None, process=process)):
+            with self._calls.open_call(ProcessCall(f"the reward function `{name}`", process=process)):
                 found = process.call(request)
         finally:
             self._free.put(process)  # if it has ended, the next call finds that too
@@ -213,21 +214,13 @@ def plain_state(state: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if type(value) in PLAIN}
 
 
-def pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    """Return a pipe of a process that was started with pipes."""
-    assert stream is not None
-    return stream
-
-
-def end_all(processes: list[ScoringProcess]) -> None:
-    """End processes: close what they read, and kill those whose function still runs."""
+def kill_all(processes: list[ScoringProcess]) -> None:
+    """End processes, also those whose function still runs."""
     for process in processes:
-        process.leave()
-    for process in processes:
-        process.end()
+        process.kill()
 
 
-def unwrapped(function: Any) -> tuple[Any, dict[str, Any]]:
+def without_partial(function: Any) -> tuple[Any, dict[str, Any]]:
     """Return the function of a partial without positional arguments, and its keywords."""
     keywords: dict[str, Any] = {}
     while isinstance(function, functools.partial) and not function.args:
@@ -237,7 +230,7 @@ def unwrapped(function: Any) -> tuple[Any, dict[str, Any]]:
 
 def is_importable(function: Any) -> bool:
     """Return whether another process finds a function by its module and name."""
-    function, keywords = unwrapped(function)
+    function, keywords = without_partial(function)
     if other_type(keywords) is not None:
         return False
     if not inspect.isfunction(function) or function.__module__ == "__main__" or "." in function.__qualname__:

@@ -122,11 +122,12 @@ class RowTrace:
         for row in chain(range(after, self.num_rows), range(after)) if self._tokens else ():
             if row in self._tokens and begins_with(prompt, self._tokens[row]) and row not in asked:
                 return row
-        row, self._num_new = self._num_new % self.num_rows, self._num_new + 1
-        return row
+        self._num_new += 1
+        return (self._num_new - 1) % self.num_rows
 
 
 def begins_with(tokens: list[int], start: list[int]) -> bool:
     """Return whether `tokens` begins with `start`. One token differs in most cases, so compare that one first."""
     end = len(start)
-    return end <= len(tokens) and tokens[end - 1] == start[-1] and list(tokens[:end]) == start
+    may_begin = end <= len(tokens) and tokens[end - 1] == start[-1]
+    return may_begin and list(tokens[:end]) == start

@@ -15,6 +15,8 @@ import torch
 from ..wire.messages import WeightVersion
 from .rounds import Rounds
 
+# Of an engine since its start: busy seconds, all seconds, row-seconds over slots, seconds with under 10 % of the rows
+Clocks = tuple[float, float, float, float]
 MOST_LOG_WEIGHT = 300.0  # the sum of squares of 10^9 weights stays a number in float64
 
 
@@ -57,6 +59,19 @@ class RoundSums:
 
 
 NUM_SUMS = len(fields(RoundSums))
+NO_CLOCKS = (0.0, 0.0, 0.0, 0.0)
+# Metrics that are a share or a mean: one sum of all ranks over another, left out where the latter is 0
+RATIOS = {
+    "engine/busy": ("engine_slot_s", "engine_clock_s"),
+    "engine/tail_share": ("engine_tail_s", "engine_clock_s"),
+    "logprobs/nan_share": ("nan_tokens", "trained_tokens"),
+    "staleness/rounds_mean": ("lag_rounds", "rounds"),
+    "staleness/steps_mean": ("lag_steps", "rounds"),
+    "in_flight/mixed_rows": ("mixed_rows", "taken_rows"),
+    "in_flight/trained_length": ("taken_tokens", "taken_rows"),
+    "in_flight/ended_length": ("ended_tokens", "ended_rows"),
+    "dynamic_sampling/dropped_share": ("dropped_groups", "sampled_groups"),
+}
 
 
 class StalenessMeter:
@@ -73,11 +88,12 @@ class StalenessMeter:
         self._high = getattr(args, "vllm_importance_sampling_clip_max", None)
         self._sums = RoundSums()
         self._since = time.monotonic()
-        self._clocks: list[tuple[float, float, float, float]] = []
+        self._clocks = NO_CLOCKS  # sums over the node's engines
 
-    def restart(self, engine_clocks: list[tuple[float, float, float, float]]) -> None:
+    def restart(self, engine_clocks: list[Clocks]) -> None:
         """Begin the shares of time anew, because a training begins: the time until now was that of its set-up."""
-        self._since, self._clocks = time.monotonic(), engine_clocks
+        self._since = time.monotonic()
+        self._clocks = summed(engine_clocks)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -99,26 +115,28 @@ class StalenessMeter:
 
     def add_taken(self, rounds: Rounds, version: WeightVersion) -> None:
         """Add the groups in flight that a round trains with the weights of `version`, after `add_round`."""
-        sums, rows, ages = (
-            self._sums,
-            [row for group in rounds.taken for row in group.rows],
-            rounds.ages(version),
-        )
+        sums = self._sums
+        ages = rounds.ages(version)
         sums.lag_rounds_max = max(sums.lag_rounds_max, ages.rounds_max)
         sums.lag_steps_max = max(sums.lag_steps_max, ages.steps_max)
-        sums.taken_rows += len(rows)
-        sums.taken_tokens += sum(len(row.tokens) for row in rows)
-        sums.mixed_rows += sum(len(row.versions) > 1 for row in rows)
+        for group in rounds.taken:
+            for row in group.rows:
+                sums.taken_rows += 1
+                sums.taken_tokens += len(row.tokens)
+                sums.mixed_rows += len(row.versions) > 1
         ended_rows, ended_tokens = rounds.groups.take_counts()
-        sums.ended_rows, sums.ended_tokens = sums.ended_rows + ended_rows, sums.ended_tokens + ended_tokens
+        sums.ended_rows += ended_rows
+        sums.ended_tokens += ended_tokens
         swaps, swapped_rows = rounds.take_swaps()
-        sums.swaps, sums.swapped_rows = sums.swaps + swaps, sums.swapped_rows + swapped_rows
+        sums.swaps += swaps
+        sums.swapped_rows += swapped_rows
 
     def add_sampled(self, groups: int, dropped: int, tokens: int, dropped_tokens: int) -> None:
         """Add the groups that `dynamic_sampling` sampled, those of them that it dropped, and the tokens of both."""
-        sums = self._sums
-        sums.sampled_groups, sums.dropped_groups = sums.sampled_groups + groups, sums.dropped_groups + dropped
-        sums.sampled_tokens, sums.dropped_tokens = sums.sampled_tokens + tokens, sums.dropped_tokens + dropped_tokens
+        self._sums.sampled_groups += groups
+        self._sums.dropped_groups += dropped
+        self._sums.sampled_tokens += tokens
+        self._sums.dropped_tokens += dropped_tokens
 
     def add_checked(self, trained_tokens: int, nan_tokens: int) -> None:
         """Add the tokens that the check of log-probs counted in a training round."""
@@ -132,29 +150,32 @@ class StalenessMeter:
         mask = output["completion_mask"] * output.get("tool_mask", output["completion_mask"])
         difference = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).nan_to_num(nan=0.0) * mask
         # float64, because the square of a sequence's weight exceeds float32 from a summed difference of 44 on
-        logs = difference.double().sum(-1)[mask.any(-1)] if self._per_sequence else difference.double()[mask.bool()]
+        difference = difference.double()
+        logs = difference.sum(-1)[mask.any(-1)] if self._per_sequence else difference[mask.bool()]
         weights = logs.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT).exp()
         low = -1.0 if self._low is None else self._low
         high = float("inf") if self._high is None else self._high
-        parts = [weights.sum(), weights.square().sum(), ((weights < low) | (weights > high)).sum()]
-        total, squared, clipped = torch.stack([part.double() for part in parts]).tolist()
-        sums = self._sums
-        sums.weights, sums.weights_squared = sums.weights + total, sums.weights_squared + squared
-        sums.clipped, sums.tokens = sums.clipped + clipped, sums.tokens + weights.numel()
+        is_clipped = (weights < low) | (weights > high)
+        found = [weights.sum(), weights.square().sum(), is_clipped.double().sum()]
+        total, squared, clipped = torch.stack(found).tolist()  # once, because it makes the host wait for the device
+        self._sums.weights += total
+        self._sums.weights_squared += squared
+        self._sums.clipped += clipped
+        self._sums.tokens += weights.numel()
 
     def take(
         self,
         ahead: tuple[float, float],
-        engine_clocks: list[tuple[float, float, float, float]],
+        engine_clocks: list[Clocks],
         kv_use: float = 0.0,
         restarts: int = 0,
-    ) -> list[float]:
-        """Return the `NUM_SUMS` numbers since the last call, for [`summarize_rounds`], and reset them.
+    ) -> RoundSums:
+        """Return the sums since the last call, for [`summarize_rounds`], and reset them.
 
         Args:
             ahead (`tuple[float, float]`):
                 Seconds of generating ahead, and the part of them in which the rank waited.
-            engine_clocks (`list[tuple[float, float, float, float]]`):
+            engine_clocks (`list[Clocks]`):
                 Busy seconds, total seconds, row-seconds over slots and seconds with fewer than 10 % of the rows, of
                 every engine of the node, since its start.
             kv_use (`float`, *optional*, defaults to 0):
@@ -163,62 +184,60 @@ class StalenessMeter:
                 Restarts of the engines that this rank owns, since their start.
         """
         sums, self._sums = self._sums, RoundSums()
-        sums.engine_kv_use, sums.engine_restarts = kv_use, restarts
-        now, (sums.ahead_s, sums.waited_s) = time.monotonic(), ahead
-        sums.wall_s, self._since = now - self._since, now
-        before = self._clocks or [(0.0, 0.0, 0.0, 0.0)] * len(engine_clocks)
-        for now_at, before_at in zip(engine_clocks, before, strict=True):
-            busy, clock, slot, tail = (later - earlier for later, earlier in zip(now_at, before_at, strict=True))
-            sums.engine_busy_s, sums.engine_clock_s = sums.engine_busy_s + busy, sums.engine_clock_s + clock
-            sums.engine_slot_s, sums.engine_tail_s = sums.engine_slot_s + slot, sums.engine_tail_s + tail
-        self._clocks = engine_clocks
-        return list(astuple(sums))
+        sums.ahead_s, sums.waited_s = ahead
+        sums.engine_kv_use = kv_use
+        sums.engine_restarts = restarts
+        now, clocks = time.monotonic(), summed(engine_clocks)
+        sums.wall_s = now - self._since
+        sums.engine_busy_s, sums.engine_clock_s, sums.engine_slot_s, sums.engine_tail_s = (
+            later - earlier for later, earlier in zip(clocks, self._clocks, strict=True)
+        )
+        self._since, self._clocks = now, clocks
+        return sums
 
 
-def summarize_rounds(per_rank: list[list[float]], idle_s: list[float]) -> dict[str, float]:
+def summed(engine_clocks: list[Clocks]) -> Clocks:
+    """Return the clocks of all engines of a node together."""
+    busy, clock, slot, tail = map(sum, zip(NO_CLOCKS, *engine_clocks, strict=True))
+    return busy, clock, slot, tail
+
+
+def summarize_rounds(ranks: list[RoundSums], idle_s: list[float]) -> dict[str, float]:
     """Compute the metrics for `Trainer.log`.
 
     Args:
-        per_rank (`list[list[float]]` of shape `(world_size, NUM_SUMS)`):
+        ranks (`list[RoundSums]` of length `world_size`):
             Results of [`StalenessMeter.take`].
         idle_s (`list[float]` of shape `(world_size,)`):
             Seconds in which a rank waited for completions or for other ranks before a sync.
     """
-    ranks = [RoundSums(*row) for row in per_rank]
-    total = RoundSums(*map(sum, zip(*per_rank, strict=True)))
+    total = RoundSums(*map(sum, zip(*map(astuple, ranks), strict=True)))
+    metrics = _time_shares(total, idle_s)
+    for name, (part, whole) in RATIOS.items():
+        if getattr(total, whole):
+            metrics[name] = getattr(total, part) / getattr(total, whole)
+    largest = RoundSums(*map(max, zip(*map(astuple, ranks), strict=True)))
+    if largest.engine_kv_use:
+        metrics["engine/kv_use"] = largest.engine_kv_use
+    if total.rounds:
+        metrics["staleness/rounds_max"] = largest.lag_rounds_max
+        metrics["staleness/steps_max"] = largest.lag_steps_max
+    if total.swaps:  # every rank counts every swap
+        metrics["in_flight/swapped_rows"] = total.swapped_rows / largest.swaps
+    if total.sampled_groups:
+        metrics["dynamic_sampling/extra_tokens"] = total.dropped_tokens / max(total.sampled_tokens, 1.0)
+    if total.tokens and total.weights_squared:  # gathered in float32, in which small squares are 0
+        metrics["staleness/clipped_share"] = total.clipped / total.tokens
+        metrics["staleness/effective_sample_size"] = total.weights**2 / (total.tokens * total.weights_squared)
+    return metrics
+
+
+def _time_shares(total: RoundSums, idle_s: list[float]) -> dict[str, float]:
     wall = total.wall_s or 1.0
     metrics = {
         "perf/hidden_share": max(0.0, total.ahead_s - total.waited_s) / wall,
         "perf/rank_busy_share": max(0.0, 1.0 - sum(idle_s) / wall),
     }
     if total.engine_clock_s:
-        metrics["engine/busy"] = total.engine_slot_s / total.engine_clock_s
-        metrics["engine/tail_share"] = total.engine_tail_s / total.engine_clock_s
         metrics["engine/restarts"] = total.engine_restarts
-    if kv_use := max(rank.engine_kv_use for rank in ranks):
-        metrics["engine/kv_use"] = kv_use
-    if total.trained_tokens:
-        metrics["logprobs/nan_share"] = total.nan_tokens / total.trained_tokens
-    if total.rounds:
-        metrics |= {
-            "staleness/rounds_mean": total.lag_rounds / total.rounds,
-            "staleness/rounds_max": max(rank.lag_rounds_max for rank in ranks),
-            "staleness/steps_mean": total.lag_steps / total.rounds,
-            "staleness/steps_max": max(rank.lag_steps_max for rank in ranks),
-        }
-    if total.taken_rows:
-        metrics |= {
-            "in_flight/mixed_rows": total.mixed_rows / total.taken_rows,
-            "in_flight/trained_length": total.taken_tokens / total.taken_rows,
-        }
-    if total.ended_rows:
-        metrics["in_flight/ended_length"] = total.ended_tokens / total.ended_rows
-    if total.swaps:  # every rank counts every swap
-        metrics["in_flight/swapped_rows"] = total.swapped_rows / max(rank.swaps for rank in ranks)
-    if total.sampled_groups:
-        metrics["dynamic_sampling/dropped_share"] = total.dropped_groups / total.sampled_groups
-        metrics["dynamic_sampling/extra_tokens"] = total.dropped_tokens / max(total.sampled_tokens, 1.0)
-    if total.tokens and total.weights_squared:
-        metrics["staleness/effective_sample_size"] = total.weights**2 / (total.tokens * total.weights_squared)
-        metrics["staleness/clipped_share"] = total.clipped / total.tokens
     return metrics

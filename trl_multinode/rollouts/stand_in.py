@@ -17,7 +17,7 @@ from .groups import Group
 from .locked_tokenizer import locked_copies
 from .recorded import Images, Recorded, ToolLoop, Turn
 from .requests import Prompts, check_lengths
-from .rows import FloatRow, TokenRow
+from .rows import trls_rows
 from .seeds import RowSeeds
 from .tool_calls import ToolCalls, name_of, unwrapped
 from .upcoming import Batch
@@ -115,10 +115,9 @@ class AheadGeneration:
         check_lengths(prompts, self._longest, *self._place)
         rows = self._ask(prompts, images, self._seeds.of_call(prompts), self.max_completion_length)
         self.turns.append(Turn(prompts, rows, images))
-        completion_ids = [row.tokens.tolist() for row in rows]
+        completion_ids, logprobs, logprob_ids = trls_rows(rows)
         self._seeds.add_completions(completion_ids)
-        logprobs = [FloatRow(row.logprobs) for row in rows]
-        return prompts, completion_ids, logprobs, [TokenRow(row.tokens) for row in rows]
+        return prompts, completion_ids, logprobs, logprob_ids
 
 
 class Recorder:
@@ -194,7 +193,6 @@ class Recorder:
             _pending_extra_logs=defaultdict(list),
             _pending_metrics=defaultdict(list),
             _tool_failures=[],
-            _tool_calls=self._tool_calls,
             _first_row=first_row,
             tool_loop=None,
             rollout_output=None,
@@ -252,14 +250,12 @@ def own_attributes(trainer: Any) -> dict[str, Any]:
 def rows_of(fields: dict[str, Any], num_rows: int) -> list[dict[str, Any]]:
     """Return the extra fields of a `rollout_func` for each row: TRL gives a list to the rows in order, and any other
     value to all rows."""
-    return [
-        {
-            name: values[row] if isinstance(values, list) else values
-            for name, values in fields.items()
-            if not isinstance(values, list) or row < len(values)
-        }
-        for row in range(num_rows)
-    ]
+    rows: list[dict[str, Any]] = [{} for _ in range(num_rows)]
+    for name, values in fields.items():
+        of_rows = values if isinstance(values, list) else [values] * num_rows
+        for row, value in zip(rows, of_rows, strict=False):  # TRL's list may be shorter
+            row[name] = value
+    return rows
 
 
 def _stand_in_kind(kind: type) -> type:

@@ -3,10 +3,8 @@
 import functools
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -14,17 +12,7 @@ from ..errors import RolloutError
 from ..libraries import replaced
 from ..run.endings.error_text import described
 from .reward_call import Call
-from .rewards import RewardCalls
-
-
-@dataclass(eq=False)
-class ToolCall(Call):
-    """Call of a tool that has not returned."""
-
-    place: str = ""
-
-    def row(self) -> str:
-        return self.place
+from .user_calls import UserCalls
 
 
 class ToolFailed(BaseException):
@@ -34,40 +22,21 @@ class ToolFailed(BaseException):
         self.error = error
 
 
-class ToolCalls(RewardCalls):
+class ToolCalls(UserCalls):
     """
-    Tools of one rank, as the watch thread sees them.
+    Tools of one rank.
 
     Args:
-        topology ([`Topology`]):
-            Topology of this rank.
-        timeout_s (`float`, *optional*):
-            Limit for one call; `None` for no limit.
         raises (`bool`):
             Whether an exception in a tool ends the run, and is not given to the model.
-        report (`Callable[..., None]`):
-            Function that ends the run, with a line and its exit code as `code`.
+        *args:
+            Arguments of [`UserCalls`].
     """
 
-    def __init__(self, topology: Any, timeout_s: float | None, raises: bool, report: Callable[..., None]):
+    def __init__(self, topology: Any, timeout_s: float | None, report: Callable[..., None], raises: bool):
         super().__init__(topology, timeout_s, report)
         self._raises = raises
         self.resets = threading.local()  # `rows`: an iterator over the rows that the thread's next resets are for
-
-    @classmethod
-    def of(cls, host: Any) -> "ToolCalls":
-        """Return the calls of a rank's trainer, watched by the watch thread of its [`NodeHost`]."""
-        settings = host.settings
-        calls = cls(host.topology, settings.call_timeout, settings.tool_errors == "raise", host.watch.report)
-        host.watch.add_chore(calls.check)
-        return calls
-
-    def _what(self, call: Call) -> str:
-        return call.name
-
-    def _cause(self, call: Call, seconds: float) -> str:
-        what = f"{call.name} has not returned after {seconds:.0f} s{call.row()}{call.where()}"
-        return f"{what}. Give what it waits for a limit, or raise `call_timeout` (got {self._timeout_s:g} s)"
 
     @contextmanager
     def named(self, what: str, place: str, fatal: bool = True, limited: bool = True) -> Iterator[None]:
@@ -83,8 +52,7 @@ class ToolCalls(RewardCalls):
             limited (`bool`, *optional*, defaults to `True`):
                 Whether `call_timeout` holds for it.
         """
-        call = ToolCall(what, time.monotonic(), threading.get_ident(), place=place)
-        with self.open_call(call) if limited else nullcontext():
+        with self.open_call(Call(what, place)) if limited else nullcontext():
             try:
                 yield
             except (RolloutError, ToolFailed):
@@ -97,7 +65,7 @@ class ToolCalls(RewardCalls):
     def error(self, what: str, place: str, error: BaseException) -> RolloutError:
         """Return the error that ends the run."""
         found = RolloutError(
-            f"{self._topology}: {what} failed{place} with {described(error)}. Mend it, or let it answer "
+            f"{self.topology}: {what} failed{place} with {described(error)}. Mend it, or let it answer "
             "with the fault instead of raising it."
         )
         found.__cause__ = error
@@ -105,23 +73,23 @@ class ToolCalls(RewardCalls):
 
     # ---- tools ------------------------------------------------------------------------------------------------------
 
-    def watch(self, trainer: Any, first_row: int = 0, failures: list[RolloutError] | None = None) -> None:
+    def watch(self, trainer: Any, first_row: int, failures: list[RolloutError]) -> None:
         """Limit and name the tools of a batch, for which TRL has just built the dictionaries.
 
         Args:
             trainer (`Any`):
                 Trainer, or its stand-in, whose `_sync_tool_dicts` and `_async_tool_dicts` are replaced.
-            first_row (`int`, *optional*, defaults to 0):
+            first_row (`int`):
                 Place of the batch's first row among the rows of this rank.
-            failures (`list[RolloutError]`, *optional*):
+            failures (`list[RolloutError]`):
                 List that gets the errors of async tools: TRL takes anything that they raise for their answer.
         """
         for tools, watched in ((trainer._sync_tool_dicts, self._sync), (trainer._async_tool_dicts, self._async)):
-            for row, of_row in enumerate(tools):
-                place = f", for row {first_row + row} of this rank"
+            for row, of_row in enumerate(tools, first_row):
+                place = f", for row {row} of this rank"
                 of_row.update({name: watched(name, tool, place, failures) for name, tool in of_row.items()})
 
-    def _sync(self, name: str, tool: Callable, place: str, failures: Any) -> Callable:
+    def _sync(self, name: str, tool: Callable, place: str, failures: list[RolloutError]) -> Callable:
         @functools.wraps(tool)
         def call_tool(**arguments: Any) -> Any:
             if not accepts(tool, arguments):
@@ -131,15 +99,15 @@ class ToolCalls(RewardCalls):
 
         return call_tool
 
-    def _async(self, name: str, tool: Callable, place: str, failures: list[RolloutError] | None) -> Callable:
+    def _async(self, name: str, tool: Callable, place: str, failures: list[RolloutError]) -> Callable:
         async def await_tool(**arguments: Any) -> Any:
-            with self.open_call(ToolCall(f"the tool `{name}`", time.monotonic(), None, place=place)) as call:
+            with self.open_call(Call(f"the tool `{name}`", place)) as call:
                 try:
                     call.coroutine = tool(**arguments)
                     return await call.coroutine
                 except (Exception, KeyboardInterrupt, SystemExit) as error:
-                    found = self.error(f"the tool `{name}`", place, error)
-                    if failures is not None and (self._raises or not isinstance(error, Exception)):
+                    found = self.error(call.name, place, error)
+                    if self._raises or not isinstance(error, Exception):
                         failures.append(found)
                     if isinstance(error, Exception):
                         raise

@@ -38,7 +38,9 @@ class UpdateLog:
 
     def move_to(self, number: int) -> None:
         """Count all updates of this run for round `number`."""
-        self._updates |= {update: (number, step) for update, (_, step) in self._updates.items() if update > 0}
+        for update, (_, step) in self._updates.items():
+            if update > 0:
+                self._updates[update] = number, step
 
     def check(self, row: Rollout, first: int) -> None:
         """Raise `WeightVersionError` if a row began before update `first`, which was current when it was submitted."""
@@ -63,9 +65,14 @@ class UpdateLog:
             for span in row.versions:
                 made_in, step = self._updates[span.update]
                 rounds = 0 if span.update == current.update else max(1, number - max(made_in, begun))
-                steps, count, start = current.step - step, span.end - start, span.end
-                tokens, in_rounds, in_steps = tokens + count, in_rounds + rounds * count, in_steps + steps * count
-                rounds_max, steps_max = max(rounds_max, rounds), max(steps_max, steps)
+                steps = current.step - step
+                count = span.end - start
+                start = span.end
+                tokens += count
+                in_rounds += rounds * count
+                in_steps += steps * count
+                rounds_max = max(rounds_max, rounds)
+                steps_max = max(steps_max, steps)
         return TokenAges(in_rounds / max(1, tokens), rounds_max, in_steps / max(1, tokens), steps_max)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------

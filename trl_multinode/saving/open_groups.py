@@ -9,10 +9,10 @@ import torch
 from ..errors import ConfigurationError
 from ..rollouts.groups import Group
 from ..rollouts.sampling_again import drawn_index
-from ..rollouts.saved_groups import restore, to_arrays
+from ..rollouts.saved_groups import SavedGroups, decoded, encoded
 from .saved_rollouts import SavedRollouts
 
-NAME = "open"  # of the tensors and of the notes
+NAME = "open"  # of the tensor and of the notes
 
 
 class OpenGroupsFile:
@@ -38,9 +38,9 @@ class OpenGroupsFile:
         Raises:
             `ConfigurationError`: if a group's row is not where TRL's sampler puts it in the dataset.
         """
-        arrays, notes = to_arrays(self._rounds, self._index_of)
-        saved.tensors.update({f"{NAME}/{name}": torch.from_numpy(array) for name, array in arrays.items()})
-        saved.notes[NAME] = notes | {"arrays": sorted(arrays), "in_flight": self._in_flight}
+        data = encoded(SavedGroups.of(self._rounds, self._index_of))
+        saved.tensors[NAME] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        saved.notes[NAME] = {"in_flight": self._in_flight}
 
     def restore_from(self, saved: SavedRollouts) -> None:
         """Restore the open groups; rows that were under way begin again after the next sync.
@@ -48,10 +48,11 @@ class OpenGroupsFile:
         Raises:
             `ConfigurationError`: if the dataset has other prompts at the saved indices, or groups have another size.
         """
-        notes, size = saved.notes[NAME], self._trainer.num_generations
-        if notes["in_flight"] != self._in_flight:
+        if saved.notes[NAME]["in_flight"] != self._in_flight:
             return  # a round that was ahead is generated again
-        if self._in_flight and (others := {group["size"] for group in notes["groups"]} - {size}):
+        found = decoded(saved.tensors[NAME].cpu().numpy().tobytes())
+        size = self._trainer.num_generations
+        if self._in_flight and (others := {len(group.prompts) for group in found.groups} - {size}):
             raise ConfigurationError(
                 f"{self._where}: the checkpoint has open groups of {min(others)} rows, `num_generations` is {size}.",
                 setting="num_generations",
@@ -59,8 +60,7 @@ class OpenGroupsFile:
                 expected=min(others),
                 cure="Resume with the same number.",
             )
-        arrays = {name: saved.tensors[f"{NAME}/{name}"].cpu().numpy() for name in notes["arrays"]}
-        restore(self._rounds, arrays, notes, self._row_of)
+        found.restore_to(self._rounds, self._row_of)
 
     def _index_of(self, group: Group) -> int | None:
         """Compute the index of a group's row as TRL's `RepeatSampler` does: one permutation per epoch."""

@@ -127,14 +127,15 @@ def kill_later(rows: Rows, moment: str, number: int, engines) -> None:
 
 def watch_buckets(rows: Rows) -> None:
     sync = rows.trainer.host.updates._sync
-    begin = sync._begin
+    source, third = sync._source, sync.buckets[min(2, len(sync.buckets) - 1)]
+    gathering = source.gathering
 
-    def begun(bucket, everything):
-        if bucket is sync.buckets[min(2, len(sync.buckets) - 1)]:
+    def begun(bucket):
+        if bucket is third:
             rows.kill("sync", rows.trainer.vllm_generation.version.update)
-        return begin(bucket, everything)
+        return gathering(bucket)
 
-    sync._begin = begun
+    source.gathering = begun
 
 
 def run(name: str, deaths: list[dict], eval_prompts: int = 0, slow_restart: float = 0.0, **settings) -> None:
