@@ -87,7 +87,7 @@ def test_after_close_nothing_large_is_held():
     updates, large = Updates.__new__(Updates), Large()
     updates._rank, updates._fleet = rank, SimpleNamespace(close=lambda engines: None)
     updates.engines = SimpleNamespace(close=lambda: closed.append("engines"))
-    updates.ahead_engines, updates.model, updates._base, updates._sync = None, large, large, large
+    updates.ahead_engines, updates.model, updates._sync = None, large, large
     closing = Closing(rank, SimpleNamespace(end=lambda: None), updates)
     held = weakref.ref(large)
     for _ in range(2):  # file numbers belong to somebody else by the second time

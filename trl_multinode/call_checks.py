@@ -363,9 +363,10 @@ def check_columns(which: str, dataset: Any, rewards: list[Callable], removes_col
             cure="Rename the columns.",
         )
     passed_on = set(columns) - NOT_PASSED_ON
+    note = ""
     if removes_columns:
         passed_on &= KEPT_COLUMNS
-    note = ", of which `remove_unused_columns` leaves the prompt only" if removes_columns else ""
+        note = ", of which `remove_unused_columns` leaves the prompt only"
     for reward in rewards:
         lacking = [name for name in required(reward) if name not in OF_EVERY_REWARD | passed_on]
         if lacking:

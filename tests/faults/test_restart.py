@@ -67,7 +67,7 @@ class OneNode(Updates):
         self._agreement = SimpleNamespace(meet=Meeting(self.topology, None, lambda: "").wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(self.topology, self.watch, None, self.settings, folder, self.lines.append)
-        self.model = self._base = tiny_qwen2()
+        self.model = tiny_qwen2()
         environment = CPU_ENVIRONMENT | cores_per_worker(self.settings.vllm_tensor_parallel_size or 1)
         arguments = {"arguments": self._arguments, "environment": lambda index: environment}
         self._fleet.start(SimpleNamespace(**arguments), num_engines, self.model, tiny_tokenizer())

@@ -73,11 +73,7 @@ def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int)
     """
     if different := {name for row in rows for name in row.keys() ^ rows[0].keys()}:
         raise ValueError(f"Rows of a micro-batch differ in {sorted(different)}. Unset `micro_batch_tokens`.")
-    prompts = [row["prompt_ids"] for row in rows]
-    batch = {
-        "prompt_ids": pad_sequence(prompts, True, pad_token_id, padding_side="left"),
-        "prompt_mask": pad_sequence(list(map(torch.ones_like, prompts)), True, 0, padding_side="left"),
-    }
+    batch = _joined_prompts([row["prompt_ids"] for row in rows], pad_token_id)
     for name in rows[0]:
         if name == "prompt_ids":
             continue
@@ -89,6 +85,13 @@ def join_rows(rows: Sequence[Row], per_token: frozenset[str], pad_token_id: int)
             batch[name] = torch.stack(values)
     batch["completion_mask"] = _two_columns([torch.ones_like(row["completion_ids"]) for row in rows], 0)
     return batch
+
+
+def _joined_prompts(prompts: list[torch.Tensor], pad_token_id: int) -> dict[str, torch.Tensor]:
+    return {
+        "prompt_ids": pad_sequence(prompts, True, pad_token_id, padding_side="left"),
+        "prompt_mask": pad_sequence(list(map(torch.ones_like, prompts)), True, 0, padding_side="left"),
+    }
 
 
 def _two_columns(values: list[torch.Tensor], fill: float) -> torch.Tensor:

@@ -77,29 +77,27 @@ class Updates:
         rank, settings = self._rank, self._rank.settings
         self.model = model  # including its adapter: FSDP2 shards this module, and its forward gathers the shards
         has_adapters = hasattr(model, "peft_config")
-        self._base = model.get_base_model() if has_adapters else model
-        self.dtype = engine_dtype(settings, self._base)
+        base = base_of(model)
+        self.dtype = engine_dtype(settings, base)
         per_engine, sees_sender = rank.devices.per_engine, TRANSPORTS[rank.transport[0]].engines_see_sender
-        plan = plan_sync(self._base, has_adapters, settings.lora_sync, self.dtype, on_gpu=bool(per_engine[0]))
+        plan = plan_sync(base, has_adapters, settings.lora_sync, self.dtype, on_gpu=bool(per_engine[0]))
         engine_settings = EngineSettings(
             settings, rank.topology, rank.devices, self.dtype, keywords, plan.lora_rank, sees_sender
         )
         bucket_bytes, transport = int(settings.sync_bucket_mb * 2**20), self._transport(sees_sender)
         gather = ShardGather(rank.topology.ranks_per_node, rank.args.device)
         if rank.topology.is_local_main:
-            reserve_slots(plan, self._base, self.dtype, gather, bucket_bytes, transport)
-            self._fleet.start(engine_settings, len(per_engine), self._base, processing_class)
+            reserve_slots(plan, base, self.dtype, gather, bucket_bytes, transport)
+            self._fleet.start(engine_settings, len(per_engine), base, processing_class)
             transport.folder = self._fleet.folder
         self.engines = self._fleet.connect(len(per_engine), engine_settings.window)
         if settings.max_staleness or settings.scores_groups:
             window = engine_settings.open_window if settings.in_flight else engine_settings.window
             self.ahead_engines = self._fleet.connect(len(per_engine), window)
-        plan = checked_with_engines(plan, self._base, self.engines, settings.lora_sync, gather)
+        plan = checked_with_engines(plan, base, self.engines, settings.lora_sync, gather)
         if plan.reason and rank.topology.rank == 0:
             rank.report(plan.reason)
-        self._sync = build_sync(
-            plan, self._base, self.dtype, gather, self.engines, bucket_bytes, transport, rank.topology
-        )
+        self._sync = build_sync(plan, base, self.dtype, gather, self.engines, bucket_bytes, transport, rank.topology)
         self._sync.in_flight, self._sync.recompute_kv = settings.in_flight, settings.recompute_kv
         if self.keeps_copy and rank.topology.is_local_main:
             self._sync.copy = HostCopy(rank.report)
@@ -126,7 +124,7 @@ class Updates:
         self.engines = self.ahead_engines = None  # otherwise a second close could close reused file descriptors
         if self._sync is not None:
             self._sync.close()
-        self.model = self._base = self._sync = None
+        self.model = self._sync = None
 
     @property
     def divergence_limit(self) -> float:
@@ -213,13 +211,14 @@ class Updates:
         renewed = [index for index, _ in self._renewed]
         group = self.engines.serving(renewed) if self._rank.topology.is_local_main else None
         self._renewed = []
+        source = ""
         if not self.keeps_copy:
             timings = self._sync.send_again(version, group)
         elif group:
             timings = self._sync.send_copy(version, group)
+            source = ", from the copy"
         if group and timings.num_buckets:
             names = ", ".join(f"engine {engine.index}" for engine in group)
-            source = ", from the copy" if self.keeps_copy else ""
             self._rank.report(f"{names} got the weights of {version} again in {timings.total_s:.1f} s{source}")
 
     def restore_all(self) -> None:
@@ -248,7 +247,8 @@ class Updates:
                 "trainer's engines. Build another trainer."
             )
         if version.update == 1:
-            keep_head_during_backward(self._base)  # not in `start_engines`: DeepSpeed may shard the model later
+            # not in `start`, because DeepSpeed may shard the model later
+            keep_head_during_backward(base_of(self.model))
             if self._rank.topology.rank == 0 and (line := unchecked(self.model)):
                 self._rank.report(line)
         timings = self._sync.run(version)
@@ -276,3 +276,8 @@ class Updates:
         trained = [(name, p, p.dtype) for name, p in model.named_parameters() if p.requires_grad]
         topology = self._rank.topology
         check_finite(trained, str(topology), self._rank.step(), sends_whole=topology.is_local_main)
+
+
+def base_of(model: Any) -> Any:
+    """Return the model whose weights the engines load, without its adapter."""
+    return model.get_base_model() if hasattr(model, "peft_config") else model

@@ -91,7 +91,10 @@ def shown(name: str, value: Any) -> Any:
         return str(value)  # JSON has neither infinity nor NaN, and the page of a run refuses them
     if value is None or isinstance(value, bool | int | float):
         return value
-    text = str(value)
+    return _shown_text(name, str(value))
+
+
+def _shown_text(name: str, text: str) -> str:
     if is_secret(name, text):
         return HIDDEN
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -23,9 +23,10 @@ def report_choices(args: Any, ours: type, is_ours: bool) -> None:
         return
     name = ours.__name__.removeprefix("MultiNode")
     if not is_node_mode(args) and not is_ours:
-        derived = type(args).__name__ if type(args) not in ours.__mro__ else None
-        whose = f"{derived} is derived from trl.{name} and has" if derived else f"a plain trl.{name} has"
-        instead = f"derive it from trl_multinode.{name}" if derived else f"use trl_multinode.{name}"
+        whose, instead = f"a plain trl.{name} has", f"use trl_multinode.{name}"
+        if type(args) not in ours.__mro__:
+            whose = f"{type(args).__name__} is derived from trl.{name} and has"
+            instead = f"derive it from trl_multinode.{name}"
         report(
             f"node mode is off: {whose} TRL's defaults. For node mode {instead}, or use_vllm=True, vllm_mode='node'."
         )

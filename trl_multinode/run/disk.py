@@ -7,7 +7,7 @@ safetensors in Rust's words. So the file systems to which a run writes are looke
 import errno
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import DiskError
@@ -31,13 +31,23 @@ def as_disk_error(error: BaseException, folders: Mapping[str, Path]) -> BaseExce
     if isinstance(error, DiskError):
         return error
     for each in _chain(error):
-        state = OF_A_DISK.get(each.errno or 0) if isinstance(each, OSError) else None
-        text = text_of_error(each)
-        if state is not None or any(word in text for word in CLEAR):
-            return _named(error, state or "full", _path_of(each) or _nearly_full(folders) or _all(folders))
-        if any(word in text for word in VAGUE) and (places := _nearly_full(folders)):
+        if state := _state_of_disk(each):
+            return _named(error, state, _path_of(each) or _nearly_full(folders) or _all(folders))
+        if _says(each, VAGUE) and (places := _nearly_full(folders)):
             return _named(error, "full", places)
     return error
+
+
+def _state_of_disk(error: BaseException) -> str:
+    """Return what an error says of the disk; an empty text if it says nothing."""
+    if isinstance(error, OSError) and error.errno in OF_A_DISK:
+        return OF_A_DISK[error.errno]
+    return "full" if _says(error, CLEAR) else ""
+
+
+def _says(error: BaseException, words: Sequence[str]) -> bool:
+    text = text_of_error(error)
+    return any(word in text for word in words)
 
 
 def _named(error: BaseException, state: str, places: list[str]) -> DiskError:

@@ -116,7 +116,6 @@ class Preemption:
         self._step = 0  # optimizer step under way, counted from 1; 0 outside of training
         self._asked = False
         self._decided = False
-        self._saved = False
         self._deadline = float("inf")
         if topology.launched and topology.is_local_main and launcher_would_end(os.getppid()):
             name = environment_signals()[0].name.removeprefix("SIG")
@@ -161,7 +160,8 @@ class Preemption:
                 return
 
     def _end_at_deadline(self, stop: signal.Signals, grace: float) -> None:
-        what = "the end of the script" if self._saved or self._step == 0 else f"the end of step {self._step}"
+        is_saved = self._watch.ending.preempted is not None
+        what = "the end of the script" if is_saved or self._step == 0 else f"the end of step {self._step}"
         limit = f"`preemption_grace` ({grace:.0f} s)"
         if grace < self._grace_s:
             limit = f"{grace:.0f} s, which torchrun's {TIMEOUT_VARIABLE} leaves (raise it before the launch)"
@@ -202,7 +202,6 @@ class Preemption:
         The script ends as by `sys.exit`: its `finally` blocks run, the ranks wait for each other, the engines end.
         torchrun sends SIGTERM to the ranks of a node when its first rank has left, so they ignore it from now on.
         """
-        self._saved = True
         self._watch.ending.preempted = Fatal(f"pre-empted: {checkpoint} is saved", PREEMPTED)
         with suppress(ValueError):  # not the main thread
             for number in preempt_signals():

@@ -125,6 +125,25 @@ def assign_engines(
     training = range(min(topology.ranks_per_node, num_gpus))
     chosen = list(requested) if requested is not None else [i for i in range(num_gpus) if i not in training]
     _check_chosen(topology, chosen, names, environ)
+    count = num_engines or len(chosen) // tensor_parallel_size
+    _check_counts(topology, chosen, count, tensor_parallel_size)
+    groups = [chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)]
+    return _devices(names, training, groups)
+
+
+def _devices(names: list[str], training: range, groups: list[list[int]]) -> EngineDevices:
+    for_engines = {index for group in groups for index in group}
+    used = {*training, *for_engines}
+    return EngineDevices(
+        tuple(tuple(names[index] for index in group) for group in groups),
+        shared_with_training=not for_engines.isdisjoint(training),
+        sender=names[0],
+        idle=tuple(name for index, name in enumerate(names) if index not in used),
+    )
+
+
+def _check_counts(topology: Topology, chosen: list[int], count: int, tensor_parallel_size: int) -> None:
+    """Check that the GPUs of the engines are enough for `count` engines, and divide into them."""
     if len(chosen) % tensor_parallel_size != 0:
         raise ConfigurationError(
             f"This node has {len(chosen)} GPUs for engines ({chosen}), not divisible by "
@@ -134,7 +153,6 @@ def assign_engines(
             node=topology.node,
             cure="Change one of the two; `num_processes` sets how many GPUs train.",
         )
-    count = num_engines or len(chosen) // tensor_parallel_size
     if count * tensor_parallel_size > len(chosen):
         raise ConfigurationError(
             f"{count} engines with `vllm_tensor_parallel_size` {tensor_parallel_size} need "
@@ -145,14 +163,6 @@ def assign_engines(
             node=topology.node,
             cure="Lower `num_engines`, or `num_processes` so that fewer GPUs train.",
         )
-    used = {*training, *chosen[: count * tensor_parallel_size]}
-    groups = [chosen[i * tensor_parallel_size : (i + 1) * tensor_parallel_size] for i in range(count)]
-    return EngineDevices(
-        tuple(tuple(names[index] for index in group) for group in groups),
-        shared_with_training=any(index in training for group in groups for index in group),
-        sender=names[0],
-        idle=tuple(name for index, name in enumerate(names) if index not in used),
-    )
 
 
 def idle_gpus(devices: EngineDevices) -> str:

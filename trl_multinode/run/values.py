@@ -64,6 +64,11 @@ def _plain(value: Any) -> Any:
             return sorted(text_of(part) for part in value)
         case list() | tuple():
             return [_plain(part) for part in value]
+    return _plain_object(value)
+
+
+def _plain_object(value: Any) -> Any:
+    """Return what an object of a class of somebody's own is compared by."""
     if isinstance(value, type):
         return value.__qualname__
     if is_dataclass(value):

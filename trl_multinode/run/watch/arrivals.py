@@ -56,13 +56,7 @@ class Arrivals:
         self._signs.write(store, has_trainer)
         if self._complete:
             return self._signs.judge(store, self.timeout_s) if has_trainer else ""
-        if not self._registered:
-            store.set(f"pid/{self._topology.rank}", str(os.getpid()))
-            store.add("here", 1)
-            self._registered = True
-        for rank in [rank for rank in self._neighbours if store.check([f"pid/{rank}"])]:
-            self._neighbours.remove(rank)
-            self._watch_rank(rank, int(store.get(f"pid/{rank}")))
+        self._register(store)
         now = time.monotonic()
         if now < self._next_look:
             return ""
@@ -75,6 +69,16 @@ class Arrivals:
         if has_others and self._reports(store) and (ended := self._launcher_ended(store, now)):
             return ended
         return self._name_missing(store, now)
+
+    def _register(self, store: "Store") -> None:
+        """Tell the other ranks that this one is here, and watch those of this node that are."""
+        if not self._registered:
+            store.set(f"pid/{self._topology.rank}", str(os.getpid()))
+            store.add("here", 1)
+            self._registered = True
+        for rank in [rank for rank in self._neighbours if store.check([f"pid/{rank}"])]:
+            self._neighbours.remove(rank)
+            self._watch_rank(rank, int(store.get(f"pid/{rank}")))
 
     def _launcher_ended(self, store: "Store", now: float) -> str:
         """Return why the run ends if the launcher of another node has ended before its ranks imported this library.

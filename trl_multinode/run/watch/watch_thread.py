@@ -282,17 +282,21 @@ class WatchThread:
             self._store_call_start = time.monotonic()
             for ended in fired:
                 ended()
-            for stop in self.signals.received() if woken else ():
-                # torchrun sends SIGTERM after a second Ctrl-C: a run that ends already is not pre-empted as well
-                if self._failure.is_found() or not any(trainer.on_stop(stop) for trainer in self.trainers):
-                    code = OTHER if stop.name == "SIGINT" else PREEMPTED
-                    self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
+            if woken:
+                self._receive_signals()
             fatal = self._due() or self.store.fatal()
             if fatal is None:
                 self._do_chores()
             self._store_call_start = None
             if fatal is not None and not (fatal == store_gone() and self._may_outlive_the_store()):
                 self._leave(fatal)
+
+    def _receive_signals(self) -> None:
+        for stop in self.signals.received():
+            # torchrun sends SIGTERM after a second Ctrl-C: a run that ends already is not pre-empted as well
+            if self._failure.is_found() or not any(trainer.on_stop(stop) for trainer in self.trainers):
+                code = OTHER if stop.name == "SIGINT" else PREEMPTED
+                self.report(f"stopped by {stop.name}", SYMPTOM_DELAY_S, code)
 
     def _do_chores(self) -> None:
         if self.arrivals is not None and (late := self.arrivals.look(self.store, self.num_built > 0)):

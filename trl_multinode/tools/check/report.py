@@ -88,21 +88,28 @@ def check(
 
 def notes(launch: Launch) -> Iterator[str]:
     """Yield notes on settings that are valid but may surprise."""
-    args, script = launch.args, launch.script
+    script = launch.script
     if launch.visible is None and launch.endpoint and not script.use_cpu:
         yield "`use_cpu` does not reach the ranks through this launcher: the script needs its own `--use_cpu true`"
-    if launch.num_nodes == 1 and launch.endpoint and is_port_in_use(args.main_process_port):
-        yield f"port {args.main_process_port} is taken: on a single node, accelerate takes another one by itself"
-    if launch.num_nodes > 1 and args.main_process_ip in ("127.0.0.1", "localhost", "::1"):
-        yield f"`main_process_ip` {args.main_process_ip}: all {launch.num_nodes} nodes must be this one machine"
-    if launch.num_nodes > 1 and launch.rank_in_file:
-        yield f"`machine_rank` {args.machine_rank} comes from the file: every node that uses this file has that rank"
-    for more in (engine_notes, zero_notes, preemption_notes):
+    for more in (address_notes, engine_notes, zero_notes, preemption_notes):
         yield from more(launch)
     if script.ignored:
         names = ", ".join(f"`{name}`" for name in script.ignored)
         yield f"ignored in node mode: {names}, because each node's engines belong to its local main process"
     yield from script.notes
+
+
+def address_notes(launch: Launch) -> Iterator[str]:
+    """Yield notes on the port, the address of node 0 and the node's number."""
+    args = launch.args
+    if launch.num_nodes == 1:
+        if launch.endpoint and is_port_in_use(args.main_process_port):
+            yield f"port {args.main_process_port} is taken: on a single node, accelerate takes another one by itself"
+        return
+    if args.main_process_ip in ("127.0.0.1", "localhost", "::1"):
+        yield f"`main_process_ip` {args.main_process_ip}: all {launch.num_nodes} nodes must be this one machine"
+    if launch.rank_in_file:
+        yield f"`machine_rank` {args.machine_rank} comes from the file: every node that uses this file has that rank"
 
 
 def table(launch: Launch) -> Table:

@@ -39,12 +39,7 @@ def read_run(folder: str) -> MeasuredRun:
         `PlanError`: if the folder has no files of phases, or fewer than two steps in them.
     """
     path = Path(folder)
-    try:
-        every, _ = numbered_lines([path], RANK, PhaseLine)
-    except TimelineError as error:
-        raise PlanError(f"`--run` is an `output_dir`: {error}") from None
-    last = max((line.attempt for lines in every.values() for line in lines), default=0)
-    ranks = list(of_attempt(every, last).values())
+    ranks = _last_attempt(path)
     nodes = Counter(lines[0].node for lines in ranks)
     _check_nodes(path, nodes)
     steps = sorted({line.step for lines in ranks for line in lines if line.phase == "train"})
@@ -72,6 +67,16 @@ def read_run(folder: str) -> MeasuredRun:
         tail_known=any("engine/tail_share" in log for log in logs),
         mean_length=mean_of(logs, "completions/mean_length"),
     )
+
+
+def _last_attempt(path: Path) -> list[list[PhaseLine]]:
+    """Return the phases of each rank in the last attempt of a run."""
+    try:
+        every, _ = numbered_lines([path], RANK, PhaseLine)
+    except TimelineError as error:
+        raise PlanError(f"`--run` is an `output_dir`: {error}") from None
+    last = max((line.attempt for lines in every.values() for line in lines), default=0)
+    return list(of_attempt(every, last).values())
 
 
 def _slowest(ranks: list[list[PhaseLine]], phase: str, steps: list[int]) -> float:
