@@ -207,7 +207,8 @@ class Machine:
         return process
 
     def _node(self, run: Callable, rank_of: Callable, name: str, num_ranks: int, model: str = "model"):
-        path = self._folder / f"{name}.sock"
+        path = self._folder / name / "engine0.sock"
+        path.parent.mkdir(mode=0o700)
         server = self._started(Server(run, self._folder / model, path, self._folder / f"{name}.log"))
         return server, [self._started(Rank(rank_of(path, rank))) for rank in range(num_ranks)]
 

@@ -45,7 +45,7 @@ from msgspec.structs import replace
 from transports import spread
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from multinode_kit.engines import REAL, SyncDriver, running_engines
+from multinode_kit.engines import REAL, SyncDriver, connected_again, running_engines
 from multinode_kit.models import tiny_qwen2
 from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.stream import Request
@@ -164,7 +164,7 @@ class Rank:
         self.engines, self.rows = engines, rows
         self.lengths: Lengths | None = None
         self.trainer = SyncDriver(tiny_qwen2(), engines, bucket_bytes=1 << 20)
-        self.ahead, streams = engines.connect_again(), engines.connect_again()
+        self.ahead, streams = connected_again(engines), connected_again(engines)
         self.stream = streams.open_stream(LONGEST, SAMPLING)
         for clients in (engines, self.ahead, streams):
             for client in clients:

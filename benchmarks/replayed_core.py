@@ -145,7 +145,7 @@ def run_our_engine(round_: Round, model: Path, socket: Path, prepare: Callable =
         await backend.start()
         server = EngineServer(spec, backend)
         await server._weights.end(1, WeightVersion(1, 0))  # no weights are sent here
-        record_shared_memory(Path(spec.shared_memory_record))
+        record_shared_memory(spec.shared_memory_record)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server._closing.set)
         await server.serve()
 
@@ -154,15 +154,12 @@ def run_our_engine(round_: Round, model: Path, socket: Path, prepare: Callable =
     folder = str(model.parent)
     os.environ[RUN_MARKER] = f"{os.getpid()}:{folder}"
     args = ENGINE_ARGS | {"model": str(model)}
-    spec = EngineSpec(
-        index=0, socket_path=str(socket), report_folder=folder, failure_path=str(socket.with_suffix(".failure")),
-        shared_memory_record=str(socket.with_suffix(".shm")), owner_pid=os.getppid(), engine_args=args,
-    )  # fmt: skip
+    spec = EngineSpec(index=0, folder=str(socket.parent), owner_pid=os.getppid(), engine_args=args)
     try:
         asyncio.run(serve())
     finally:
         kill_descendants()
-        unlink_shared_memory(Path(spec.shared_memory_record))
+        unlink_shared_memory(spec.shared_memory_record)
 
 
 def run_real_engine(round_: Round, model: Path, socket: Path) -> None:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from waiting import until
 
-from multinode_kit.engines import SyncDriver, worst_difference
+from multinode_kit.engines import SyncDriver, connected_again, worst_difference
 from trl_multinode.engine.client import Rollout
-from trl_multinode.engine.node_engines import NodeEngines
 from trl_multinode.engine.stream import Request
 from trl_multinode.wire.messages import WeightVersion
 
@@ -52,15 +51,6 @@ class MixedRows:
             start = span.end
         scores = torch.cat(parts).log_softmax(-1)
         return scores.gather(1, ids[0, len(prompt) :, None])[:, 0]
-
-
-def connected_again(engines: NodeEngines) -> NodeEngines:
-    """Return further connections to the same engines, which accept the same versions."""
-    logs, load = engines[0]._connection.log_path.parent, engines._sockets[0].parent / "load"
-    other = NodeEngines(engines._sockets, 0, 0, load, 60.0, engines._window, logs)
-    for client in other:
-        client._sent = engines._sent
-    return other
 
 
 class RowsUnderWay:

@@ -23,15 +23,15 @@ class HolderBackend(Backend):
         torch.zeros(1, device=self._device)
 
     def ready(self) -> Ready:
-        return Ready(pid=os.getpid(), max_model_len=1, dtype="none", vllm_version="none", processes=())
+        return Ready(pid=os.getpid(), max_model_len=1, vllm_version="none")
 
     def tokens_done(self) -> int:
         return 0
 
-    async def generate(self, prompt, num, max_tokens, sampling, seed, images):
+    async def generate(self, request, growing):
         raise NotImplementedError
 
-    async def score(self, prompt, temperature, images=()):
+    async def score(self, request):
         raise NotImplementedError
 
     async def open_slots(self, request: OpenSlots) -> None:

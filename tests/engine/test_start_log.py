@@ -115,7 +115,7 @@ def test_the_error_of_a_failed_start_begins_with_its_cause_and_shows_the_end_of_
 import json, pathlib, sys
 print({written!r}, flush=True)
 spec = json.loads(pathlib.Path(sys.argv[-1]).read_text())
-pathlib.Path(spec["failure_path"]).write_text({FAILED[-1]!r})
+(pathlib.Path(spec["folder"]) / "engine0.failure").write_text({FAILED[-1]!r})
 sys.exit(1)
 """)
     with pytest.raises(EngineStartError) as caught:

@@ -148,3 +148,12 @@ def worst_difference(trainer: SyncDriver, groups: list[list[Rollout]], prompts: 
         for row in rows
     ]
     return max(differences)
+
+
+def connected_again(engines: NodeEngines) -> NodeEngines:
+    """Return further connections to the same engines, which accept the same versions."""
+    logs, load = engines[0]._connection.log_path.parent, engines._sockets[0].parent / "load"
+    other = NodeEngines(engines._sockets, 0, 0, load, 60.0, engines._window, logs)
+    for client in other:
+        client._sent = engines._sent
+    return other

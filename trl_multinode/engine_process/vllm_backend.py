@@ -110,6 +110,7 @@ class VllmBackend(Backend):
             pid=os.getpid(),
             max_model_len=config.model_config.max_model_len,
             vllm_version=vllm.__version__,
+            model_runner="v2" if config.use_v2_model_runner else "v1",
             slots=config.scheduler_config.max_num_seqs,
             serves_lora=config.lora_config is not None,
             truncated_logprobs=self._truncated,

@@ -247,6 +247,7 @@ class Ready(Message, frozen=True):
     pid: int
     max_model_len: int  # tokens, prompt and completion together
     vllm_version: str
+    model_runner: str = ""  # vLLM's "v1" or "v2", which compute samples and prompt log-probs by different code
     serves_lora: bool = False  # the engine accepts adapters separately from the weights
     slots: int = 1  # completions that the engine can generate at once
     truncated_logprobs: str = ""  # reason why log-probs of truncated samples are not over the whole vocabulary
