@@ -64,7 +64,7 @@ def generate_slowly_on_rank_2(trainer) -> None:
 
     with (
         mock.patch.object(engines, "generate", slow if RANK == 2 else generate),
-        mock.patch.object(host, "align", note_align),
+        mock.patch.object(host.updates, "align", note_align),
         mock.patch.object(accelerator, "gather", note_gather),
     ):
         trainer._begin_round()
