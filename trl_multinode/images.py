@@ -58,7 +58,7 @@ def has_index(dataset: Any) -> bool:
 def may_have_images(dataset: Any, is_vlm: bool) -> bool:
     """Return whether a dataset has a column of images, or prompts with images for a model that reads them.
 
-    Of a stream without named columns that is not known.
+    It returns `False` for a stream without named columns, whose rows nobody has seen yet.
     """
     if {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
         return True

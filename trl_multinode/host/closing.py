@@ -17,7 +17,7 @@ _with_engines: "weakref.WeakSet[Closing]" = weakref.WeakSet()  # those of this p
 
 
 class Closing:
-    """What ends the engines of one rank.
+    """End of the engines of one rank.
 
     Args:
         rank ([`RankContext`]), presence ([`Presence`]), updates ([`Updates`]):

@@ -25,10 +25,7 @@ class NodeHost:
 
     Args:
         args ([`~trl.GRPOConfig`]):
-            Config with the settings of [`NodeFields`], or a plain TRL config.
-
-    Raises:
-        `ConfigurationError`: before any weights file is opened, if the launch, the GPUs or a setting cannot work.
+            Argument of [`RankContext`], which says what it raises.
     """
 
     def __init__(self, args: Any):

@@ -1,4 +1,4 @@
-"""What one rank of a run is: its place, settings and devices, its phases, and its watch."""
+"""Context of one rank of a run: its place, settings and devices, its phases, and its watch."""
 
 import os
 import weakref
@@ -95,5 +95,5 @@ class RankContext:
 
     @property
     def is_collected(self) -> bool:
-        """Whether there was a trainer, which is gone."""
+        """Return whether there was a trainer that was garbage-collected."""
         return isinstance(self._trainer, weakref.ref) and self._trainer() is None
