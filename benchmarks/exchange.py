@@ -93,7 +93,7 @@ def our_rank(path: Path, rank: int) -> Callable[[], Callable]:
         generation.version = WeightVersion(1, 0)
 
         def ask(rows: int, tokens: int) -> Callable:
-            generation.max_tokens = tokens
+            generation.max_completion_length = tokens
             return lambda: generation.generate(prompts_of(rank, rows), None, GROUP)[1:3]
 
         return ask

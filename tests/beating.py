@@ -43,10 +43,9 @@ def enter(rank: int, port: int, limits: Limits = LIMITS, synced: bool = True, st
     watch = Watchdog(topology, lambda: phases.current)
     store = connect_store(topology, watch.run)
     watch.watch_local_ranks(store)
-    meeting = Meeting(topology, store, lambda: f"in phase {phases.current}")
+    meeting = Meeting(topology, store)
     activity = RankActivity(phases, meeting, lambda: 3, lambda phase: "")
     activity.synced = synced
-    watch.add_chore(meeting.report_progress)
     Beats(topology, watch, limits, activity)
     watch.limit_store(store_s)
     print(f"up, run {watch.run}", flush=True)

@@ -18,7 +18,7 @@ from trl import RLOOConfig
 from multinode_kit.models import tiny_qwen2, tiny_tokenizer
 from trl_multinode import GRPOConfig, must_agree
 from trl_multinode.errors import ConfigurationError
-from trl_multinode.run.agreement import Disagreement, Facts, disagreements
+from trl_multinode.run.facts import Disagreement, Facts, disagreements
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
@@ -34,7 +34,7 @@ class Host:
     def __init__(self, rank: int, store: StoreHost):
         self.topology = topology_of(rank)
         client = connect_store(self.topology, 0, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)})
-        self._meeting = Meeting(self.topology, client, str)
+        self._meeting = Meeting(self.topology, client)
         self.agreement = self
 
     def facts(self) -> Facts:
@@ -327,4 +327,4 @@ def test_texts_are_equal_exactly_if_the_values_are():
 
 def test_a_single_process_compares_nothing():
     topology = Topology(0, 1, 0, 1, 0, 1, launched=False)
-    assert disagreements(Meeting(topology, None, str), topology, Facts(topology)) == []
+    assert disagreements(Meeting(topology, None), topology, Facts(topology)) == []

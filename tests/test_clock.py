@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from trl_multinode.run import clock
-from trl_multinode.run.clock import clock_offset
+from trl_multinode.run import clock_offset as clock
+from trl_multinode.run.clock_offset import clock_offset
 
 AHEAD = [0.0, 2.5, -40.0]  # seconds of each node's clock
 

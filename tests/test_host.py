@@ -2,11 +2,9 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 
@@ -23,7 +21,6 @@ from trl_multinode.engine_process.vllm_backend import batch_tokens
 from trl_multinode.errors import EngineError
 from trl_multinode.host import NodeHost
 from trl_multinode.host.closing import Closing
-from trl_multinode.host.presence import Presence
 from trl_multinode.host.updates import Updates
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.run.endings.exit_codes import CONFIGURATION
@@ -223,14 +220,3 @@ def test_a_failed_check_in_a_single_process_ends_its_watch_and_frees_its_folder(
     monkeypatch.delenv(PREEMPT_VARIABLE)
     NodeHost(config(tmp_path)).close()
     assert ending()["code"] == 0
-
-
-def test_a_ranks_state_for_those_that_wait_for_it():
-    phases = SimpleNamespace(current="reward", since=time.monotonic())
-    presence = Presence(SimpleNamespace(phases=phases))
-    presence.work["generate"] = lambda: "12 rows left"
-    assert re.fullmatch(r"in phase reward since \d\d:\d\d:\d\d", presence.state())
-    phases.current = "generate"
-    assert presence.state() == "generating, 12 rows left"
-    presence._ends = True
-    assert presence.state() == "which has closed its trainer or ended its script"

@@ -4,6 +4,7 @@ import os
 import re
 import time
 
+import beating
 import pytest
 from forks import forked
 from store_host import RANKS, StoreHost, topology_of
@@ -12,6 +13,7 @@ from waiting import HANG_S, until
 from trl_multinode.run import meeting as meeting_module
 from trl_multinode.run import store as run_store
 from trl_multinode.run.endings import exit_codes
+from trl_multinode.run.heartbeats import judges
 from trl_multinode.run.meeting import Meeting
 from trl_multinode.run.store import connect_store
 from trl_multinode.run.topology import Topology
@@ -20,8 +22,6 @@ from trl_multinode.run.watch.watchdog import Watchdog
 
 @pytest.fixture
 def store(monkeypatch):
-    monkeypatch.setattr(meeting_module, "PROGRESS_EVERY_S", 1.5)
-    monkeypatch.setattr(meeting_module, "STATE_EVERY_S", 0.0)
     for module in (run_store, meeting_module):
         monkeypatch.setattr(module, "GRACE_S", 1.5)
     host = StoreHost()
@@ -29,12 +29,10 @@ def store(monkeypatch):
     host.end()
 
 
-def enter(rank: int, store: StoreHost, state: str = "in phase train") -> tuple[Watchdog, Meeting]:
+def enter(rank: int, store: StoreHost) -> tuple[Watchdog, Meeting]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     watch = Watchdog(topology_of(rank), lambda: "wait")
-    meeting = Meeting(watch.topology, connect_store(watch.topology, watch.run), lambda: state)
-    watch.add_chore(meeting.report_progress)
-    return watch, meeting
+    return watch, Meeting(watch.topology, connect_store(watch.topology, watch.run))
 
 
 def test_nobody_leaves_a_meeting_before_the_last_one_has_come(tmp_path, store):
@@ -55,47 +53,33 @@ def test_nobody_leaves_a_meeting_before_the_last_one_has_come(tmp_path, store):
             assert all(left >= last for _, left in meeting)  # on one computer: one clock
 
 
-def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp_path, store):
+def test_late_ranks_are_named_with_their_node_and_state_by_one_rank_per_side(tmp_path, store, monkeypatch):
+    monkeypatch.setattr(judges, "LATE_EVERY_S", 1.5)
+    monkeypatch.setattr(judges, "READ_STATES_EVERY_S", 0.5)
+
     def body(rank: int) -> None:
-        watch, meeting = enter(rank, store, f"generating, {rank} rows left")
+        entered = beating.enter(rank, store.port)
         if rank == 3:
-            until((tmp_path / "come").exists)
-        meeting.wait()
-        meeting.wait()  # a quick one, about which there is nothing to report
-        watch.close()
+            with entered.phases("reward"):
+                until((tmp_path / "come").exists)
+        entered.meeting.wait()
+        entered.meeting.wait()  # a quick one, about which there is nothing to report
+        entered.watch.close()
 
     def waiting(ranks) -> list[list[str]]:
         return [[line for line in rank.text.splitlines() if " waiting " in line] for rank in ranks]
 
     with forked(body, RANKS, tmp_path) as ranks:
-        for side in (ranks[:2], ranks[2:3]):
+        for side in (ranks[:2], ranks[2:]):
             until(lambda side=side: sum(map(len, waiting(side))) >= 2)
         (tmp_path / "come").touch()
         assert [rank.wait() for rank in ranks] == [0] * RANKS, [rank.text for rank in ranks]
         lines = waiting(ranks)
-        assert lines[3] == []
-        assert not (lines[0] and lines[1])
-        for text in (*lines[0], *lines[1], *lines[2]):
-            assert text.endswith(" s for rank 3 (node 1), generating, 3 rows left"), text
-        assert re.search(r"node 1, rank 2: waiting \d+ s for", lines[2][0])
-
-
-@pytest.mark.nightly
-def test_many_late_ranks_are_counted_and_three_are_named():
-    class Store:
-        def check(self, keys) -> bool:
-            return keys[0] in self.values
-
-        def get(self, key) -> bytes:
-            return self.values[key]
-
-        values = {"state/4": b"in phase reward", "at/0": b"7"}
-
-    meeting = Meeting(Topology(0, 14, 0, 7, 0, 2, True), Store(), lambda: "")
-    assert meeting._names(Store(), [4, 8, 9, 10]) == (
-        "4 ranks: rank 4 (node 0), in phase reward; rank 8 (node 1), in an unknown phase; "
-        "rank 9 (node 1), in an unknown phase; ..."
-    )
+        assert not (lines[0] and lines[1]) and not (lines[2] and lines[3])
+        for text in (line for of_rank in lines for line in of_rank):
+            assert re.search(
+                r"3 ranks waiting \d+ s for rank 3 \(node 1\), in phase reward of step 4 for \d+ s", text
+            ), text
 
 
 def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path, store):
@@ -104,11 +88,12 @@ def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path,
         with watch.guard():
             if rank == 2:
                 time.sleep(HANG_S)
+            print("in the meeting", flush=True)
             meeting.wait()
 
     with forked(body, RANKS, tmp_path) as ranks:
-        for side in (ranks[:2], ranks[3:]):
-            until(lambda side=side: any(" waiting " in rank.text for rank in side))
+        for rank in (*ranks[:2], ranks[3]):
+            rank.wait_for("in the meeting")
         store.end()
         assert [rank.wait() for rank in ranks] == [exit_codes.PEER_LOST] * RANKS
         assert all(
@@ -118,6 +103,6 @@ def test_a_store_that_ends_during_a_meeting_ends_the_run_with_its_line(tmp_path,
 
 
 def test_a_single_process_meets_nobody():
-    meeting = Meeting(Topology(0, 1, 0, 1, 0, 1, launched=False), None, lambda: "")
+    meeting = Meeting(Topology(0, 1, 0, 1, 0, 1, launched=False), None)
     meeting.wait()
     assert meeting._number == 0

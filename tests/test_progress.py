@@ -134,3 +134,5 @@ def test_a_host_knows_what_is_left_in_its_phases(tmp_path):
     assert presence.left("sync") == "3 of 5 buckets gathered"
     assert presence.left("checkpoint") == "1.5 GB written"
     assert presence.left("train") == ""
+    presence._ends = True
+    assert "closed its trainer" in presence.left("generate")  # for ranks that wait for this one in vain

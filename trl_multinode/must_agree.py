@@ -21,7 +21,7 @@ from .call_checks import config_of, name_of
 from .errors import ConfigurationError
 from .host import NodeHost
 from .node_settings import NodeSettings
-from .run.agreement import Disagreement, Facts
+from .run.facts import Disagreement, Facts
 from .run.reporter import warn
 from .run.values import digest_of, flat, text_of
 from .run.versions import MUST_AGREE, local_versions, major_minor

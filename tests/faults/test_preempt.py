@@ -61,7 +61,7 @@ def train(rank: int, store: StoreHost, grace_s: float = HANG_S, stuck_at: int = 
         signal.signal(number, signal.SIG_DFL)
     watch, topology = enter(rank, store, launched=True), topology_of(rank, launched=True)
     client = connect_store(topology, watch.run)
-    preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client, str)
+    preemption, meeting = Preemption(topology, client, grace_s, watch), Meeting(topology, client)
     preemption.last_checkpoint = lambda: "/run/checkpoint-3"
     preemption.begin_training()
     watch.add_tick(lambda: print("found a failure", flush=True) if watch._watch._failure.is_found() else None)

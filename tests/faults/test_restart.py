@@ -26,7 +26,7 @@ from trl_multinode.engine.restarts import lost_engine, lost_engines
 from trl_multinode.engine.settings import CPU_ENVIRONMENT, cores_per_worker
 from trl_multinode.engine.stream import Request
 from trl_multinode.errors import EngineDiedError
-from trl_multinode.host.clocks import EngineClocks
+from trl_multinode.host.engine_clocks import EngineClocks
 from trl_multinode.host.updates import Updates
 from trl_multinode.node_settings import NodeSettings
 from trl_multinode.rollouts.generation import NodeGeneration
@@ -64,7 +64,7 @@ class OneNode(Updates):
         # otherwise it ends this process
         self.watch._watch._leave = lambda fatal: self.ends.append(fatal.line)  # type: ignore[method-assign]
         self._rank = self.updates = self
-        self._agreement = SimpleNamespace(meet=Meeting(self.topology, None, lambda: "").wait)
+        self._agreement = SimpleNamespace(meet=Meeting(self.topology, None).wait)
         self._presence = SimpleNamespace(activity=SimpleNamespace(synced=False))
         self._fleet = EngineFleet(self.topology, self.watch, None, self.settings, folder, self.lines.append)
         self.model = tiny_qwen2()

@@ -257,7 +257,7 @@ def one_closes_early(here: Here) -> None:
 
 
 def meet(watch: Watchdog) -> None:
-    meeting = meetings.setdefault(watch, Meeting(watch.topology, connect_store(watch.topology, watch.run), str))
+    meeting = meetings.setdefault(watch, Meeting(watch.topology, connect_store(watch.topology, watch.run)))
     meeting.wait()
 
 

@@ -21,7 +21,7 @@ from trl_multinode.rollouts.generation import NodeGeneration
 from trl_multinode.rollouts.rounds import FROM_THE_START, settings_from_the_start
 from trl_multinode.rollouts.saved_groups import SavedGroups, decoded, encoded
 from trl_multinode.rollouts.staleness import StalenessMeter, summarize_rounds
-from trl_multinode.rollouts.updates import UpdateLog
+from trl_multinode.rollouts.token_ages import UpdateLog
 from trl_multinode.wire.messages import VersionSpan, WeightVersion
 
 pytestmark = pytest.mark.usefixtures("no_collecting_afterwards")

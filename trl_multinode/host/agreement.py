@@ -1,10 +1,8 @@
 """What all ranks decide together: facts that must be equal, and whether a step ends with a checkpoint or the run."""
 
-from collections.abc import Callable
-
-from ..run.agreement import Disagreement, Facts, disagreements
-from ..run.clock import clock_offset
+from ..run.clock_offset import clock_offset
 from ..run.decision import StepDecision
+from ..run.facts import Disagreement, Facts, disagreements
 from ..run.meeting import Meeting
 from ..run.preemption import Preemption
 from .rank import RankContext
@@ -16,17 +14,14 @@ class Agreement:
     Args:
         rank ([`RankContext`]):
             The rank.
-        state (`Callable[[], str]`):
-            Function that returns what this rank does, for ranks that wait for it.
     """
 
-    def __init__(self, rank: RankContext, state: Callable[[], str]):
+    def __init__(self, rank: RankContext):
         self._rank = rank
         self._has_measured_clock = False
-        self.meeting = Meeting(rank.topology, rank.store, state)
+        self.meeting = Meeting(rank.topology, rank.store)
         self.save = StepDecision(rank.topology, rank.store, "save")
         self.preemption = Preemption(rank.topology, rank.store, rank.settings.preemption_grace, rank.watch)
-        rank.watch.add_chore(self.meeting.report_progress)
 
     def facts(self) -> Facts:
         """Return an empty collection for facts of this rank."""

@@ -19,8 +19,8 @@ class NodeHost:
     | attribute | what it has |
     |---|---|
     | `rank` | [`RankContext`]: what it is; the fields that most code needs are attributes here too |
-    | `presence` | [`Presence`]: what this rank tells the others, and the reader of its log |
     | `agreement` | [`Agreement`]: meetings and decisions of all ranks |
+    | `presence` | [`Presence`]: what this rank tells the others, and the reader of its log |
     | `updates` | [`Updates`]: the engines and their weights |
 
     Args:
@@ -36,8 +36,8 @@ class NodeHost:
         self.phases = rank.phases
         self.watch = rank.watch
         self.step = rank.step
+        self.agreement = Agreement(rank)
         self.presence = Presence(rank)
-        self.agreement = Agreement(rank, self.presence.state)
         self.presence.begin(self.agreement.meeting)
         self.updates = Updates(rank, self.agreement, self.presence)
         self._closing = Closing(rank, self.presence, self.updates)

@@ -1,6 +1,5 @@
 """What a rank tells the others, and the reader of its log, about what it does."""
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from .rank import RankContext
 
 
 class Presence:
-    """State, heartbeats and lines of progress of one rank. Any thread may ask for them.
+    """State, heartbeats and lines of progress of one rank, with the filter of its repeated warnings.
 
     Args:
         rank ([`RankContext`]):
@@ -49,20 +48,10 @@ class Presence:
         self._progress_lines.close()
         self._warn_once.restore()
 
-    def state(self) -> str:
-        """Return what this rank does, for a line of a rank that waits for it."""
-        phase = self._rank.phases.current
-        if self._ends:
-            return "which has closed its trainer or ended its script"
-        if phase == "restart":
-            return f"in phase restart: {self.left(phase) or 'an engine starts again'}"
-        if phase == "generate":
-            return f"generating, {self.left(phase)}"
-        since = time.time() - time.monotonic() + self._rank.phases.since
-        return f"in phase {phase} since {time.strftime('%H:%M:%S', time.localtime(since))}"
-
     def left(self, phase: str) -> str:
         """Return what is left or done in a phase of this rank, as far as that is known."""
+        if self._ends:
+            return "has closed its trainer or ended its script"
         calls = self.user_calls if phase == "generate" else []
         work = [self.work[phase]] if phase in self.work else []
         return ", ".join(filter(None, (call() for call in [*work, *calls])))

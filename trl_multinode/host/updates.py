@@ -28,7 +28,7 @@ from ..weights.timings import SyncTimings
 from ..weights.transport import Transport
 from ..wire.messages import Await, WeightVersion
 from .agreement import Agreement
-from .clocks import EngineClocks
+from .engine_clocks import EngineClocks
 from .presence import Presence
 from .rank import RankContext
 

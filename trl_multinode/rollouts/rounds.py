@@ -28,8 +28,8 @@ from ..errors import RolloutError, WeightVersionError
 from ..run.reporter import warn
 from ..wire.messages import WeightVersion
 from .groups import Group, OpenGroups
+from .token_ages import TokenAges, UpdateLog
 from .upcoming import Batch
-from .updates import TokenAges, UpdateLog
 
 # returns the batch that is so many rounds ahead and its prompts as token ids; `None` if none follows
 BatchAhead = Callable[[int], tuple[Batch, list[list[int]]] | None]

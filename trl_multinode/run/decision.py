@@ -1,4 +1,4 @@
-"""Decision of rank 0 that all ranks follow at the same step, through the run's store and without a collective."""
+"""Decision about the end of a step that all ranks follow, through the run's store, without a wait or a collective."""
 
 from torch.distributed import Store
 
@@ -6,10 +6,18 @@ from .topology import Topology
 
 
 class StepDecision:
-    """Yes or no for each step: rank 0 decides before the step's collectives, all ranks read the decision after them.
+    """Yes or no at the end of each step, the same on all ranks, because the first rank that comes decides.
 
-    No rank waits: rank 0 has written the decision before it takes part in a collective without which the other ranks
-    do not finish the step. It costs one small request to the store per rank and step.
+    It decides by an atomic compare-and-set of one key per step: no, unless the rank itself asks for yes. A rank may
+    also ask early, while its step is under way. That is certain only before its last collective of the step, without
+    which no other rank comes to the end. It costs one request to the store per rank and step.
+
+    ```python
+    save = StepDecision(topology, store, "save")
+    save.begin_training()
+    save.ask(8)             # any rank; nothing happens if the ranks have begun to read
+    if save.read(8): ...    # every rank, after its last collective of the step
+    ```
 
     Args:
         topology (`Topology`):
@@ -24,20 +32,37 @@ class StepDecision:
         self._topology = topology
         self._store = store
         self._name = name
-        self._own = False
+        self._training = 0  # calls of `train` so far, the same number on all ranks
+        self._asked = 0  # of a single process: the last step for which it asked
 
-    def write(self, step: int, yes: bool) -> None:
-        """Decide about `step`, before its first collective. Rank 0 calls it."""
-        self._own = yes
-        if self._store is not None:
-            self._store.set(self._key(step), "yes" if yes else "no")
+    def begin_training(self) -> None:
+        """Begin to count steps anew. Every rank calls it equally often."""
+        self._training += 1
+        self._asked = 0
+
+    def ask(self, step: int, store: Store | None = None) -> bool:
+        """Ask for yes at the end of `step`; return whether that is decided.
+
+        Args:
+            step (`int`):
+                Number of the step, counted from 1.
+            store (`torch.distributed.Store`, *optional*):
+                Client of the calling thread, if that is not the thread that trains.
+        """
+        client = store or self._store
+        if client is None:
+            self._asked = step
+            return True
+        return client.compare_set(self._key(step), "", "yes") == b"yes"
+
+    def read(self, step: int, asks: bool = False) -> bool:
+        """Return the decision about `step`, which is yes if this rank comes first and `asks`. Every rank calls it."""
+        if self._store is None:
+            return asks or self._asked == step
+        decision = self._store.compare_set(self._key(step), "", "yes" if asks else "no")
+        if self._topology.rank == 0:
             self._store.delete_key(self._key(step - 2))  # all ranks have read it, because step - 1 has ended
-
-    def read(self, step: int) -> bool:
-        """Return rank 0's decision about `step`. Every rank calls it after the step's collectives."""
-        if self._store is None or self._topology.rank == 0:
-            return self._own
-        return self._store.get(self._key(step)) == b"yes"
+        return decision == b"yes"
 
     def _key(self, step: int) -> str:
-        return f"{self._name}/{step}"
+        return f"{self._name}/{self._training}/{step}"

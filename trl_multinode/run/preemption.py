@@ -1,9 +1,7 @@
 """Pre-emption: a signal at any rank leads to a checkpoint at the end of the optimizer step and to exit code 143.
 
-All ranks must save at the same step, although a signal reaches them at different moments or reaches only one. The end
-of each step is therefore decided by one key of the run's store. The first rank that arrives there writes the decision,
-by an atomic compare-and-set, and all others read it; a rank with a signal tries to be first for its current step. This
-costs one request to the store per rank and step, no wait, and no collective.
+All ranks must save at the same step, although a signal reaches them at different moments or reaches only one. So the
+end of each step is a [`StepDecision`], and a rank with a signal tries to be the first one for its current step.
 """
 
 import os
@@ -18,6 +16,7 @@ from typing import NoReturn
 from torch.distributed import Store
 
 from ..wire.stop_signals import OF_LAUNCHERS, environment_signals, preempt_signals
+from .decision import StepDecision
 from .endings.ending import RESUMING
 from .endings.exit_codes import PREEMPTED
 from .endings.fatal import Fatal
@@ -107,12 +106,11 @@ class Preemption:
     ):
         self.last_checkpoint: Callable[[], object] = lambda: None  # the newest whole one, if there is one
         self._topology = topology
-        self._store = store
+        self._decision = StepDecision(topology, store, "preempt")
         self._grace_s = grace_s
         self._watch = watch
         self._clock = clock
         self.leaves = False  # whether the ranks leave as soon as the checkpoint is saved
-        self._training = 0  # calls of `train` so far, the same number on all ranks
         self._step = 0  # optimizer step under way, counted from 1; 0 outside of training
         self._asked = False
         self._decided = False
@@ -154,8 +152,8 @@ class Preemption:
         if not self._asked or self._decided:
             return
         for step in (self._step, self._step + 1):  # the others may be one step ahead, and not more
-            yes = store.compare_set(self._key(step), "", "yes") == b"yes"
-            if yes and step >= self._step:  # rank 0 has deleted an older step's key, and the request made it anew
+            # rank 0 has deleted the key of an older step, and the request would make it anew
+            if self._decision.ask(step, store) and step >= self._step:
                 self._decided = True
                 return
 
@@ -177,7 +175,7 @@ class Preemption:
 
     def begin_training(self) -> None:
         """Begin to count steps anew. Every rank calls it equally often."""
-        self._training += 1
+        self._decision.begin_training()
 
     def begin_step(self, step: int) -> None:
         """Accept signals from now on. `step` counts from 1."""
@@ -185,12 +183,7 @@ class Preemption:
 
     def end_step(self, step: int) -> bool:
         """Return whether the run is pre-empted at the end of `step`; the same on all ranks. Every rank calls it."""
-        if self._store is None:
-            return self._asked
-        decision = self._store.compare_set(self._key(step), "", "yes" if self._asked else "no")
-        if self._topology.rank == 0:
-            self._store.delete_key(self._key(step - 2))  # all ranks have read it, because step - 1 has ended
-        return decision == b"yes"
+        return self._decision.read(step, asks=self._asked)
 
     def end_training(self) -> None:
         """Let a signal end the run at once again."""
@@ -212,6 +205,3 @@ class Preemption:
                 then = f"begins at step 1, because the script has not called {RESUMING}"
             report(f"pre-empted: {checkpoint} is saved. All ranks leave now, and a new launch {then}")
         raise Preempted
-
-    def _key(self, step: int) -> str:
-        return f"preempt/{self._training}/{step}"

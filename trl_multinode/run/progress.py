@@ -1,7 +1,8 @@
 """A line of rank 0 whenever a phase goes on and this library has printed nothing for 15 s.
 
-Waits for engines that start and for other ranks have lines of their own (`engine/process.py`, `run/meeting.py`). The
-thread only reads; a failing line is left out, because no line of progress may end a run.
+Waits for engines that start and for other ranks have lines of their own (`engine/process.py`,
+`run/heartbeats/judges.py`). The thread only reads; a failing line is left out, because no line of progress may end a
+run.
 """
 
 import threading

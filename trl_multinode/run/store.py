@@ -22,16 +22,14 @@ Keys of a trainer, below its number:
 | `pid/<rank>` | every rank | its pid, for the other ranks of its node |
 | `folder/<node>` | local main processes | the folder with the sockets of the node's engines |
 | `arrived/<number>` | every rank that comes to a meeting | the number of arrivals; see [`Meeting`](meeting.py) |
-| `at/<rank>`, `state/<rank>` | every rank | the number of its last meeting; what it does, for ranks that wait for it |
+| `at/<rank>` | every rank | the number of its last meeting |
 | `slots/<node>` | local main processes | pid and descriptor of the node's [shared memory](node_slots.py) |
 | `beat/<node>` | one rank of the node, every second | the states of its ranks; see [`Beats`](beats.py) |
 | `asked/<number>` | ranks that bring a request to a meeting | the requests |
 | `leaves/<n>` | every rank that ends its script inside the trainer with a good code | the number of these ranks |
 | `met/<number>` | the last rank of a meeting | all requests; the key wakes the ranks that wait for it |
-| `save/<step>` | rank 0 | whether the step ends with a checkpoint; see [`StepDecision`](decision.py) |
-| `preempt/<training>/<step>` | the first rank at its end | whether all leave; see [`Preemption`](preemption.py) |
+| `save/<training>/<step>`, `preempt/...` | the first rank that decides | see [`StepDecision`](decision.py) |
 | `warned/<node>/<digest>` | every rank of the node with a library's warning | their number; the first one shows it |
-| `reporter/<side>/<number>` | ranks that waited 15 s | their number, on node 0 and elsewhere; the first one reports |
 """
 
 import os

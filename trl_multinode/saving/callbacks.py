@@ -23,7 +23,7 @@ class SaveByTime(TrainerCallback):
         minutes (`float`):
             Value of `save_minutes`.
         decision ([`StepDecision`]):
-            Way in which rank 0's decision reaches all ranks.
+            Decision of all ranks at the end of a step, for which rank 0 asks.
         decides (`bool`):
             `True` on rank 0.
         clock (`Callable[[], float]`, *optional*):
@@ -41,16 +41,17 @@ class SaveByTime(TrainerCallback):
         self._last_s = 0.0  # of the step before, without its checkpoint
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._decision.begin_training()
         self._saved, self._last_s = self._clock(), 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = self._clock()
-        if self._decides:
-            self._decision.write(state.global_step, self._began - self._saved + self._last_s >= self._limit_s)
+        if self._decides and self._began - self._saved + self._last_s >= self._limit_s:
+            self._decision.ask(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._last_s = self._clock() - self._began
-        if self._decision.read(state.global_step - 1):  # the step began before it was counted
+        if self._decision.read(state.global_step):
             control.should_save = True
 
     def on_save(self, *_: Any, **__: Any) -> None:

@@ -56,5 +56,6 @@ class RankActivity:
             progress=f"{self._phases.changes} {self._meeting.arrivals}",
             synced=self.synced,
             may_take_long=phase in LONG_PHASES or self._inside == 0,
-            in_meeting=self._meeting.waits,
+            meeting=self._meeting.arrivals,
+            waits_since=self._meeting.waits_since,
         )

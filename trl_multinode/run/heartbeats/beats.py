@@ -49,8 +49,8 @@ class Activity:
             Whether the rank has taken part in a weight sync. Until then `engine_start_timeout` is the limit.
         may_take_long (`bool`):
             Whether the phase has a limit of its own, or runs the user's code: then the run is not stuck.
-        in_meeting (`bool`):
-            Whether it waits in a meeting, which has lines of its own.
+        meeting (`int`), waits_since (`float`, *optional*):
+            Number of the rank's last meeting, and the time since which it waits there for other ranks.
     """
 
     phase: str
@@ -60,7 +60,8 @@ class Activity:
     progress: str = ""
     synced: bool = False
     may_take_long: bool = False
-    in_meeting: bool = False
+    meeting: int = 0
+    waits_since: float | None = None
 
 
 class Beats:
@@ -194,7 +195,8 @@ class Beats:
             same_s=round(now - max(slot["changed"], self._forgiven), 1),
             synced=slot["synced"],
             may_take_long=slot["may_take_long"],
-            in_meeting=slot["in_meeting"],
+            meeting=slot["meeting"],
+            waits_s=0.0 if slot["waits_since"] is None else round(now - slot["waits_since"], 1),
             frames=slot["frames"],
         )
 

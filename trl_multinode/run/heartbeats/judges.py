@@ -16,6 +16,7 @@ from ..topology import Topology
 from .rank_state import RankState
 
 NAME_EVERY_S = 30.0
+LATE_EVERY_S = 15.0  # the wait in a meeting after which the late ranks are named, and between two such lines
 READ_STATES_EVERY_S = 5.0  # a judge reads only the nodes' counts in between
 JUDGE_LATE_S = 5.0  # a judge that comes so late was suspended, or its store was
 NAMED_RANKS = 3  # a line names no more ranks
@@ -97,8 +98,7 @@ class RunJudge:
     def __init__(self, topology: Topology, limits: Limits):
         self._topology = topology
         self._limits = limits
-        self._keys = [f"beat/{node}" for node in range(topology.num_nodes)]
-        self._complete = False  # all nodes have sent a beat
+        self._nodes: list[int] = []  # those that have sent a beat
         self._seen: dict[int, tuple[str, float]] = {}  # node -> number of its last beat, time at which it was seen
         self._states: dict[int, list[RankState]] = {}  # node -> states in its last beat
         self._last_look = time.monotonic()
@@ -115,11 +115,10 @@ class RunJudge:
         if now - self._last_look > JUDGE_LATE_S + self._limits.beat_s:
             self.forgive(now)
         self._last_look = now
-        if not self._complete:
-            self._complete = store.check(self._keys)  # `multi_get` would wait for a key that is missing
-            return None
+        if len(self._nodes) < self._topology.num_nodes:  # `multi_get` would wait for a key that is missing
+            self._nodes = [node for node in range(self._topology.num_nodes) if store.check([f"beat/{node}"])]
         reads = now >= self._next_states
-        for node, beat in enumerate(store.multi_get(self._keys)):
+        for node, beat in zip(self._nodes, store.multi_get([f"beat/{node}" for node in self._nodes]), strict=True):
             number, _, states = beat.decode().partition(" ")
             if self._seen.get(node, ("", 0.0))[0] != number:
                 self._seen[node] = (number, now)
@@ -154,14 +153,17 @@ class RunJudge:
     def _stuck_or_slow(self, now: float) -> str | None:
         """Return the line for a run in which no rank makes progress; report ranks that are behind the others."""
         states = [state for node in self._states.values() for state in node]
+        if any(state.waits_s for state in states):
+            self._report_late(now, states)
         if len(states) < self._topology.world_size or not all(state.synced for state in states):
             return None
         same_s = min(state.same_s for state in states)
         if 0 < self._limits.stuck_s < same_s and not any(state.may_take_long for state in states):
             return self._stuck(states, same_s)
-        if same_s > NAME_EVERY_S and now >= self._next_line:
+        late = _behind(states)
+        if same_s > NAME_EVERY_S and now >= self._next_line and len(late) < len(states):
             self._next_line = now + NAME_EVERY_S
-            self._report_slow(states, same_s)
+            self._report(len(states) - len(late), same_s, [self._named(state) for state in late])
         return None
 
     def _stuck(self, states: list[RankState], same_s: float) -> str:
@@ -175,18 +177,27 @@ class RunJudge:
             f"long. The slowest is {slowest.name(self._topology.ranks_per_node)}, {slowest.doing()}"
         )
 
-    def _report_slow(self, states: list[RankState], same_s: float) -> None:
-        """Report the ranks that are elsewhere than most, unless ranks wait in a meeting, which reports it."""
-        late = _behind(states)
-        if any(state.in_meeting for state in states) or len(late) == len(states):
+    def _report_late(self, now: float, states: list[RankState]) -> None:
+        """Report the ranks that have not come to a meeting in which others have waited for long."""
+        number, waited_s = max((state.meeting, state.waits_s) for state in states)
+        if waited_s < LATE_EVERY_S or now < self._next_line:
             return
-        names = [f"{state.name(self._topology.ranks_per_node)}, {state.doing()}" for state in late[:NAMED_RANKS]]
+        late = {state.rank: self._named(state) for state in states if state.meeting < number}
+        without = set(range(self._topology.world_size)) - {state.rank for state in states}
+        late |= {rank: f"rank {rank} (node {self._topology.node_of(rank)}), without a trainer" for rank in without}
+        if late:  # otherwise the meeting has just ended, which some nodes have not told yet
+            self._next_line = now + LATE_EVERY_S
+            num_waiting = self._topology.world_size - len(late)
+            self._report(num_waiting, waited_s, [late[rank] for rank in sorted(late)])
+
+    def _named(self, state: RankState) -> str:
+        return f"{state.name(self._topology.ranks_per_node)}, {state.doing()}"
+
+    def _report(self, num_waiting: int, seconds: float, late: list[str]) -> None:
         count = f"{len(late)} ranks: " if len(late) > 1 else ""
         more = "; ..." if len(late) > NAMED_RANKS else ""
-        report(
-            f"{self._topology}: {len(states) - len(late)} ranks waiting {same_s:.0f} s for {count}"
-            f"{'; '.join(names)}{more}"
-        )
+        who = f"{num_waiting} rank{'s' if num_waiting > 1 else ''}"
+        report(f"{self._topology}: {who} waiting {seconds:.0f} s for {count}{'; '.join(late[:NAMED_RANKS])}{more}")
 
 
 def _behind(states: list[RankState]) -> list[RankState]:

@@ -12,8 +12,10 @@ class RankState:
             What the rank does, since when, and what is left.
         silent_s (`float`), idle_s (`float`), same_s (`float`):
             Seconds without a heartbeat of the rank; without a heartbeat and without use of the CPU; without progress.
-        synced (`bool`), may_take_long (`bool`), in_meeting (`bool`):
+        synced (`bool`), may_take_long (`bool`), meeting (`int`):
             See [`Activity`](beats.py).
+        waits_s (`float`):
+            Seconds for which it has waited in a meeting; 0 if it is in none.
         frames (`str`):
             Innermost frames of its main thread at its last heartbeat.
     """
@@ -28,7 +30,8 @@ class RankState:
     same_s: float
     synced: bool
     may_take_long: bool
-    in_meeting: bool
+    meeting: int
+    waits_s: float
     frames: str
 
     def name(self, ranks_per_node: int) -> str:
