@@ -38,7 +38,6 @@ def case(environ: dict[str, str] | None = None, **changes: Any) -> Case:
         launcher="deepspeed_launcher",
         num_nodes=nodes,
         ranks_per_node=ranks,
-        started=ranks,
         visible=[str(gpu) for gpu in range(gpus)] if gpus else None,
         gpus_per_node=gpus,
         port=29500,

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -327,6 +328,27 @@ def test_row_2_rows_in_flight_begin_again(node):
         found |= {request.row: rollout for request, (rollout,) in stream.poll()}
     assert [found[row].tokens.tolist() for row in range(8)] == [row.tokens.tolist() for row in alone]
     assert stream.rows_left == 0 and not stream.stopped
+    stream.close()
+
+
+def test_rows_in_flight_begin_again_although_nobody_has_seen_that_their_connection_ended(node):
+    one = node(slow=0.02)
+    one.generation.sync_weights()
+    one.ahead_engines = ahead = one._fleet.connect(1, 3)
+    ahead.expect(one.generation.version)
+    stream = ahead.open_stream(12, {})
+    stream.add([Request(PROMPTS[0], seed=1 + row, min_update=1, group=(0, 0), row=row) for row in range(8)])
+    found = {request.row for request, _ in stream.poll()}
+    one.kill()
+    (lost,) = ahead
+    until(lambda: lost.has_ended)
+    assert lost.lost is None  # the thread that polls did something else meanwhile
+    with suppress(EngineDiedError):
+        one.engines.generate([Request(PROMPTS[0], 1)], 12, {}, 1)
+    one.generation._recover()
+    while len(found) < 8:
+        found |= {request.row for request, _ in stream.poll()}
+    assert stream.rows_left == 0 and ahead[0] is not lost
     stream.close()
 
 

@@ -98,10 +98,11 @@ class NodeEngines(EngineGroup):
         if self._stream is not None and self._stays_open:
             self._stream.renew_with(self._renew_now)
 
-    def _renew_now(self) -> None:
+    def _renew_now(self) -> Sequence[EngineClient]:
         indices = self._renew_next
         self._renew_next = set()
         self.renew(indices)
+        return self
 
     def serving(self, indices: Sequence[int]) -> EngineGroup:
         """Return those of the engines `indices` that are not lost."""

@@ -66,6 +66,7 @@ class Peeking:
 class Lane:
     """Requests of a stream that are under way on one engine."""
 
+    client: EngineClient
     open: dict[int, Request] = field(default_factory=dict)  # by request id
     peeks: dict[int, Peeking] = field(default_factory=dict)  # by request id
     num_rows: int = 0  # of `open`; any thread may read it
@@ -118,13 +119,12 @@ class RequestStream:
     """
 
     def __init__(self, clients: Sequence[EngineClient], load: EngineLoad, window: int, message: Generate):
-        self._renew: Callable[[], None] | None = None
-        self._clients = clients
+        self._renew: Callable[[], Sequence[EngineClient]] | None = None
         self._load = load
         self._window = window
         self._message = message
         self._waiting: deque[Request] = deque()
-        self._lanes = [Lane() for _ in clients]  # by engine
+        self._lanes = [Lane(client) for client in clients]  # by engine
         self._last: tuple[GroupId, int] = (NO_GROUP, 0)  # group and engine of the last request that was sent
         self._num_added = self._num_ended = 0  # each is written by one thread
         self._asked: deque[Peeking] = deque()
@@ -134,17 +134,17 @@ class RequestStream:
     def _select(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_up, selectors.EVENT_READ)
-        for client in self._clients:
-            if client.lost is None:
-                self._selector.register(client, selectors.EVENT_READ, client)
+        for lane in self._lanes:
+            if lane.client.lost is None:
+                self._selector.register(lane.client, selectors.EVENT_READ, lane.client)
 
     @property
     def stopped(self) -> bool:
         """Return whether rows wait and no engine is left. Any thread may read it."""
-        return self.rows_left > 0 and self._renew is None and all(client.lost for client in self._clients)
+        return self.rows_left > 0 and self._renew is None and all(lane.client.lost for lane in self._lanes)
 
-    def renew_with(self, renew: Callable[[], None]) -> None:
-        """Let the thread that polls call `renew`, which connects to the engines that were started again."""
+    def renew_with(self, renew: Callable[[], Sequence[EngineClient]]) -> None:
+        """Let the thread that polls call `renew`, which connects to engines that were started again and returns all."""
         self._renew = renew
         self._wake_up.set()
 
@@ -186,17 +186,19 @@ class RequestStream:
                 self._wake_up.clear()
             elif (found := self._received(key.data)) is not None:
                 ended.append(found)
-        for client in self._clients:
+        for lane in list(self._lanes):
             try:
-                client.check_stall()
+                lane.client.check_stall()
             except LOSSES as error:
-                self._lose(client, error)
+                self._lose(lane.client, error)
         self._num_ended += sum(request.num_completions for request, _ in ended)
         return ended
 
     def _renew_engines(self) -> None:
         if (renew := self._renew) is not None:
-            renew()
+            for client in renew():
+                if client is not self._lanes[client.index].client:
+                    self._begin_again(client)  # its requests are still open if nothing was read since it was lost
             self._selector.close()
             self._select()
             self._renew = None
@@ -216,8 +218,11 @@ class RequestStream:
             return
         self._selector.unregister(client)
         client.lose(error)
+        self._begin_again(client)
+
+    def _begin_again(self, client: EngineClient) -> None:
         lane = self._lanes[client.index]
-        self._lanes[client.index] = Lane()
+        self._lanes[client.index] = Lane(client)
         for request in reversed(lane.open.values()):
             self._load.give_back(client.index, self._cost(request))
             self._waiting.appendleft(request)
@@ -238,30 +243,30 @@ class RequestStream:
                 min_update=request.min_update,
                 max_tokens=self._left(request),
             )
+            lane = self._lanes[engine]
             try:
-                lane = self._lanes[engine]
-                lane.open[self._clients[engine].post(message)] = request
+                lane.open[lane.client.post(message)] = request
                 lane.num_rows += request.num_completions
             except LOSSES as error:
                 self._load.give_back(engine, self._cost(request))
                 self._waiting.appendleft(request)
-                self._lose(self._clients[engine], error)
+                self._lose(lane.client, error)
 
     def _send_peeks(self) -> None:
         while self._asked:
             peeking = self._asked.popleft()
-            for client, lane in zip(self._clients, list(self._lanes), strict=True):
-                if lane.num_rows and client.lost is None:
+            for lane in list(self._lanes):
+                if lane.num_rows and lane.client.lost is None:
                     try:
-                        lane.peeks[client.post(Peek())] = peeking
+                        lane.peeks[lane.client.post(Peek())] = peeking
                         peeking.num_open += 1
                     except LOSSES as error:
-                        self._lose(client, error)
+                        self._lose(lane.client, error)
             peeking.end_if_complete()
 
     def _engines_with_room(self) -> list[int]:
-        pairs = zip(self._clients, self._lanes, strict=True)
-        return [client.index for client, lane in pairs if lane.num_rows < self._window and client.lost is None]
+        free = [lane.client for lane in self._lanes if lane.num_rows < self._window]
+        return [client.index for client in free if client.lost is None]
 
     def _candidates(self, request: Request, room: list[int]) -> list[int]:
         """Return the engine of the group's request before, which has computed its prompt, if it has room."""
@@ -310,9 +315,9 @@ class RequestStream:
             return
         self._wake_up.close()
         self._selector.close()
-        for client, lane in zip(self._clients, self._lanes, strict=True):
+        for lane in self._lanes:
             for request_id, request in lane.open.items():
-                self._load.give_back(client.index, self._cost(request))
-                client.unanswered.discard(request_id)
+                self._load.give_back(lane.client.index, self._cost(request))
+                lane.client.unanswered.discard(request_id)
             lane.open.clear()
         self._waiting.clear()

@@ -100,7 +100,6 @@ class Launch:
     launcher: str  # name of accelerate's launcher function
     num_nodes: int
     ranks_per_node: int  # rounded down, as accelerate does
-    started: int  # processes that the launcher starts on this node
     visible: list[str] | None  # GPUs that these processes see, as numbered on the node; `None` on CPU
     gpus_per_node: int
     port: int | None  # requested port, before accelerate chooses one
@@ -108,6 +107,11 @@ class Launch:
     endpoint: str | None = None  # rendezvous backend, host and port; `None` without torchrun
     deepspeed: DeepSpeed | None = None
     script: Script = field(default_factory=Script)
+
+    @property
+    def started(self) -> int:
+        """Processes that the launcher starts on this node."""
+        return 1 if self.launcher == "simple_launcher" else self.ranks_per_node
 
     @property
     def num_ranks(self) -> int:

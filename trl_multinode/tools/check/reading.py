@@ -176,7 +176,6 @@ def _launch(
         launcher=launcher,
         num_nodes=nodes,
         ranks_per_node=ranks,
-        started=1 if launcher == "simple_launcher" else ranks,
         visible=_visible(args, gpus_per_node),
         gpus_per_node=gpus_per_node,
         port=port,
